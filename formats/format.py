@@ -1,0 +1,117 @@
+"""Formats: how a whole weight is stored. A format is data; nothing here is written twice elsewhere.
+
+    w = element · block_scale · global_scale
+
+A block is `block = (rows, columns)` of the last two axes of a `[..., out, in]` weight, where 0 means the whole
+axis: `(1, 16)` is NVFP4's run of sixteen inputs, `(128, 128)` DeepSeek's square, `(1, 0)` one output channel,
+`(0, 0)` the whole matrix. Leading axes (the experts of a fused MoE parameter) are independent matrices.
+
+The same descriptor serves activations `[..., tokens, in]`: a row is then a token, so `fp8_token` is the format
+of one scale a token, and `fp8_group` that of DeepSeek's 1×128 groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8, Number
+
+
+@dataclass(frozen=True)
+class Format:
+    """An element number, a scale number, the block that shares a scale, and whether a second-level scale exists.
+
+    Attributes:
+        name: key in `FORMATS`.
+        element: number of one weight.
+        scale: number of one block scale.
+        block: (rows, columns) that share a scale; 0 is the whole axis.
+        global_scale: whether one FP32 scale per matrix multiplies all block scales.
+    """
+
+    name: str
+    element: Number
+    scale: Number
+    block: tuple[int, int]
+    global_scale: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def block_shape(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Block (rows, columns) for a tensor of `shape`, whole axes filled in. A 1-D tensor is one row."""
+        rows, columns = _matrix(shape)
+        return self.block[0] or max(rows, 1), self.block[1] or max(columns, 1)
+
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the block scales of a tensor of `shape`; a short last block has a scale of its own."""
+        rows, columns = _matrix(shape)
+        block_rows, block_columns = self.block_shape(shape)
+        return (*shape[:-2], math.ceil(rows / block_rows), math.ceil(columns / block_columns))
+
+    def codes_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of the stored codes of a tensor of `shape`: the last axis is in bytes where codes are packed."""
+        return (*shape[:-1], packed_width(shape[-1], self.element))
+
+    def divides(self, shape: Sequence[int]) -> bool:
+        """Whether `shape` has no short last block along the reduction axis and no half-used byte."""
+        columns = shape[-1]
+        return columns % self.block_shape(shape)[1] == 0 and columns * self.element.bits % 8 == 0
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Bytes that a tensor of `shape` takes in this format: codes, block scales and global scales."""
+        codes = math.prod(self.codes_shape(shape))
+        scales = math.prod(self.scale_shape(shape)) * self.scale.bits // 8
+        return codes + scales + (4 * math.prod(shape[:-2]) if self.global_scale else 0)
+
+    def bits_per_weight(self, shape: Sequence[int] | None = None) -> float:
+        """Bits per weight with every scale and pad counted; without a shape, the limit for large matrices."""
+        if shape is not None:
+            return 8 * self.nbytes(shape) / math.prod(shape)
+        rows, columns = self.block
+        return self.element.bits + (self.scale.bits / (rows * columns) if rows and columns else 0)
+
+
+def packed_width(columns: int, number: Number) -> int:
+    """Bytes per row of `columns` codes: 4- and 6-bit codes are packed, all others take a byte each."""
+    return math.ceil(columns * number.bits / 8) if number.bits in (4, 6) else columns
+
+
+def _matrix(shape: Sequence[int]) -> tuple[int, int]:
+    if not shape:
+        raise ValueError("a scalar has no blocks to quantize")
+    return (shape[-2] if len(shape) > 1 else 1), shape[-1]
+
+
+_ALL = (
+    Format("nvfp4", E2M1, E4M3, (1, 16), global_scale=True),
+    Format("mxfp4", E2M1, E8M0, (1, 32)),
+    Format("mxfp6", E2M3, E8M0, (1, 32)),
+    Format("mxfp6_e3m2", E3M2, E8M0, (1, 32)),
+    Format("mxfp8", E4M3, E8M0, (1, 32)),
+    Format("mxfp8_e5m2", E5M2, E8M0, (1, 32)),
+    Format("fp8", E4M3, FP32, (0, 0)),
+    Format("fp8_channel", E4M3, FP32, (1, 0)),
+    Format("fp8_block", E4M3, FP32, (128, 128)),
+    Format("fp8_token", E4M3, FP32, (1, 0)),
+    Format("fp8_group", E4M3, FP32, (1, 128)),
+    Format("int8", INT8, FP32, (1, 0)),
+    Format("int8_token", INT8, FP32, (1, 0)),
+    Format("int4", INT4, BF16, (1, 128)),
+)
+
+FORMATS: dict[str, Format] = {f.name: f for f in _ALL}
+
+
+def get_format(name: str) -> Format:
+    """The format called `name`.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}") from None

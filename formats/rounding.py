@@ -1,0 +1,106 @@
+"""Rounding to a number's grid: to nearest, ties to even, saturating. The oracle of everything else.
+
+For a float format the grid around a value with exponent e is a ruler of step 2^(e - mantissa), where e is
+the value's own exponent, but never below that of the smallest normal. Dividing by the step (a power of
+two, so the division is exact) and rounding to an integer q places the value on the ruler, and then
+
+    code = (e - e_min) · 2^mantissa + q
+
+with no special cases: a subnormal has e = e_min and its code is q itself; a normal's implicit one is the
+carry from q into the exponent field; and a value that rounds up into the next binade carries by itself.
+Saturation is a minimum with the largest code. The number of float passes does not depend on the format.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quant.formats.number import Number
+
+_FP32_MANTISSA, _FP32_BIAS = 23, 127
+
+
+def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
+    """Codes of the values of `number` that are nearest to `x`.
+
+    Args:
+        x: any shape, floating point; the maths is in float32 (FP64 input is rounded to FP32 first).
+        number: the target; not a wide dtype.
+
+    Returns:
+        The shape of `x`. dtype `number.torch_dtype` where there is one (float8, int8; uint8 for E8M0), else
+        uint8 with the code in the low `number.bits` bits. Values beyond ±max, infinities included, become
+        ±max; NaN is not accepted by callers and encodes to an unspecified code. -0.0 keeps its sign.
+    """
+    x = x.float()
+    if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return x.clamp(-number.max, number.max).to(number.torch_dtype)
+    if number.is_integer:
+        code = x.round().clamp_(-number.max, number.max).to(torch.int8)
+        return code if number.torch_dtype is torch.int8 else code.view(torch.uint8).bitwise_and_(0x0F)
+    if not number.signed:
+        return encode_power_of_two(x)
+    bits = x.contiguous().view(torch.int32)
+    code = _magnitude_code(bits & 0x7FFFFFFF, number).to(torch.uint8)
+    sign = (bits < 0).to(torch.uint8).mul_(1 << (number.bits - 1))
+    return code.bitwise_or_(sign)
+
+
+def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
+    """Codes, int32, of the non-negative float32 values whose bit patterns are `bits` (int32, overwritten)."""
+    e_min = 1 - number.bias
+    magnitude = bits.view(torch.float32)
+    exponent = (bits >> _FP32_MANTISSA).clamp_(min=e_min + _FP32_BIAS)
+    # 1/step, built from its exponent bits; at most 2^(mantissa - e_min), so it never overflows.
+    inverse_step = ((2 * _FP32_BIAS + number.mantissa - exponent).clamp_(min=1) << _FP32_MANTISSA).view(torch.float32)
+    q = torch.mul(magnitude, inverse_step).round_().clamp_(max=2.0 ** (number.mantissa + 1)).to(torch.int32)
+    code = exponent.sub_(e_min + _FP32_BIAS).bitwise_left_shift_(number.mantissa).add_(q)
+    return code.clamp_(max=number.max_code)
+
+
+def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
+    """E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
+
+    Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale.
+    """
+    mantissa, exponent = torch.frexp(x.float())
+    exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
+    exponent = torch.where(x == 0, torch.full_like(exponent, -_FP32_BIAS), exponent)
+    return exponent.clamp_(-_FP32_BIAS, _FP32_BIAS).add_(_FP32_BIAS).to(torch.uint8)
+
+
+def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
+    """Values of `codes`, float32, same shape. The inverse of `encode`; also reads wide scale dtypes."""
+    if codes.dtype.is_floating_point or codes.dtype is torch.int8:
+        return codes.float()
+    if not number.signed:
+        return decode_power_of_two(codes)
+    table = number.values().to(codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
+    """2^(code - 127), float32, from E8M0 codes (uint8). Exact: code 0 is a float32 subnormal, 255 is NaN."""
+    bits = codes.int() << _FP32_MANTISSA
+    bits = torch.where(codes == 0, 1 << (_FP32_MANTISSA - 1), bits)
+    return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+def round_to(x: torch.Tensor, number: Number) -> torch.Tensor:
+    """`x` rounded to the grid of `number`: `decode(encode(x))`, float32, without materialising codes."""
+    x = x.float()
+    if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return x.clamp(-number.max, number.max).to(number.torch_dtype).float()
+    if number.is_wide:
+        assert number.torch_dtype is not None
+        return x.to(number.torch_dtype).float()
+    if number.is_integer:
+        return x.round().clamp_(-number.max, number.max)
+    if not number.signed:
+        return decode_power_of_two(encode_power_of_two(x))
+    magnitude = x.abs()
+    # The power of two below each value: clearing the mantissa bits leaves it.
+    step = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
+    step.clamp_(min=number.min_normal, max=2.0**number.max_exponent).mul_(2.0**-number.mantissa)
+    magnitude.div_(step).round_().mul_(step).clamp_(max=number.max)
+    return magnitude.copysign_(x)

@@ -1,0 +1,146 @@
+"""Scale rules: from a block of values to the scale it is stored with.
+
+All rules read a tensor cut into blocks, `[..., R, rows, C, columns]`, and give scales `[..., R, 1, C, 1]` in
+float32 that are exactly representable in the format's scale number. What differs is the choice:
+
+max            the block's largest magnitude maps to the largest element. MX rounds the exponent up, so
+               nothing saturates; NVFP4 rounds the scale to E4M3.
+ocp            MX only: floor(log2(amax)) - emax, the text of the OCP MX 1.0 specification. Saturates.
+even           MX only: as ocp, after amax is rounded to the element's own mantissa, so that an amax that would
+               round up into the next binade gets the next exponent (torchao's EVEN, compressed-tensors).
+four_over_six  NVFP4 only: map amax to 6 or to 4, whichever gives the smaller squared error ("Four Over Six").
+mse            the scale with the smallest squared error, by search; for E4M3 and E8M0 scales the search is
+               exact over all codes (see `_search_codes`).
+
+NVFP4's global scale maps the tensor's amax to 6 · 448. Rules that may raise a block's scale above amax / 6
+leave headroom by normalising to 256 instead of 448; `HEADROOM` says which do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quant.formats.format import Format
+from quant.formats.number import E2M1, E4M3, E8M0
+from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
+
+ScaleRule = Callable[[torch.Tensor, Format, torch.Tensor], torch.Tensor]
+
+# Largest block scale, before the global scale, that amax itself is mapped to.
+HEADROOM = {"max": 448.0, "four_over_six": 256.0, "mse": 256.0}
+
+_MIN_E4M3 = E4M3.min_subnormal
+# Fractions of amax / max that `mse` tries where scales are not coded: 1 down to 0.36.
+_SHRINK = [1 - 0.01 * k for k in range(65)]
+
+
+def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`."""
+    return blocks.abs().amax(dim=(-3, -1), keepdim=True)
+
+
+def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
+    """The FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
+    scale = amax.float() / (format.element.max * HEADROOM.get(rule, E4M3.max))
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """See the module docstring: `max`."""
+    return _nearest_scale(amax_over_blocks(blocks), format, global_scale)
+
+
+def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    if format.scale is E8M0:
+        return decode_power_of_two(encode_power_of_two(amax / format.element.max))
+    if format.scale is E4M3:
+        return round_to((amax / (format.element.max * global_scale)).clamp_(min=_MIN_E4M3), E4M3)
+    return _nonzero(round_to(amax / format.element.max, format.scale))
+
+
+def _nonzero(scale: torch.Tensor) -> torch.Tensor:
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def ocp_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """See the module docstring: `ocp`."""
+    return _floor_scale(amax_over_blocks(blocks), format)
+
+
+def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """See the module docstring: `even`. Eight-bit elements too round at one mantissa bit, as the peers do."""
+    _require(format, E8M0, "even")
+    mantissa = format.element.mantissa if format.element.bits == 6 else E2M1.mantissa
+    bits = amax_over_blocks(blocks).view(torch.int32) + (1 << (22 - mantissa))
+    return _floor_scale(bits.view(torch.float32), format)
+
+
+def _floor_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
+    _require(format, E8M0, "ocp")
+    _, exponent = torch.frexp(amax)
+    exponent = torch.where(amax == 0, -127, exponent - 1 - format.element.max_exponent)
+    return decode_power_of_two((exponent.clamp(-127, 127) + 127).to(torch.uint8))
+
+
+def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """See the module docstring: `four_over_six`."""
+    _require(format, E4M3, "four_over_six")
+    six = max_rule(blocks, format, global_scale)
+    four = _nearest_scale(amax_over_blocks(blocks) * 1.5, format, global_scale)
+    better = _squared_error(blocks, format, four, global_scale) < _squared_error(blocks, format, six, global_scale)
+    return torch.where(better, four, six)
+
+
+def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+    """See the module docstring: `mse`."""
+    amax = amax_over_blocks(blocks)
+    best = _nearest_scale(amax, format, global_scale)
+    best_error = _squared_error(blocks, format, best, global_scale)
+    for scale in candidate_scales(amax, format, global_scale):
+        error = _squared_error(blocks, format, scale, global_scale)
+        best = torch.where(error < best_error, scale, best)
+        best_error = torch.minimum(error, best_error)
+    return best
+
+
+def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> list[torch.Tensor]:
+    """The scales worth trying for blocks of largest magnitude `amax`, each of the shape of `amax`.
+
+    For coded scales the list provably contains the optimum of the squared error. A scale of 2s has the even
+    half of the grid of s, so once nothing saturates at s there is no reason to go to 2s; and a scale that cuts
+    amax in half loses at least (amax / 2)² on one element, more than a block of sixteen loses at amax / 6. That
+    leaves one binade below and one above amax / 6: sixteen E4M3 codes, or two E8M0 exponents.
+    """
+    if format.scale is E4M3:
+        grid = E4M3.grid().to(amax.device)
+        ideal = (amax / (format.element.max * global_scale)).clamp_(max=E4M3.max)
+        first = torch.searchsorted(grid, ideal)
+        return [grid[(first + k).clamp_(1, E4M3.max_code)] for k in range(-8, 8)]
+    nearest = _nearest_scale(amax, format, global_scale)
+    if format.scale is E8M0:
+        return [(nearest / 2).clamp(min=2.0**-127)]
+    return [_nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
+
+
+def _squared_error(
+    blocks: torch.Tensor, format: Format, scale: torch.Tensor, global_scale: torch.Tensor
+) -> torch.Tensor:
+    step = scale * global_scale
+    return round_to(blocks / step, format.element).mul_(step).sub_(blocks).square_().sum(dim=(-3, -1), keepdim=True)
+
+
+def _require(format: Format, scale: object, rule: str) -> None:
+    if format.scale is not scale:
+        kind = "MX formats (E8M0 scales)" if scale is E8M0 else "NVFP4 (E4M3 scales)"
+        raise ValueError(f"scale rule {rule!r} is defined for {kind}, not for {format.name}; use 'max' or 'mse'")
+
+
+SCALE_RULES: dict[str, ScaleRule] = {
+    "max": max_rule,
+    "ocp": ocp_rule,
+    "even": even_rule,
+    "four_over_six": four_over_six_rule,
+    "mse": mse_rule,
+}

@@ -1,0 +1,255 @@
+"""`BlockScaledTensor`: codes and scales, and the way in and out of them.
+
+Quantizing walks the rows in chunks that fit in the cache, so a 4096×14336 weight needs a few megabytes beyond
+its codes, not a float32 copy of itself. Each chunk is viewed as blocks `[R, rows, C, columns]`, gets a scale a
+block, is divided by the *stored* scale and rounded. A short last block is padded with zeros for scaling only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch.nn.functional import pad
+
+from quant.formats.format import Format
+from quant.formats.number import Number
+from quant.formats.packing import pack, unpack
+from quant.formats.rounding import decode, encode, round_to
+from quant.formats.scaling import SCALE_RULES, global_scale_of
+
+_CHUNK_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class BlockScaledTensor:
+    """A quantized tensor: plain data, deliberately not a `torch.Tensor` subclass.
+
+    Attributes:
+        codes: `format.codes_shape(shape)`; uint8 where packed, else the element's own dtype.
+        scale: `format.scale_shape(shape)`; float8_e4m3fn, uint8 (E8M0) or float32. A float32 scale holds a value
+            that the checkpoint's scale dtype represents exactly (see `quantize`).
+        format: what the codes mean.
+        shape: logical shape `[..., out, in]`.
+        global_scale: float32 of shape `shape[:-2]`, or None where the format has none. float64 where a checkpoint
+            stores the reciprocal and float32 cannot hold the inverse of that without loss.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    format: Format
+    shape: tuple[int, ...]
+    global_scale: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes and scales, as `Format.nbytes` counts them."""
+        return self.format.nbytes(self.shape)
+
+    def element_values(self) -> torch.Tensor:
+        """Decoded elements before any scale, float32 of the logical shape."""
+        element, columns = self.format.element, self.shape[-1]
+        if element.bits == 4:
+            # One table look-up a byte gives both of its values.
+            pairs = _pair_table(element).to(self.codes.device)[self.codes.int()]
+            return pairs.flatten(-2)[..., :columns]
+        return decode(unpack(self.codes, 6, columns) if element.bits == 6 else self.codes, element)
+
+    def scale_values(self) -> torch.Tensor:
+        """Block scale times global scale, float32, of the shape of `scale`."""
+        return _step(decode(self.scale, self.format.scale), self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The values, `[..., out, in]`, rounded once to `dtype`."""
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        rows, columns = out.shape[-2:]
+        block_rows, block_columns = self.format.block_shape(self.shape)
+        scale = self.scale_values().repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+        for index in np.ndindex(*self.shape[:-2]):
+            for chunk in _row_chunks(rows, columns):
+                part = replace(self, codes=self.codes[index][chunk], shape=out[index][chunk].shape)
+                blocks = _to_blocks(part.element_values(), (1, block_columns))
+                blocks.mul_(scale[index][chunk, None, :, None])
+                out[index][chunk] = _from_blocks(blocks, *part.shape)
+        return out
+
+    def to(self, device: torch.device | str) -> BlockScaledTensor:
+        """The same data on `device`."""
+        scale = None if self.global_scale is None else self.global_scale.to(device)
+        return replace(self, codes=self.codes.to(device), scale=self.scale.to(device), global_scale=scale)
+
+
+def quantize(
+    weight: torch.Tensor,
+    format: Format,
+    *,
+    rule: str = "max",
+    global_scale: torch.Tensor | None = None,
+    name: str = "tensor",
+) -> BlockScaledTensor:
+    """Quantizes `weight` to `format`: block scales by `rule`, elements rounded to nearest even.
+
+    A float scale (FP8 per tensor, channel or block; INT8; INT4) is rounded to the dtype of `weight` first when
+    that is 16 bit, because that is the dtype in which compressed-tensors checkpoints store it: the elements are
+    then rounded against exactly the scale that is written.
+
+    Args:
+        weight: `[..., out, in]`, FP16, BF16, FP32 or FP64; the maths is in FP32.
+        format: the target.
+        rule: a key of `SCALE_RULES`.
+        global_scale: the second-level scale to use instead of the weight's own (layers that a runtime fuses share
+            one), for formats that have one. float32 `weight.shape[:-2]`; nowhere below the weight's own.
+        name: how errors call the tensor.
+
+    Raises:
+        ValueError: `weight` holds NaN or infinity, is empty or not floating point; the rule is unknown or not
+            defined for the format.
+    """
+    if rule not in SCALE_RULES:
+        raise ValueError(f"unknown scale rule {rule!r}; known rules: {', '.join(SCALE_RULES)}")
+    amax = checked_amax(weight, name)
+    if format.global_scale and global_scale is None:
+        global_scale = global_scale_of(amax, format, rule)
+    scale = choose_scale(weight, format, rule, amax, global_scale)
+    return quantize_with_scale(weight, format, scale, global_scale)
+
+
+def choose_scale(
+    weight: torch.Tensor, format: Format, rule: str, amax: torch.Tensor, global_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """Block scale values of `weight` by `rule`: float32 of shape `format.scale_shape(weight.shape)`.
+
+    Args:
+        weight: `[..., out, in]`, finite.
+        format: the target.
+        rule: a key of `SCALE_RULES`.
+        amax: largest magnitude of each matrix, `weight.shape[:-2]`.
+        global_scale: float32 `weight.shape[:-2]`, or None.
+    """
+    block = format.block_shape(weight.shape)
+    scale = torch.empty(format.scale_shape(weight.shape), device=weight.device)
+    rows, columns = weight.shape[-2:]
+    for index in np.ndindex(*weight.shape[:-2]):
+        second = torch.ones((), device=weight.device) if global_scale is None else global_scale[index]
+        if format.block == (0, 0) and rule == "max":
+            # One block: its amax is known, and the matrix need not be held as one float32 block.
+            scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
+            continue
+        for chunk in _row_chunks(rows, columns, block[0]):
+            blocks = _to_blocks(weight[index][chunk].float(), block)
+            found = SCALE_RULES[rule](blocks, format, second)
+            scale[index][chunk.start // block[0] : -(-chunk.stop // block[0])] = found[:, 0, :, 0]
+    if format.scale.is_wide and weight.dtype in (torch.float16, torch.bfloat16):
+        scale = scale.to(weight.dtype).float()
+    return scale
+
+
+def quantize_with_scale(
+    weight: torch.Tensor, format: Format, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+) -> BlockScaledTensor:
+    """Rounds `weight` against block scales that are already chosen.
+
+    Args:
+        weight: `[..., out, in]`, finite.
+        format: the target.
+        scale: positive block scale values, float32 of shape `format.scale_shape(weight.shape)`, each one
+            representable in `format.scale`.
+        global_scale: float32 `weight.shape[:-2]`, for formats that have one.
+    """
+    rows, columns = weight.shape[-2:]
+    block_rows, block_columns = format.block_shape(weight.shape)
+    step = _step(scale, global_scale).repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+    dtype = format.element.torch_dtype or torch.uint8
+    codes = torch.empty(format.codes_shape(weight.shape), dtype=dtype, device=weight.device)
+    for index in np.ndindex(*weight.shape[:-2]):
+        for chunk in _row_chunks(rows, columns):
+            blocks = _to_blocks(weight[index][chunk].float(), (1, block_columns))
+            chunk_codes = encode(blocks / step[index][chunk, None, :, None], format.element)
+            chunk_codes = _from_blocks(chunk_codes, chunk.stop - chunk.start, columns)
+            codes[index][chunk] = pack(chunk_codes, format.element.bits) if dtype is torch.uint8 else chunk_codes
+    return BlockScaledTensor(codes, _store_scale(scale, format), format, tuple(weight.shape), global_scale)
+
+
+def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """Block scale times global scale, rounded once to float32."""
+    if global_scale is None:
+        return scale
+    return (scale.double() * global_scale.double()[..., None, None]).float()
+
+
+def _store_scale(scale: torch.Tensor, format: Format) -> torch.Tensor:
+    """Scale values as they are stored: E4M3 in float8, E8M0 in uint8, floats in float32."""
+    return scale if format.scale.is_wide else encode(scale, format.scale)
+
+
+def fake_quantize(
+    x: torch.Tensor, format: Format, *, scale: torch.Tensor | None = None, global_scale: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x` rounded to the values that `format` can hold, in its own dtype: the activation a matmul really sees.
+
+    Args:
+        x: `[..., tokens, in]`. Block scales are found here, by the `max` rule.
+        format: the activation format.
+        scale: static scale of a per-tensor format, float32 scalar; None measures it.
+        global_scale: static second-level scale (NVFP4), float32 scalar; None measures it.
+    """
+    if x.numel() == 0:
+        return x
+    rows = x.reshape(-1, x.shape[-1])
+    if format.global_scale and global_scale is None:
+        global_scale = global_scale_of(rows.abs().amax(), format)
+    second = torch.ones((), device=x.device) if global_scale is None else global_scale.reshape(())
+    blocks = _to_blocks(rows.float(), format.block_shape(rows.shape))
+    step = (SCALE_RULES["max"](blocks, format, second) if scale is None else scale.reshape(())) * second
+    values = round_to(blocks / step, format.element).mul_(step)
+    return _from_blocks(values, *rows.shape).reshape(x.shape).to(x.dtype)
+
+
+def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
+    """Largest magnitude of each matrix, float32 of shape `weight.shape[:-2]`.
+
+    Raises:
+        ValueError: NaN or infinity in `weight` (their count is named); an empty, 1-D or non-floating tensor.
+    """
+    shape = list(weight.shape)
+    if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
+        raise ValueError(f"{name} {shape}: dtype {weight.dtype} cannot be quantized; expected FP16, BF16, FP32 or FP64")
+    if weight.numel() == 0 or weight.dim() < 2:
+        raise ValueError(f"{name} {shape}: expected a non-empty [..., out, in] weight")
+    low, high = torch.aminmax(weight.reshape(*shape[:-2], -1), dim=-1)
+    amax = torch.maximum(-low, high).float()
+    if not bool(torch.isfinite(amax).all()):
+        bad = int((~torch.isfinite(weight.float())).sum())
+        raise ValueError(f"{name} {shape}: {bad} NaN or infinite value(s); repair the weight or exclude the layer")
+    return amax
+
+
+def _row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of whole rows, a multiple of `multiple` long, of about `_CHUNK_ELEMENTS` elements each."""
+    step = max(_CHUNK_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """`[rows, columns]` as blocks `[R, block rows, C, block columns]`, short last blocks padded with zeros."""
+    rows, columns = x.shape
+    if rows % block[0] or columns % block[1]:
+        x = pad(x, (0, -columns % block[1], 0, -rows % block[0]))
+    return x.view(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
+
+
+def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The inverse of `_to_blocks`: `[rows, columns]`, the pads dropped."""
+    return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
+
+
+@cache
+def _pair_table(number: Number) -> torch.Tensor:
+    """The two values in each byte of packed 4-bit codes: float32 `[256, 2]`, low nibble first."""
+    byte = torch.arange(256, dtype=torch.uint8)
+    values = number.values()
+    return torch.stack([values[(byte & 0x0F).int()], values[(byte >> 4).int()]], dim=-1)
