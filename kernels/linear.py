@@ -1,0 +1,162 @@
+"""`QuantLinear`: `nn.Linear` with a quantized weight, and `QuantExperts`, its fused Mixture-of-Experts twin.
+
+Both hold packed codes and scales as buffers and nothing else of the weight. `model.float()`, `.half()` and
+`.to(dtype)` cast a module's floating-point tensors, and FP8 counts as floating point, so both override `_apply`:
+codes and scales follow the module to a device and never change their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.ops import quantized_linear
+
+_EXACT = ("codes", "scale", "global_scale", "input_scale")
+
+
+class _QuantModule(nn.Module):
+    """Buffers of one quantized weight, safe from dtype casts."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None
+
+    def __init__(
+        self, weight: BlockScaledTensor, activation: Format | None = None, input_scale: torch.Tensor | None = None
+    ) -> None:
+        super().__init__()
+        self.weight_format = weight.format
+        self.activation_format = activation
+        self.weight_shape = weight.shape
+        self.register_buffer("codes", weight.codes)
+        self.register_buffer("scale", weight.scale)
+        self.register_buffer("global_scale", weight.global_scale)
+        self.register_buffer("input_scale", input_scale)
+
+    @property
+    def quantized_weight(self) -> BlockScaledTensor:
+        """The weight, sharing the module's buffers."""
+        return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight's values, `[..., out, in]`."""
+        return self.quantized_weight.dequantize(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _QuantModule:
+        before = {name: getattr(self, name) for name in _EXACT}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if buffer is not None and getattr(self, name).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+    def extra_repr(self) -> str:
+        activation = self.activation_format or "16 bit"
+        return f"{list(self.weight_shape)}, weight={self.weight_format}, activation={activation}"
+
+
+class QuantLinear(_QuantModule):
+    """A linear layer over a quantized weight.
+
+    Args:
+        weight: `[out, in]`.
+        bias: `[out]`, or None.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+    """
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        bias: torch.Tensor | None = None,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
+        super().__init__(weight, activation, input_scale)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`, in the dtype of `x`."""
+        return quantized_linear(x, self.quantized_weight, self.bias, self.input_scale, self.activation_format)
+
+
+class QuantExperts(_QuantModule):
+    """The quantized weights of all experts of one projection, in place of a parameter `[experts, out, in]`.
+
+    Modeling code that indexes the parameter (`self.gate_up_proj[expert]`) gets the expert's dequantized weight;
+    `experts_forward` calls the module instead, and then the activation format applies too.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
+        return self._dtype.dtype
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(weight, activation, input_scale)
+        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+
+    def expert(self, index: int) -> BlockScaledTensor:
+        """The quantized weight of one expert, `[out, in]`."""
+        scale = None if self.global_scale is None else self.global_scale[index]
+        return BlockScaledTensor(self.codes[index], self.scale[index], self.weight_format, self.weight_shape[1:], scale)
+
+    def __getitem__(self, index: int | torch.Tensor) -> torch.Tensor:
+        """Dequantized `[out, in]` of one expert, or `[n, out, in]` for a vector of expert indices."""
+        if isinstance(index, torch.Tensor) and index.dim():
+            return torch.stack([self[int(i)] for i in index])
+        return self.expert(int(index)).dequantize(self.dtype)
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        return quantized_linear(x, self.expert(index), None, self.input_scale, self.activation_format)
+
+
+def experts_forward(
+    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Forward of a transformers experts module whose projections are `QuantExperts`, one expert at a time.
+
+    Registered with transformers as the experts implementation "quant".
+
+    Args:
+        self: the experts module.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
+        top_k_weights: routing weights, `[tokens, k]`.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    out = torch.zeros_like(hidden_states)
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    for expert in top_k_index.unique().tolist():
+        if expert >= self.num_experts:
+            continue
+        token, slot = torch.where(top_k_index == expert)
+        up = _apply_expert(first, hidden_states[token], expert)
+        up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        down = _apply_expert(self.down_proj, up, expert)
+        out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
+    return out
+
+
+def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's matmul; a projection that the plan keeps in 16 bit is still a plain parameter."""
+    if isinstance(projection, QuantExperts):
+        return projection(x, expert)  # type: ignore[no-any-return]
+    assert isinstance(projection, torch.Tensor)
+    return nn.functional.linear(x, projection[expert])

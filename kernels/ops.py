@@ -1,0 +1,158 @@
+"""The custom ops: one `quant::linear_<format>` per weight format, all with one schema.
+
+    quant::linear_nvfp4(x, codes, scale, global_scale?, bias?, input_scale?, activation) -> y
+
+The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT all see the same
+node, and each has its own translation of it. The body below is the oracle: it rounds the input to the activation
+format, dequantizes the weight exactly and calls a plain matmul. It runs anywhere.
+
+On a CPU, dequantizing costs more than a one-token matmul, so the oracle keeps dequantized weights while they fit
+in `set_cache_budget`; a weight beyond the budget is dequantized in slices of rows at every call. First come, first
+kept: a decoder uses its layers in turn, and turning the cache over would then miss every time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import linear
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+
+SCHEMA = (
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
+    "str activation) -> Tensor"
+)
+_SLICE_ELEMENTS = 1 << 23
+
+
+def op_name(format: Format) -> str:
+    """Qualified name of the op that multiplies by a weight in `format`."""
+    return f"quant::linear_{format.name}"
+
+
+def quantized_linear(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None = None,
+    input_scale: torch.Tensor | None = None,
+    activation: Format | None = None,
+) -> torch.Tensor:
+    """`x @ weight.T + bias` through the op of the weight's format.
+
+    Args:
+        x: `[..., in]`, FP16, BF16 or FP32.
+        weight: `[out, in]`.
+        bias: `[out]`, dtype of `x`.
+        input_scale: static scale of the activation format, float32 scalar; None measures each input.
+        activation: format that `x` is rounded to first; None leaves it.
+
+    Returns:
+        `[..., out]`, dtype of `x`.
+
+    Raises:
+        ValueError: `x` and `weight` disagree on the number of input features.
+    """
+    if x.shape[-1] != weight.shape[-1]:
+        raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
+    op = getattr(torch.ops.quant, f"linear_{weight.format.name}")
+    name = activation.name if activation else ""
+    return op(x, weight.codes, weight.scale, weight.global_scale, bias, input_scale, name)  # type: ignore[no-any-return]
+
+
+def set_cache_budget(nbytes: int) -> None:
+    """Lets the CPU oracle hold at most `nbytes` of dequantized weights; drops what it holds now."""
+    _cache.clear()
+    _cache.budget = nbytes
+
+
+class _Cache:
+    """Dequantized weights by identity of their codes, freed with them."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.entries = WeakIdKeyDictionary()
+
+    def clear(self) -> None:
+        self.entries = WeakIdKeyDictionary()
+
+    def get(self, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The weight in `dtype`, or None where it does not fit."""
+        codes = weight.codes
+        if codes.device.type != "cpu" or codes.is_inference() or codes._base is not None:
+            return None
+        key = (dtype, codes._version)
+        entry = self.entries.get(codes)
+        if entry is None or entry[0] != key:
+            self.entries.pop(codes, None)
+            held = sum(dense.nbytes for _, dense in self.entries.values())
+            if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
+                return None
+            entry = (key, weight.dequantize(dtype))
+            self.entries[codes] = entry
+        return entry[1]  # type: ignore[no-any-return]
+
+
+_cache = _Cache(budget=2 << 30)
+
+
+def _linear(
+    format: Format,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
+    if activation:
+        x = _round_activation(x, FORMATS[activation], input_scale)
+    dense = _cache.get(weight, x.dtype)
+    if dense is not None:
+        return linear(x, dense, bias)
+    out = x.new_empty(*x.shape[:-1], codes.shape[0])
+    block_rows = format.block_shape(weight.shape)[0]
+    whole = format.block[0] == 0
+    rows = max(_SLICE_ELEMENTS // x.shape[-1] // block_rows, 1) * block_rows
+    for start in range(0, codes.shape[0], rows):
+        stop = min(start + rows, codes.shape[0])
+        part = scale if whole else scale[start // block_rows : -(-stop // block_rows)]
+        piece = replace(weight, codes=codes[start:stop], scale=part, shape=(stop - start, x.shape[-1]))
+        out[..., start:stop] = linear(x, piece.dequantize(x.dtype), None if bias is None else bias[start:stop])
+    return out
+
+
+def _round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    if format.global_scale:
+        return fake_quantize(x, format, global_scale=input_scale)
+    return fake_quantize(x, format, scale=input_scale)
+
+
+def _register(format: Format) -> None:
+    def body(
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        return _linear(format, x, codes, scale, global_scale, bias, input_scale, activation)
+
+    def fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+    torch.library.define(op_name(format), SCHEMA)
+    torch.library.impl(op_name(format), "default", body)
+    torch.library.register_fake(op_name(format), fake)
+
+
+for _format in FORMATS.values():
+    _register(_format)

@@ -1,0 +1,239 @@
+"""The plan: for every layer, what it becomes and why.
+
+Everything before the plan decides, everything after it executes; the file between them is JSON that people can
+read, diff and edit. A layer that stays in 16 bit is in the plan too, with its reason, so that nothing is silent.
+
+    {"schema_version": 1,
+     "layers": [{"name": "model.layers.0.mlp.down_proj", "kind": "linear", "shape": [576, 1536],
+                 "weight": "nvfp4", "activation": null, "solver": "rtn", "group": "…", "reason": "…"}, …],
+     "kv_cache": null, "attention": null, "target": null, "provenance": {…}}
+
+Fields that a later stage measures (`score`, `cost`) are optional; unknown fields are refused, so that a typing
+error in an edited plan is found when it is read and not when a deployed model misbehaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from quant.formats.format import Format, get_format
+
+SCHEMA_VERSION = 1
+KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "other")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What becomes of one weight.
+
+    Attributes:
+        name: module path; for a fused-expert parameter, the parameter's path.
+        kind: one of `KINDS`.
+        shape: of the weight, `[..., out, in]`.
+        weight: weight format; None keeps 16 bit.
+        activation: format of the input; None keeps 16 bit.
+        solver: key of `SOLVERS`, or several joined by "+".
+        reason: one sentence: why this format, or why none.
+        group: name of the fusion group whose members must share a format and global scales; None if alone.
+        tied_to: name of the layer whose weight this one shares; a tied weight is stored once.
+        score: sensitivity score of the chosen format, where it was measured.
+        cost: bytes the weight takes as planned, where an allocator counted them.
+    """
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    weight: Format | None = None
+    activation: Format | None = None
+    solver: str = "rtn"
+    reason: str = ""
+    group: str | None = None
+    tied_to: str | None = None
+    score: float | None = None
+    cost: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of weights."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as planned, scales and pads counted; 0 where it is tied to another layer's."""
+        if self.tied_to is not None:
+            return 0
+        return self.weight.nbytes(self.shape) if self.weight else 2 * self.numel
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Exact bits per weight as planned; 16 for a kept layer."""
+        return self.weight.bits_per_weight(self.shape) if self.weight else 16.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields; formats by name, unset optional fields left out."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["shape"] = list(self.shape)
+        for key in ("weight", "activation"):
+            fields[key] = None if fields[key] is None else fields[key].name
+        return {k: v for k, v in fields.items() if v is not None or k in ("weight", "activation")}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> LayerPlan:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown or missing field, kind or format; the message names the layer.
+        """
+        where = f"plan layer {fields.get('name', '(no name)')!r}"
+        _check_keys(fields, cls, where)
+        if fields.get("kind") not in KINDS:
+            raise ValueError(f"{where}: unknown kind {fields.get('kind')!r}; known kinds: {', '.join(KINDS)}")
+        try:
+            formats = {k: None if fields.get(k) is None else get_format(fields[k]) for k in ("weight", "activation")}
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        return cls(**{**fields, **formats, "shape": tuple(fields["shape"])})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """An ordered set of layer plans, the formats of the KV cache and of attention, and where it all came from.
+
+    Attributes:
+        layers: every layer that owns a weight, in model order.
+        kv_cache: format of the KV cache; None keeps 16 bit.
+        attention: format of attention's operands; None keeps 16 bit.
+        target: name of the hardware the plan was made for, if any.
+        provenance: recipe, command line, versions, seed and data: whatever reproduces the plan.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    kv_cache: Format | None = None
+    attention: Format | None = None
+    target: str | None = None
+    provenance: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def by_name(self) -> dict[str, LayerPlan]:
+        """Layers by name."""
+        return {layer.name: layer for layer in self.layers}
+
+    @property
+    def quantized(self) -> tuple[LayerPlan, ...]:
+        """The layers that get a format."""
+        return tuple(layer for layer in self.layers if layer.weight is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all weights as planned, tied weights once."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def effective_bits(self) -> float:
+        """Bits per weight over the quantized layers, scales and pads counted exactly; 16 if there are none."""
+        return bits_per_weight(self.quantized)
+
+    def groups(self) -> dict[str, list[LayerPlan]]:
+        """Members of each fusion group, in model order."""
+        found: dict[str, list[LayerPlan]] = {}
+        for layer in self.layers:
+            if layer.group is not None:
+                found.setdefault(layer.group, []).append(layer)
+        return found
+
+    def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
+        """A plan in which the layers of the same names are replaced by `layers`."""
+        new = {layer.name: layer for layer in layers}
+        return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, as in the module docstring."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "layers": [layer.to_dict() for layer in self.layers],
+            "kv_cache": self.kv_cache.name if self.kv_cache else None,
+            "attention": self.attention.name if self.attention else None,
+            "target": self.target,
+            "provenance": self.provenance,
+        }
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Plan:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a
+                fusion group whose members disagree on a format.
+        """
+        fields = dict(fields)
+        version = fields.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"plan schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
+        _check_keys(fields, cls, "plan")
+        formats = {k: get_format(fields[k]) if fields.get(k) else None for k in ("kv_cache", "attention")}
+        layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
+        plan = cls(**{**fields, **formats, "layers": layers})
+        if len(plan.by_name) != len(layers):
+            names = [layer.name for layer in layers]
+            raise ValueError(f"plan names a layer twice: {sorted({n for n in names if names.count(n) > 1})}")
+        plan.check_groups()
+        return plan
+
+    def check_groups(self) -> None:
+        """Raises ValueError where members of a fusion group have different formats: runtimes fuse them."""
+        for name, members in self.groups().items():
+            if len({(m.weight, m.activation) for m in members}) > 1:
+                formats = ", ".join(f"{m.name}={m.weight or '16 bit'}" for m in members)
+                raise ValueError(f"fusion group {name!r} mixes formats ({formats}); give its members one format")
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as JSON, one layer a line."""
+        fields = self.to_dict()
+        layers = ",\n  ".join(json.dumps(layer, ensure_ascii=False) for layer in fields.pop("layers"))
+        rest = json.dumps(fields, indent=1, ensure_ascii=False)
+        Path(path).write_text(f'{rest[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n', encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan file.
+
+        Raises:
+            ValueError: not JSON, or not a valid plan; the message names the file.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: not a valid plan: {error}") from None
+
+    def digest(self) -> str:
+        """SHA-256 over what the plan decides (not over its provenance): the identity exporters record."""
+        decided = {k: v for k, v in self.to_dict().items() if k != "provenance"}
+        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+
+
+def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
+    """Exact bits per weight over `layers`, tied weights once; 16 for none."""
+    own = [layer for layer in layers if layer.tied_to is None]
+    weights = sum(layer.numel for layer in own)
+    return 8 * sum(layer.nbytes for layer in own) / weights if weights else 16.0
+
+
+def _check_keys(fields: Mapping[str, Any], cls: type, where: str) -> None:
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(known)}")
+    required = {
+        n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    }
+    missing = sorted(required - set(fields))
+    if missing:
+        raise ValueError(f"{where}: missing field(s) {', '.join(missing)}")

@@ -1,0 +1,257 @@
+"""Recipes: from a few ordered rules to a plan for every layer.
+
+A recipe says what to do with a layer that nothing special is known about (`weight`, `activation`, `solver`) and
+then lists exceptions. Rules are globs over layer names, tried in order, and the last one that matches wins:
+
+    1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
+    2. the house rules: embeddings, heads, routers, norms and vision towers stay in 16 bit;
+    3. the recipe's rules, in the order of the file;
+    4. `--include` and `--exclude`, which are rules too.
+
+A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
+fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from quant.formats.format import Format, get_format
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
+
+KEEP = "keep"
+QUANTIZABLE = ("linear", "experts")
+
+_KEPT_KINDS = {
+    "embedding": "embedding: a look-up moves few bytes and every token's error would start here",
+    "head": "output head: its error goes straight into the logits",
+    "norm": "norm: a vector of negligible size that scales whole channels",
+    "conv": "convolution: no low-precision kernel here",
+    "other": "not a linear layer",
+}
+_KEPT_NAMES = {
+    "router: a rounding error sends tokens to the wrong expert": ("*router*", "*.gate", "*.shared_expert_gate"),
+    "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
+}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One exception.
+
+    Attributes:
+        match: glob over layer names, case-sensitive; `*` crosses dots.
+        weight: format name, or "keep" for 16 bit; None leaves what earlier rules said.
+        activation: the same for the input.
+        solver: the same for the solver.
+        reason: goes into the plan; by default it names the rule.
+    """
+
+    match: str
+    weight: str | None = None
+    activation: str | None = None
+    solver: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Defaults for all layers, and ordered exceptions.
+
+    Attributes:
+        name: what the plan's reasons call it.
+        weight: weight format name, or "keep".
+        activation: activation format name, or "keep".
+        solver: key of `SOLVERS`, or several joined by "+".
+        kv_cache: KV-cache format name, or "keep".
+        attention: attention format name, or "keep".
+        description: one line for `quant formats` and reports.
+        rules: exceptions, last match wins.
+    """
+
+    name: str
+    weight: str = KEEP
+    activation: str = KEEP
+    solver: str = "rtn"
+    kv_cache: str = KEEP
+    attention: str = KEEP
+    description: str = ""
+    rules: tuple[Rule, ...] = ()
+
+    def with_rules(self, *rules: Rule) -> Recipe:
+        """The recipe with more rules at its end."""
+        return dataclasses.replace(self, rules=self.rules + rules)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any], where: str = "recipe") -> Recipe:
+        """A recipe from parsed TOML.
+
+        Raises:
+            ValueError: unknown key or format; the message lists the known ones.
+        """
+        _check_keys(fields, cls, where)
+        rules = []
+        for index, rule in enumerate(fields.get("rules", ()), 1):
+            _check_keys(rule, Rule, f"{where}, rule {index}")
+            if "match" not in rule:
+                raise ValueError(f"{where}, rule {index}: no `match` glob")
+            rules.append(Rule(**rule))
+        recipe = cls(**{"name": where, **fields, "rules": tuple(rules)})
+        for holder in (recipe, *rules):
+            for key in ("weight", "activation", "kv_cache", "attention"):
+                _format_of(getattr(holder, key, None), where)
+        return recipe
+
+    @classmethod
+    def load(cls, path: str | Path) -> Recipe:
+        """Reads a TOML recipe.
+
+        Raises:
+            ValueError: not TOML, or an unknown key or format; the message names the file.
+        """
+        path = Path(path)
+        try:
+            return cls.from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}, str(path))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not a TOML recipe: {error}") from None
+
+
+def presets() -> dict[str, Recipe]:
+    """The recipes that ship with the package, by name."""
+    files = [f for f in resources.files("quant.recipes").iterdir() if f.name.endswith(".toml")]
+    found = {}
+    for file in sorted(files, key=lambda f: f.name):
+        name = file.name.removesuffix(".toml")
+        found[name] = Recipe.from_dict({"name": name, **tomllib.loads(file.read_text(encoding="utf-8"))}, name)
+    return found
+
+
+def get_recipe(name: str) -> Recipe:
+    """The preset called `name`.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    known = presets()
+    if name not in known:
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known)}")
+    return known[name]
+
+
+def resolve(layers: Sequence[Layer], recipe: Recipe, *, provenance: dict[str, Any] | None = None) -> Plan:
+    """Applies `recipe` to the layers of a model.
+
+    Args:
+        layers: every layer that owns a weight, as `find_layers` gives them.
+        recipe: the rules.
+        provenance: recorded in the plan.
+
+    Raises:
+        ValueError: a rule's glob matches no layer.
+    """
+    for rule in recipe.rules:
+        if not any(fnmatchcase(layer.name, rule.match) for layer in layers):
+            names = ", ".join(layer.name for layer in layers[:3])
+            raise ValueError(f"glob {rule.match!r} matches no layer; this model's layers are called {names}, …")
+    planned = _keep_whole_groups([_plan_layer(layer, recipe) for layer in layers])
+    return Plan(
+        layers=tuple(planned),
+        kv_cache=_format_of(recipe.kv_cache, recipe.name),
+        attention=_format_of(recipe.attention, recipe.name),
+        provenance=provenance or {},
+    )
+
+
+def _plan_layer(layer: Layer, recipe: Recipe) -> LayerPlan:
+    choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
+    if layer.kind not in QUANTIZABLE:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
+    for reason, globs in _KEPT_NAMES.items():
+        if any(fnmatchcase(layer.name, glob) for glob in globs):
+            choice = Rule("*", KEEP, KEEP, recipe.solver, reason)
+    for rule in recipe.rules:
+        if fnmatchcase(layer.name, rule.match):
+            choice = _override(choice, rule, recipe)
+    weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
+    reason = choice.reason or ""
+    if weight is not None and (obstacle := _obstacle(layer, weight, activation)):
+        weight, reason = None, obstacle
+    return LayerPlan(
+        name=layer.name,
+        kind=layer.kind,
+        shape=layer.shape,
+        weight=weight,
+        activation=activation if weight is not None else None,
+        solver=choice.solver or recipe.solver,
+        reason=reason,
+        group=layer.group,
+        tied_to=layer.tied_to,
+    )
+
+
+def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
+    weight = rule.weight or choice.weight
+    if rule.weight == KEEP:
+        activation = KEEP
+    elif rule.activation is None and choice.weight == KEEP:
+        # A layer brought back from 16 bit takes the recipe's activation format again.
+        activation = recipe.activation
+    else:
+        activation = rule.activation or choice.activation or KEEP
+    reason = rule.reason or f"rule {rule.match!r}"
+    return Rule(rule.match, weight, activation, rule.solver or choice.solver, reason)
+
+
+def _obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
+    """Why `layer` cannot take `weight`, or None."""
+    if layer.kind not in (*QUANTIZABLE, "head"):
+        return f"{weight} is for linear layers; this is a layer of kind {layer.kind!r}"
+    if layer.tied_to is not None:
+        return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
+    if layer.obstacle is not None:
+        return layer.obstacle
+    for format in (weight, activation):
+        if format is not None and not format.divides(layer.shape):
+            rows, columns = format.block
+            return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {columns}"
+    return None
+
+
+def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Members of a fusion group share a format; where one was kept for its shape, all are."""
+    out = []
+    members: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        if layer.group is not None:
+            members.setdefault(layer.group, []).append(layer)
+    for layer in layers:
+        kept = [m for m in members.get(layer.group or "", []) if m.weight is None]
+        if layer.weight is not None and kept:
+            reason = f"fused with {kept[0].name}, which stays in 16 bit ({kept[0].reason})"
+            layer = dataclasses.replace(layer, weight=None, activation=None, reason=reason)
+        out.append(layer)
+    return out
+
+
+def _format_of(name: str | None, where: str) -> Format | None:
+    if name is None or name == KEEP:
+        return None
+    try:
+        return get_format(name)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}, {KEEP}") from None
+
+
+def _check_keys(fields: Mapping[str, Any], cls: type, where: str) -> None:
+    known = [f.name for f in dataclasses.fields(cls)]
+    unknown = sorted(set(fields) - set(known))
+    if unknown:
+        raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(known)}")
