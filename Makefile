@@ -1,0 +1,47 @@
+# Every target first makes .venv with what it needs; a second call finds it there. How: .ci/venv.
+#   make test PYTHON=python3.12     start from another python
+#   make test ARGS='-k packing -x'  pass options on to pytest
+
+PYTHON ?= python3
+JOBS ?= 2
+ARGS ?=
+export PYTHON
+
+RUN := .venv/bin/python -m
+OUT := out/smollm2-135m-nvfp4a16
+
+.PHONY: demo test lint gpu-test slow-test bench clean
+
+demo: .venv/.dev  ## SmolLM2-135M to NVFP4: checkpoint, perplexity, KL and report
+	.venv/bin/quantize smollm2-135m --format nvfp4a16 \
+		--calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt \
+		--out $(OUT) --overwrite
+
+test: .venv/.dev  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
+	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+slow-test: .venv/.dev  ## the tests on whole models
+	$(RUN) pytest -m 'slow and not gpu' $(ARGS)
+
+gpu-test: .venv/.dev  ## the tests that need a CUDA device
+	$(RUN) pytest -m gpu $(ARGS)
+
+lint: .venv/.dev
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+bench: .venv/.bench  ## every measurement that the README quotes, with its peers
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; .venv/bin/python $$script; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.dev: pyproject.toml .ci/venv
+	.ci/venv dev
+	touch $@
+
+.venv/.bench: pyproject.toml .ci/venv
+	.ci/venv dev,modelopt
+	touch $@ .venv/.dev
