@@ -82,7 +82,7 @@ class Number:
         if self.is_integer:
             return int(self.max)
         fraction = self.max / 2.0**self.max_exponent - 1
-        return ((self.max_exponent + self.bias) << self.mantissa) + round(fraction * 2**self.mantissa)
+        return ((self.max_exponent + self.bias) << self.mantissa) + round(fraction * (1 << self.mantissa))
 
     def grid(self) -> torch.Tensor:
         """All representable non-negative values in rising order, float32 of shape [max_code + 1]."""

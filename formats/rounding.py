@@ -63,7 +63,7 @@ def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
 
     Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale.
     """
-    mantissa, exponent = torch.frexp(x.float())
+    mantissa, exponent = torch.frexp(x.float().clamp(max=2.0**_FP32_BIAS))
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     exponent = torch.where(x == 0, torch.full_like(exponent, -_FP32_BIAS), exponent)
     return exponent.clamp_(-_FP32_BIAS, _FP32_BIAS).add_(_FP32_BIAS).to(torch.uint8)

@@ -10,7 +10,7 @@ even           MX only: as ocp, after amax is rounded to the element's own manti
                round up into the next binade gets the next exponent (torchao's EVEN, compressed-tensors).
 four_over_six  NVFP4 only: map amax to 6 or to 4, whichever gives the smaller squared error ("Four Over Six").
 mse            the scale with the smallest squared error, by search; for E4M3 and E8M0 scales the search is
-               exact over all codes (see `_search_codes`).
+               exact over all codes (see `candidate_scales`).
 
 NVFP4's global scale maps the tensor's amax to 6 · 448. Rules that may raise a block's scale above amax / 6
 leave headroom by normalising to 256 instead of 448; `HEADROOM` says which do.
@@ -79,17 +79,19 @@ def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) 
 
 def _floor_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
     _require(format, E8M0, "ocp")
-    _, exponent = torch.frexp(amax)
-    exponent = torch.where(amax == 0, -127, exponent - 1 - format.element.max_exponent)
-    return decode_power_of_two((exponent.clamp(-127, 127) + 127).to(torch.uint8))
+    # The exponent field of a float32; it also names 2^128, to which an amax near the largest float32 rounds.
+    exponent = (amax.view(torch.int32) >> 23) - 127 - format.element.max_exponent
+    return decode_power_of_two((exponent.clamp_(-127, 127) + 127).to(torch.uint8))
 
 
 def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
     """See the module docstring: `four_over_six`."""
     _require(format, E4M3, "four_over_six")
-    six = max_rule(blocks, format, global_scale)
-    four = _nearest_scale(amax_over_blocks(blocks) * 1.5, format, global_scale)
-    better = _squared_error(blocks, format, four, global_scale) < _squared_error(blocks, format, six, global_scale)
+    amax = amax_over_blocks(blocks)
+    six = _nearest_scale(amax, format, global_scale)
+    four = _nearest_scale(amax * 1.5, format, global_scale)
+    error_of_four = _squared_error(blocks, format, four * global_scale, amax)
+    better = error_of_four < _squared_error(blocks, format, six * global_scale, amax)
     return torch.where(better, four, six)
 
 
@@ -97,9 +99,9 @@ def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -
     """See the module docstring: `mse`."""
     amax = amax_over_blocks(blocks)
     best = _nearest_scale(amax, format, global_scale)
-    best_error = _squared_error(blocks, format, best, global_scale)
+    best_error = _squared_error(blocks, format, best * global_scale, amax)
     for scale in candidate_scales(amax, format, global_scale):
-        error = _squared_error(blocks, format, scale, global_scale)
+        error = _squared_error(blocks, format, scale * global_scale, amax)
         best = torch.where(error < best_error, scale, best)
         best_error = torch.minimum(error, best_error)
     return best
@@ -108,27 +110,30 @@ def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -
 def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> list[torch.Tensor]:
     """The scales worth trying for blocks of largest magnitude `amax`, each of the shape of `amax`.
 
-    For coded scales the list provably contains the optimum of the squared error. A scale of 2s has the even
-    half of the grid of s, so once nothing saturates at s there is no reason to go to 2s; and a scale that cuts
-    amax in half loses at least (amax / 2)² on one element, more than a block of sixteen loses at amax / 6. That
-    leaves one binade below and one above amax / 6: sixteen E4M3 codes, or two E8M0 exponents.
+    For coded scales the list, with the scale nearest to amax / max, contains the optimum of the squared error.
+    Let s be the first scale at which nothing saturates. A scale t of 2s or more has only every other point of
+    the grid of t / 2, at which nothing saturates either. A scale t at which amax is 2 · max · t or more gains
+    by doubling: within the range of t only odd multiples of the smallest step are lost, at most (t / 2)² an
+    element of E2M1, while the largest element comes nearer by max · t, which outweighs a block of 144. Doubling
+    and halving stay on the grid of scales, but for halves of the subnormal E4M3 codes below 16, which are all
+    tried. So the optimum is one of sixteen neighbouring E4M3 codes, or of two E8M0 exponents.
     """
     if format.scale is E4M3:
         grid = E4M3.grid().to(amax.device)
         ideal = (amax / (format.element.max * global_scale)).clamp_(max=E4M3.max)
-        first = torch.searchsorted(grid, ideal)
-        return [grid[(first + k).clamp_(1, E4M3.max_code)] for k in range(-8, 8)]
+        first = (torch.searchsorted(grid, ideal) - 8).clamp_(1, E4M3.max_code - 15)
+        return [grid[first + k] for k in range(16)]
     nearest = _nearest_scale(amax, format, global_scale)
     if format.scale is E8M0:
         return [(nearest / 2).clamp(min=2.0**-127)]
     return [_nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
 
 
-def _squared_error(
-    blocks: torch.Tensor, format: Format, scale: torch.Tensor, global_scale: torch.Tensor
-) -> torch.Tensor:
-    step = scale * global_scale
-    return round_to(blocks / step, format.element).mul_(step).sub_(blocks).square_().sum(dim=(-3, -1), keepdim=True)
+def _squared_error(blocks: torch.Tensor, format: Format, step: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    """Squared error of each block in units of its amax, because 1e-30 and 1e30 squared are beyond float32."""
+    steps = blocks / step
+    error = round_to(steps, format.element).sub_(steps).square_().sum(dim=(-3, -1), keepdim=True)
+    return error.mul_((step / _nonzero(amax)).square_())
 
 
 def _require(format: Format, scale: object, rule: str) -> None:

@@ -143,7 +143,9 @@ def choose_scale(
             found = SCALE_RULES[rule](blocks, format, second)
             scale[index][chunk.start // block[0] : -(-chunk.stop // block[0])] = found[:, 0, :, 0]
     if format.scale.is_wide and weight.dtype in (torch.float16, torch.bfloat16):
-        scale = scale.to(weight.dtype).float()
+        # FP16 ends at 2^-24: without the floor, the scale of a very small weight would be stored as zero.
+        info = torch.finfo(weight.dtype)
+        scale = scale.clamp_(min=info.tiny * info.eps).to(weight.dtype).float()
     return scale
 
 
