@@ -1,0 +1,137 @@
+"""What a user gets: the wheel holds every room under `quant`, imports without the repository, and loads lazily."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROOMS = ("formats", "kernels", "recipes", "calibration", "export")
+
+
+def source_files(suffix: str) -> set[str]:
+    """The rooms' and quant's files, as the wheel names them."""
+    names = {f"quant/{f.relative_to(ROOT).as_posix()}" for room in ROOMS for f in (ROOT / room).rglob(f"*{suffix}")}
+    return names | {f"quant/{f.name}" for f in (ROOT / "quant").glob(f"*{suffix}")}
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is packaged, so that building leaves nothing in the repository."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in ("quant", *ROOMS):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def build_wheel(source: Path, out: Path) -> Path:
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*command, "--no-build-isolation", "--wheel-dir", out, source], check=True)
+    (wheel,) = out.glob("blockscale-*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(tree, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("installed")
+    zipfile.ZipFile(wheel).extractall(folder)
+    return folder
+
+
+def run_installed(installed: Path, code: str) -> str:
+    """Output of `code` where the wheel is on the path and the repository is not, however it was installed.
+
+    `-S` keeps site from running, and with it the .pth file of an editable install; the packages that the wheel
+    depends on are put back by hand.
+    """
+    packages = [str(installed)] + [p for p in sys.path if p.endswith("-packages")]
+    code = f"import sys; sys.path[:] = {packages[:1]!r} + sys.path + {packages[1:]!r}\n{code}"
+    command = [sys.executable, "-I", "-S", "-c", code]
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=installed).stdout
+
+
+def test_wheel_holds_every_room_and_nothing_else(wheel: Path) -> None:
+    names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
+    assert len(names) == len(set(names))
+    assert {n for n in names if n.endswith(".py")} == source_files(".py")
+    assert {n for n in names if n.endswith(".toml")} == source_files(".toml")
+    assert "quant/py.typed" in names
+    assert {n.split("/")[0] for n in names} == {"quant"}
+
+
+def test_every_room_has_modules_in_the_wheel(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {r for r in ROOMS if any(n.startswith(f"quant/{r}/") and n.endswith(".py") for n in names)} == set(ROOMS)
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as z:
+        (folder,) = {n.split("/")[0] for n in z.namelist() if ".dist-info/" in n}
+        metadata = Parser().parsestr(z.read(f"{folder}/METADATA").decode())
+        scripts = z.read(f"{folder}/entry_points.txt").decode().split("\n")
+        license_text = z.read(f"{folder}/licenses/LICENSE").decode()
+    core = {r.split(">")[0] for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r}
+    assert core == {"torch", "numpy", "safetensors", "click", "rich"}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert license_text == (ROOT / "LICENSE").read_text()
+    assert {"quantize = quant.cli:quantize_command", "quant = quant.cli:main"} <= set(scripts)
+
+
+def test_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:
+    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, tmp_path], check=True, capture_output=True, cwd=tree)
+    (sdist,) = tmp_path.glob("blockscale-*.tar.gz")
+    with tarfile.open(sdist) as tar:
+        tar.extractall(tmp_path, filter="data")
+    (source,) = (p for p in tmp_path.iterdir() if p.is_dir())
+    rebuilt = build_wheel(source, tmp_path)
+    assert contents(rebuilt) == contents(wheel)
+
+
+def contents(wheel: Path) -> dict[str, int]:
+    return {i.filename: i.CRC for i in zipfile.ZipFile(wheel).infolist() if not i.filename.endswith("/RECORD")}
+
+
+def test_the_wheel_works_without_the_repository(installed: Path) -> None:
+    code = """
+import json, torch
+from quant.formats import number, rounding
+values = torch.tensor([0.25, 0.75, 2.5, 5.0, -9.0])
+print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist()]))
+"""
+    file, rounded = json.loads(run_installed(installed, code))
+    assert Path(file) == installed / "quant/formats/number.py"
+    assert rounded == [0.0, 1.0, 2.0, 4.0, -6.0]
+
+
+def test_import_quant_loads_nothing_heavy(installed: Path) -> None:
+    code = "import json, quant; print(json.dumps([quant.__file__, quant.__version__, sorted(sys.modules)]))"
+    file, version, modules = json.loads(run_installed(installed, code))
+    assert Path(file) == installed / "quant/__init__.py"
+    assert version == "0.1.0"
+    heavy = {"torch", "numpy", "transformers", "safetensors", "click", "rich", "triton", "onnx"}
+    assert heavy.isdisjoint(modules)
