@@ -1,0 +1,279 @@
+"""Checkpoint directories: written whole or not at all, sharded, hashed, read back.
+
+A directory is built under a temporary name beside its destination and renamed when everything is in it, so that a
+full disk, a crash or Ctrl-C never leaves half a checkpoint under the name a server loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from quant.export import compressed_tensors as layout
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear import QuantExperts, QuantLinear
+from quant.recipes.plan import Plan
+
+SHARD_BYTES = 5 * 1000**3
+PLAN_FILE = "plan.json"
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@contextmanager
+def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Gives a temporary directory that becomes `path` when the block ends without an error.
+
+    Raises:
+        FileExistsError: `path` holds files and `overwrite` is False, or it is a file.
+    """
+    check_destination(path, overwrite=overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())
+        if path.exists():
+            shutil.rmtree(path)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def check_destination(path: Path, *, overwrite: bool) -> None:
+    """Raises FileExistsError unless `path` is free, an empty directory, or may be overwritten."""
+    if path.exists() and not path.is_dir():
+        raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
+
+    Args:
+        model: with `QuantLinear` and `QuantExperts` in place.
+        dtype: the model's dtype, for float scales.
+    """
+    quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts)}
+    own = tuple(f"{name}." for name in quantized)
+    tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict().items():
+        if name.startswith(own) and not name.endswith(".bias"):
+            continue
+        if tensor.data_ptr() in seen and tensor.numel() and tensor.data_ptr():
+            continue
+        seen.add(tensor.data_ptr())
+        tensors[name] = tensor.contiguous()
+    for name, module in quantized.items():
+        parts = _expert_weights(name, module) if isinstance(module, QuantExperts) else {name: module.quantized_weight}
+        for part, weight in parts.items():
+            for suffix, tensor in layout.compress(weight, module.input_scale, dtype).items():
+                tensors[f"{part}.{suffix}"] = tensor.contiguous()
+    return tensors
+
+
+def _expert_weights(name: str, module: QuantExperts) -> dict[str, BlockScaledTensor]:
+    """A fused projection as one weight per expert, gate and up apart: `experts.3.gate_proj`, as runtimes name them."""
+    stem, _, last = name.rpartition(".")
+    names = _EXPERT_PARTS.get(last, (last,))
+    found = {}
+    for index in range(module.weight_shape[0]):
+        for part, weight in zip(names, split_rows(module.expert(index), len(names)), strict=True):
+            found[f"{stem}.{index}.{part}"] = weight
+    return found
+
+
+def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
+    """`weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
+
+    Raises:
+        ValueError: the cut would go through a block.
+    """
+    rows, columns = weight.shape
+    if parts == 1:
+        return [weight]
+    block_rows = weight.format.block[0]
+    if rows % parts or (block_rows and rows // parts % block_rows):
+        raise ValueError(f"cannot split {rows} rows of {weight.format} into {parts}: a block would be cut")
+    scales = [weight.scale] * parts if block_rows == 0 else weight.scale.chunk(parts)
+    return [
+        BlockScaledTensor(codes, scale, weight.format, (rows // parts, columns), weight.global_scale)
+        for codes, scale in zip(weight.codes.chunk(parts), scales, strict=True)
+    ]
+
+
+def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
+    """The inverse of `split_rows`."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    scale = first.scale if first.format.block[0] == 0 else torch.cat([w.scale for w in weights])
+    rows = sum(w.shape[0] for w in weights)
+    codes = torch.cat([w.codes for w in weights])
+    return BlockScaledTensor(codes, scale, first.format, (rows, first.shape[1]), first.global_scale)
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
+    """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
+
+    Returns:
+        SHA-256 of each file, by file name.
+    """
+    shards: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    hashes = {}
+    for name, shard in zip(names, shards, strict=True):
+        save_file(shard, directory / name, metadata={"format": "pt"})
+        hashes[name] = sha256_of(directory / name)
+    return hashes
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_config(directory: Path, config: Any, plan: Plan) -> None:
+    """Writes config.json: the transformers config with the plan's `quantization_config` in it."""
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    fields["quantization_config"] = layout.quantization_config(plan)
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+class TensorFiles(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint directory, read from the memory-mapped shards when asked for.
+
+    Raises:
+        FileNotFoundError: the directory has no safetensors file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise FileNotFoundError(f"{directory}: no .safetensors file")
+        handles = [safe_open(file, framework="pt") for file in files]
+        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._where[name].get_tensor(name)  # type: ignore[no-any-return]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def read_layer(tensors: Mapping[str, torch.Tensor], plan: Any) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    """One planned layer's weight and static input scale from a checkpoint's tensors.
+
+    Raises:
+        ValueError: a tensor of the layer is missing; the message names both.
+    """
+    if plan.kind != "experts":
+        return _read_linear(tensors, plan.name, plan.weight)
+    stem, _, last = plan.name.rpartition(".")
+    experts, input_scale = [], None
+    for index in range(plan.shape[0]):
+        parts = []
+        for part in _EXPERT_PARTS.get(last, (last,)):
+            weight, input_scale = _read_linear(tensors, f"{stem}.{index}.{part}", plan.weight)
+            parts.append(weight)
+        experts.append(join_rows(parts))
+    global_scale = None
+    if experts[0].global_scale is not None:
+        global_scale = torch.stack([e.global_scale for e in experts if e.global_scale is not None])
+    codes, scale = torch.stack([e.codes for e in experts]), torch.stack([e.scale for e in experts])
+    return BlockScaledTensor(codes, scale, plan.weight, tuple(plan.shape), global_scale), input_scale
+
+
+def _read_linear(
+    tensors: Mapping[str, torch.Tensor], name: str, format: Any
+) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    local = {key: tensors[f"{name}.{key}"] for key in _NAMES if f"{name}.{key}" in tensors}
+    try:
+        return layout.decompress(local, format)
+    except KeyError as error:
+        raise ValueError(f"{name}: the checkpoint has no tensor {name}.{error.args[0]} for format {format}") from None
+
+
+_NAMES = (
+    "weight",
+    "weight_packed",
+    "weight_scale",
+    "weight_global_scale",
+    "input_global_scale",
+    "input_scale",
+)
+
+
+def plan_of_checkpoint(directory: Path, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Plan:
+    """The plan of a compressed-tensors checkpoint that came without one, read from its `quantization_config`.
+
+    Args:
+        directory: for error messages.
+        shapes: logical shape of every linear layer of the model, by name.
+        config: the `quantization_config`.
+    """
+    from quant.recipes.plan import LayerPlan
+
+    groups = [
+        (
+            group["targets"],
+            layout.weight_format_of(group["weights"]),
+            layout.activation_format_of(group.get("input_activations")),
+        )
+        for group in config["config_groups"].values()
+    ]
+    layers = []
+    for name, shape in shapes.items():
+        chosen = None
+        if not any(_matches(name, pattern) for pattern in config.get("ignore") or ()):
+            chosen = next(((w, a) for targets, w, a in groups if any(_matches(name, t) for t in targets)), None)
+        weight, activation = chosen or (None, None)
+        layers.append(LayerPlan(name, "linear", shape, weight, activation, reason=f"as {directory.name} was written"))
+    return Plan(tuple(layers), provenance={"checkpoint": str(directory)})
+
+
+def _matches(name: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target in ("Linear", name)

@@ -1,0 +1,230 @@
+"""The compressed-tensors layout: tensor names and `quantization_config`, as vLLM and transformers read them.
+
+    nvfp4          weight_packed u8, weight_scale e4m3, weight_global_scale f32 [1] (the *reciprocal*),
+                   input_global_scale f32 [1] (likewise) for W4A4
+    mxfp4, mxfp6   weight_packed u8, weight_scale u8
+    mxfp8          weight e4m3, weight_scale u8
+    fp8 family     weight e4m3, weight_scale in the model's dtype, input_scale [1] where static
+    int8           weight i8, weight_scale in the model's dtype
+    int4           weight_packed i32 (codes offset by 8), weight_scale in the model's dtype, weight_shape i64 [2]
+
+Everything in the config's argument blocks is computed from `Format`; nothing about a format is repeated here
+except the layout's own names. The two directions, `compress` and `decompress`, are inverses without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E8M0
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import LayerPlan, Plan
+
+VERSION = "0.19.0"  # of the layout: the compressed-tensors release whose output this reproduces
+
+_LAYOUTS = {
+    "nvfp4": "nvfp4-pack-quantized",
+    "mxfp4": "mxfp4-pack-quantized",
+    "mxfp6": "mxfp6-pack-quantized",
+    "mxfp8": "mxfp8-quantized",
+    "fp8": "float-quantized",
+    "fp8_channel": "float-quantized",
+    "fp8_block": "float-quantized",
+    "int8": "int-quantized",
+    "int4": "pack-quantized",
+}
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError where the plan uses a weight format that the layout has no name for."""
+    for layer in plan.quantized:
+        if layer.weight is not None and layer.weight.name not in _LAYOUTS:
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; "
+                f"it has {', '.join(_LAYOUTS)}"
+            )
+
+
+def compress(
+    weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The tensors of one linear layer, by their names below the layer's.
+
+    Args:
+        weight: `[out, in]`.
+        input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
+        dtype: the model's dtype, in which float scales are stored; they are representable in it.
+    """
+    format, tensors = weight.format, {}
+    scale = weight.scale
+    if format.scale.is_wide:
+        stored = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+        scale = scale.to(stored)
+        if format.block == (0, 0):
+            scale = scale.reshape(1)
+    if format.name == "int4":
+        tensors["weight_packed"] = (weight.codes ^ 0x88).view(torch.int32)
+        tensors["weight_shape"] = torch.tensor(weight.shape)
+    elif format.element.bits < 8:
+        tensors["weight_packed"] = weight.codes
+    else:
+        tensors["weight"] = weight.codes
+    tensors["weight_scale"] = scale
+    if weight.global_scale is not None:
+        tensors["weight_global_scale"] = _reciprocal(weight.global_scale)
+    if input_scale is not None and format.global_scale:
+        tensors["input_global_scale"] = _reciprocal(input_scale)
+    elif input_scale is not None:
+        tensors["input_scale"] = input_scale.reshape(1).to(dtype)
+    return tensors
+
+
+def decompress(
+    tensors: Mapping[str, torch.Tensor], format: Format
+) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    """The inverse of `compress`: the weight, and the static activation scale if there is one.
+
+    Raises:
+        KeyError: a tensor that the format needs is missing.
+    """
+    codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
+    if format.name == "int4":
+        codes = codes.view(torch.uint8) ^ 0x88
+    shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits if format.element.bits < 8 else codes.shape[1])
+    scale = tensors["weight_scale"]
+    if format.scale.is_wide:
+        scale = scale.float().reshape(format.scale_shape(shape))
+    global_scale = _inverse(tensors["weight_global_scale"]) if format.global_scale else None
+    input_scale = None
+    if "input_global_scale" in tensors:
+        input_scale = _inverse(tensors["input_global_scale"])
+    elif "input_scale" in tensors:
+        input_scale = tensors["input_scale"].float().reshape(())
+    return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
+
+
+def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+    return (1 / scale.double()).float().reshape(1)
+
+
+def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
+    """The scale behind a stored reciprocal: in float32 where that gives the reciprocal back, else in float64."""
+    exact = 1 / reciprocal.double().reshape(())
+    single = exact.float()
+    return single if bool(_reciprocal(single) == reciprocal.reshape(1)) else exact
+
+
+def quantization_config(plan: Plan) -> dict[str, Any]:
+    """`quantization_config` for config.json.
+
+    One group per pair of formats. A group that holds every quantized linear targets the class, as the peers
+    write it; otherwise each group lists its layers.
+    """
+    check_plan(plan)
+    pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        assert layer.weight is not None
+        pairs.setdefault((layer.weight, layer.activation), []).append(layer)
+    layouts = {_LAYOUTS[weight.name] for weight, _ in pairs}
+    groups = {}
+    for index, ((weight, activation), layers) in enumerate(pairs.items()):
+        groups[f"group_{index}"] = {
+            "format": _LAYOUTS[weight.name],
+            "input_activations": _activation_arguments(activation) if activation else None,
+            "output_activations": None,
+            "targets": ["Linear"] if len(pairs) == 1 else _targets(layers),
+            "weights": _weight_arguments(weight),
+        }
+    return {
+        "config_groups": groups,
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "global_compression_ratio": None,
+        "ignore": [layer.name for layer in plan.layers if layer.weight is None and layer.kind in ("linear", "head")],
+        "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": VERSION,
+    }
+
+
+def _targets(layers: Sequence[LayerPlan]) -> list[str]:
+    return [f"re:{layer.name.rpartition('.')[0]}\\..*" if layer.kind == "experts" else layer.name for layer in layers]
+
+
+def _weight_arguments(format: Format) -> dict[str, Any]:
+    return _arguments(format, dynamic=False, observer="memoryless_minmax")
+
+
+def _activation_arguments(format: Format) -> dict[str, Any]:
+    if format.global_scale:
+        return _arguments(format, dynamic="local", observer="static_minmax")
+    if format.block == (0, 0):
+        return _arguments(format, dynamic=False, observer="static_minmax")
+    return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
+
+
+def _arguments(
+    format: Format, *, dynamic: bool | str, observer: str | None, rows_are_tokens: bool = False
+) -> dict[str, Any]:
+    rows, columns = format.block
+    if format.global_scale:
+        strategy = "tensor_group"
+    elif (rows, columns) == (0, 0):
+        strategy = "tensor"
+    elif columns == 0:
+        strategy = "token" if rows_are_tokens else "channel"
+    else:
+        strategy = "group" if rows == 1 else "block"
+    scale_dtype = None
+    if not format.scale.is_wide:
+        scale_dtype = "torch.uint8" if format.scale is E8M0 else "torch.float8_e4m3fn"
+    return {
+        "actorder": None,
+        "block_structure": [rows, columns] if strategy == "block" else None,
+        "dynamic": dynamic,
+        "group_size": columns if strategy in ("group", "tensor_group") else None,
+        "num_bits": format.element.bits,
+        "observer": observer,
+        "observer_kwargs": {},
+        "scale_dtype": scale_dtype,
+        "strategy": strategy,
+        "symmetric": True,
+        "type": "int" if format.element.is_integer else "float",
+        "zp_dtype": None,
+    }
+
+
+def weight_format_of(arguments: Mapping[str, Any]) -> Format:
+    """The weight format that a config's `weights` block describes.
+
+    Raises:
+        ValueError: none of ours fits; the message quotes what it asks for.
+    """
+    keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
+    for name in _LAYOUTS:
+        ours = _weight_arguments(FORMATS[name])
+        if all(arguments.get(k) == ours[k] for k in keys):
+            return FORMATS[name]
+    raise ValueError(f"quantization_config asks for weights {({k: arguments.get(k) for k in keys})}: not supported")
+
+
+def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
+    """The activation format that a config's `input_activations` block describes, None for 16 bit.
+
+    Raises:
+        ValueError: none of ours fits.
+    """
+    if arguments is None:
+        return None
+    keys = ("num_bits", "type", "strategy", "group_size")
+    for name in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token"):
+        ours = _activation_arguments(FORMATS[name])
+        if all(arguments.get(k) == ours[k] for k in keys):
+            return FORMATS[name]
+    raise ValueError(f"quantization_config asks for inputs {({k: arguments.get(k) for k in keys})}: not supported")
