@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 Text = str | Path | torch.Tensor
 
@@ -69,7 +70,7 @@ def _read_ids(text: Text, tokenizer: Any | None, name: str) -> torch.Tensor:
     """Token ids as int64 `[documents, tokens]`."""
     if isinstance(text, torch.Tensor):
         ids = text
-    elif Path(name.partition(".safetensors:")[0]).suffix == ".safetensors" or ".safetensors:" in name:
+    elif ".safetensors" in Path(name).suffix:
         ids = _read_safetensors(name)
     else:
         ids = _tokenize(Path(text), tokenizer)
@@ -83,19 +84,17 @@ def _read_ids(text: Text, tokenizer: Any | None, name: str) -> torch.Tensor:
 
 
 def _read_safetensors(name: str) -> torch.Tensor:
-    from safetensors import SafetensorError, safe_open
-
-    path, _, key = name.partition(".safetensors:")
-    path = path if path.endswith(".safetensors") else path + ".safetensors"
+    stem, _, key = name.removesuffix(".safetensors").partition(".safetensors:")
+    path = f"{stem}.safetensors"
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file")
     try:
         with safe_open(path, framework="pt") as file:
             names = list(file.keys())
-            if not key and len(names) == 1:
-                key = names[0]
+            key = names[0] if not key and len(names) == 1 else key
             if key not in names:
-                raise ValueError(f"{path}: name one of its tensors as {path}:NAME; it holds {', '.join(names) or 'none'}")
+                held = ", ".join(names) or "none"
+                raise ValueError(f"{path}: name one of its tensors as {path}:NAME; it holds {held}")
             return file.get_tensor(key)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
