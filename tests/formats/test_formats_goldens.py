@@ -1,0 +1,168 @@
+"""Byte for byte against what ModelOpt and llm-compressor wrote for the same tiny model (tests/data/goldens)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import decode
+from quant.formats.tensor import BlockScaledTensor, quantize, quantize_with_scale
+from safetensors.torch import load_file
+
+GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
+NVFP4 = FORMATS["nvfp4"]
+# Layers that a runtime runs as one matrix, and whose second-level scale is therefore shared.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@cache
+def checkpoint(name: str) -> dict[str, torch.Tensor]:
+    return load_file(GOLDENS / name / "model.safetensors")
+
+
+def layers() -> Iterator[tuple[str, torch.Tensor]]:
+    for name, weight in checkpoint("base").items():
+        if name.endswith("proj.weight"):
+            yield name.removesuffix(".weight"), weight
+
+
+def group_amax(name: str) -> torch.Tensor:
+    parent, _, leaf = name.rpartition(".")
+    members = next((group for group in FUSED if leaf in group), (leaf,))
+    weights = [checkpoint("base")[f"{parent}.{member}.weight"] for member in members]
+    return torch.stack([weight.float().abs().amax() for weight in weights]).amax()
+
+
+def assert_bytes(ours: torch.Tensor, golden: torch.Tensor, what: str) -> None:
+    assert ours.dtype == golden.dtype and ours.numel() == golden.numel(), what
+    differ = int((ours.reshape(-1).view(torch.uint8) != golden.reshape(-1).view(torch.uint8)).sum())
+    assert differ == 0, f"{what}: {differ} bytes differ"
+
+
+def test_base_has_fourteen_linear_layers() -> None:
+    assert len(list(layers())) == 14
+
+
+@pytest.mark.parametrize(
+    ("golden", "format"),
+    [("w4a16", NVFP4), ("nvfp4", NVFP4), ("w4a8nvfp4", replace(NVFP4, block=(1, 32)))],
+    ids=["w4a16", "nvfp4", "w4a8nvfp4"],
+)
+def test_modelopt_nvfp4(golden: str, format: Format) -> None:
+    tensors = checkpoint(f"modelopt/{golden}")
+    for name, weight in layers():
+        global_scale = group_amax(name) / 2688
+        assert_bytes(global_scale, tensors[f"{name}.weight_scale_2"], f"{name}.weight_scale_2")
+        quantized = quantize(weight, format, global_scale=global_scale)
+        assert_bytes(quantized.scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        assert_bytes(quantized.codes, tensors[f"{name}.weight"], f"{name}.weight")
+
+
+@pytest.mark.parametrize(("golden", "rule"), [("mxfp4", "max"), ("mxfp8", "max")])
+def test_modelopt_mx(golden: str, rule: str) -> None:
+    tensors = checkpoint(f"modelopt/{golden}")
+    for name, weight in layers():
+        quantized = quantize(weight, FORMATS[golden], rule=rule)
+        assert_bytes(quantized.scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        assert_bytes(quantized.codes, tensors[f"{name}.weight"], f"{name}.weight")
+
+
+@pytest.mark.parametrize(("golden", "format"), [("MXFP4", "mxfp4"), ("MXFP8", "mxfp8")])
+def test_compressed_tensors_mx(golden: str, format: str) -> None:
+    tensors = checkpoint(f"compressed_tensors/{golden}")
+    packed = "weight_packed" if format == "mxfp4" else "weight"
+    for name, weight in layers():
+        quantized = quantize(weight, FORMATS[format], rule="even")
+        assert_bytes(quantized.scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        assert_bytes(quantized.codes, tensors[f"{name}.{packed}"], f"{name}.{packed}")
+
+
+@pytest.mark.parametrize("golden", ["NVFP4", "NVFP4A16"])
+def test_compressed_tensors_nvfp4(golden: str) -> None:
+    """Its arithmetic differs in where it rounds: to BF16 after 2688 / amax and after amax / 6.
+
+    With those two roundings its scales are ours, and with its scales its elements are ours.
+    """
+    tensors = checkpoint(f"compressed_tensors/{golden}")
+    for name, weight in layers():
+        reciprocal = tensors[f"{name}.weight_global_scale"]
+        assert_bytes((2688 / group_amax(name)).bfloat16().float(), reciprocal, f"{name}.weight_global_scale")
+        local = weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6
+        assert local.dtype is torch.bfloat16
+        scale = (local.float() * reciprocal).clamp(max=448).to(torch.float8_e4m3fn)
+        assert_bytes(scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        quantized = quantize_with_scale(weight, NVFP4, scale.float(), 1 / reciprocal.double().reshape(()))
+        assert_bytes(quantized.scale, scale, f"{name}.weight_scale")
+        assert_bytes(quantized.codes, tensors[f"{name}.weight_packed"], f"{name}.weight_packed")
+
+
+@pytest.mark.parametrize(("golden", "format"), [("fp8pcpt", "fp8_channel"), ("fp8blk", "fp8_block")])
+def test_modelopt_fp8_by_channel_and_block(golden: str, format: str) -> None:
+    """Byte-equal, with the float32 scales that ModelOpt writes; one block's scale is shared over q, k and v."""
+    tensors = checkpoint(f"modelopt/{golden}")
+    for name, weight in layers():
+        quantized = quantize(weight.float(), FORMATS[format])
+        if quantized.scale.numel() == 1:
+            quantized = quantize_with_scale(weight, FORMATS[format], (group_amax(name) / 448).reshape(1, 1))
+        assert_bytes(quantized.scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        assert_bytes(quantized.codes, tensors[f"{name}.weight"], f"{name}.weight")
+
+
+def codes_of_bfloat16_quotient(weight: torch.Tensor, format: Format, scale: torch.Tensor) -> torch.Tensor:
+    """Our rounding of w / scale after that quotient was rounded to BF16, which is what both tools round."""
+    rows, columns = format.block_shape(weight.shape)
+    spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: weight.shape[0], : weight.shape[1]]
+    quotient = (weight.double() / spread.double()).to(torch.float32).bfloat16()
+    return quantize_with_scale(quotient.float(), format, torch.ones_like(scale)).codes
+
+
+def squared_error(quantized: BlockScaledTensor, codes: torch.Tensor, weight: torch.Tensor) -> float:
+    values = replace(quantized, codes=codes).dequantize(torch.float64)
+    return float((values - weight.double()).square().sum())
+
+
+@pytest.mark.parametrize(
+    ("golden", "format", "stored"),
+    [
+        ("modelopt/fp8", "fp8", torch.float32),
+        ("compressed_tensors/FP8", "fp8", torch.bfloat16),
+        ("compressed_tensors/FP8_DYNAMIC", "fp8_channel", torch.bfloat16),
+        ("compressed_tensors/FP8_BLOCK", "fp8_block", torch.bfloat16),
+    ],
+)
+def test_fp8_whose_quotient_the_tool_rounds_to_bfloat16_first(golden: str, format: str, stored: torch.dtype) -> None:
+    tensors = checkpoint(golden)
+    differ = total = 0
+    for name, weight in layers():
+        # A float32 weight keeps a float32 scale; that of a BF16 weight is rounded to BF16, as it will be stored.
+        quantized = quantize(weight.to(stored), FORMATS[format])
+        assert_bytes(quantized.scale.to(stored), tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        theirs = tensors[f"{name}.weight"]
+        twice_rounded = codes_of_bfloat16_quotient(weight, FORMATS[format], quantized.scale)
+        assert_bytes(twice_rounded, theirs, f"{name}.weight")
+        assert squared_error(quantized, quantized.codes, weight) <= squared_error(quantized, theirs, weight)
+        # Where the codes differ, the quotient lay within a BF16 rounding of a tie: the codes are neighbours.
+        apart = (quantized.codes.view(torch.uint8).int() - theirs.view(torch.uint8).int()).abs()
+        assert int(apart.max()) <= 1
+        differ += int((apart > 0).sum())
+        total += weight.numel()
+    assert 0.01 < differ / total < 0.07
+
+
+@pytest.mark.parametrize("golden", ["w4a16", "nvfp4", "mxfp4", "mxfp8"])
+def test_goldens_decode_to_within_their_step(golden: str) -> None:
+    """Reading a peer's checkpoint back: every value within half the widest gap (1 step of E2M1, 16 of E4M3) of its own."""
+    tensors = checkpoint(f"modelopt/{golden}")
+    format = FORMATS[golden if golden.startswith("mx") else "nvfp4"]
+    half_gap = 16.0 if format.element is E4M3 else 1.0
+    for name, weight in layers():
+        second = tensors.get(f"{name}.weight_scale_2")
+        scale = tensors[f"{name}.weight_scale"]
+        read = BlockScaledTensor(tensors[f"{name}.weight"], scale, format, tuple(weight.shape), second)
+        step = decode(scale, format.scale) * (1 if second is None else second)
+        step = step.repeat_interleave(format.block[1], dim=-1)
+        assert bool(((read.dequantize() - weight.float()).abs() <= half_gap * step * (1 + 1e-6)).all())
