@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3, NUMBERS
 from quant.formats.scaling import HEADROOM, SCALE_RULES, global_scale_of
@@ -68,7 +69,8 @@ def test_nvfp4_mse_is_exact_in_the_subnormal_scales_too() -> None:
     levels = torch.linspace(0.2, 40, 400)[:, None] * (1 + 0.03 * torch.randn(400, 16, generator=generator))
     w = torch.cat([torch.full((1, 16), 6 * 256.0), levels * 2**-9])
     quantized = quantize(w, NVFP4, rule="mse")
-    assert quantized.global_scale is not None and quantized.global_scale == 1
+    assert quantized.global_scale is not None
+    assert quantized.global_scale == 1
     assert int((quantized.scale[1:].view(torch.uint8) < 16).sum()) > 200
     blocks = blocks_of(w, NVFP4)
     best = np.min(
