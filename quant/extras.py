@@ -50,9 +50,11 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == package
+        missing = isinstance(error, ModuleNotFoundError) and error.name == package
         why = "is not installed" if missing else f"cannot be imported ({' '.join(str(error).split())})"
-        raise UserError(f"this needs the package `{package}`, which {why}: pip install 'blockscale[{extra}]'") from error
+        raise UserError(
+            f"this needs the package `{package}`, which {why}: pip install 'blockscale[{extra}]'"
+        ) from error
 
 
 def versions() -> dict[str, str]:

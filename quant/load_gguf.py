@@ -16,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from quant import load_huggingface
 from quant.errors import UserError
 from quant.extras import require
 from quant.load_huggingface import one_line, quiet
+
+_LOADER = "transformers.modeling_gguf_pytorch_utils"
 
 
 def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
@@ -74,7 +77,6 @@ def shared_parsing() -> Iterator[None]:
     bar, which knows nothing of transformers' own switch for progress bars, obeys it meanwhile.
     """
     gguf = require("gguf", "hf")
-    loader = require("transformers.modeling_gguf_pytorch_utils", "hf")
     logging = require("transformers.utils.logging", "hf")
     read = cache(_plain_reader())
 
@@ -84,8 +86,8 @@ def shared_parsing() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_replaced(gguf, "GGUFReader", reader))
         stack.enter_context(_replaced(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
-        if hasattr(loader, "tqdm"):
-            stack.enter_context(_replaced(loader, "tqdm", logging.tqdm))
+        if find_spec(_LOADER):
+            stack.enter_context(_replaced(require(_LOADER, "hf"), "tqdm", logging.tqdm))
         yield
 
 

@@ -69,7 +69,9 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
         raise UserError(f"{path}: transformers cannot load it: {one_line(error)}") from error
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
-        raise UserError(f"{path}: the checkpoint lacks {_listed(missing)}; is a shard missing, or the config another's?")
+        raise UserError(
+            f"{path}: the checkpoint lacks {_listed(missing)}; is a shard missing, or the config another's?"
+        )
     if unexpected:
         warnings.warn(f"{path}: {cls.__name__} has no use for {_listed(unexpected)}; left out", stacklevel=2)
     return model  # type: ignore[no-any-return]
@@ -113,8 +115,9 @@ def model_class(config: Any, where: str) -> Any:
         for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
             if type(config) in (mapping := getattr(transformers, kind)):
                 return mapping[type(config)]
+    wanted = config.architectures or config.model_type
     raise UserError(
-        f"{where}: transformers {transformers.__version__} has no class for {config.architectures or config.model_type}; "
+        f"{where}: transformers {transformers.__version__} has no class for {wanted}; "
         "upgrade it, or build the module yourself and pass it to quant.quantize"
     )
 
@@ -186,7 +189,9 @@ def _find_shards(path: Path) -> list[Path]:
             if shard.suffix == ".safetensors":
                 read_header(shard)
         return shards
-    raise UserError(f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards")
+    raise UserError(
+        f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
+    )
 
 
 def _first_dtype(shard: Path) -> torch.dtype:

@@ -94,7 +94,7 @@ def sniff(path: Path) -> str:
         return "gguf"
     if head[:4] == b"PK\x03\x04":
         return _sniff_zip(path)
-    if head[:1] == b"\x80" and 2 <= head[1] <= 5:
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
         return "torch"
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return "safetensors"
@@ -135,7 +135,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
     try:
         header: dict[str, dict[str, Any]] = json.loads(text)
         header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
         raise UserError(f"{path}: the safetensors header is damaged ({error}); download it again") from None
     if size != 8 + length + end:
@@ -208,7 +208,9 @@ def _call_factory(factory: str, meta: bool) -> nn.Module:
     try:
         make = getattr(importlib.import_module(module_name), function)
     except ImportError as error:
-        raise UserError(f"--model-factory {factory}: cannot import {module_name} ({error}); is it on PYTHONPATH?") from error
+        raise UserError(
+            f"--model-factory {factory}: cannot import {module_name} ({error}); is it on PYTHONPATH?"
+        ) from error
     except AttributeError:
         raise UserError(f"--model-factory {factory}: {module_name} has no function {function}") from None
     with torch.device("meta" if meta else "cpu"):

@@ -105,7 +105,9 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         model = torch.export.load(path).module()
     except Exception as error:  # whatever a damaged archive makes the deserializer stumble over
         reason = str(error).partition("\n")[0]
-        raise UserError(f"{path}: not a readable exported program ({reason}); export it again with this torch") from error
+        raise UserError(
+            f"{path}: not a readable exported program ({reason}); export it again with this torch"
+        ) from error
     if dtype is not None and any(p.dtype != dtype for p in model.parameters() if p.is_floating_point()):
         raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
     return model
