@@ -1,0 +1,280 @@
+"""What quantization cost: perplexity, KL divergence from the model before, and how often both choose the same token.
+
+Every row of n tokens gives n − 1 next-token predictions, and all figures are means over them:
+
+    perplexity = exp(mean −ln p(token))
+    KL         = mean Σ p_base · ln(p_base / p), the sum over the vocabulary
+    top-1      = mean [argmax p = argmax p_base]
+
+Perplexity asks one token a position and is blind to what happens to the other 49,151; KL compares whole
+distributions, needs no right answer, and separates two quantizations from far fewer positions.
+
+Logits are what does not fit: 512 positions of a 150k vocabulary are 300 MB in FP32, several times over. So the
+model without its output head runs on a whole row, and the head on a slice of positions at a time. The logits of
+both models for one slice are compared and dropped. Sums over positions are kept in float64.
+
+Rounding of the arithmetic should not be mistaken for loss of the weights: by default 16-bit parameters are widened
+to FP32 for the run (quantized codes and scales are not touched), each one in place of its 16-bit form, so that
+never more than one tensor exists in both. Afterwards they are narrowed again, which is exact.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+# 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
+_SLICE_ELEMENTS = 1 << 23
+
+Read = Callable[[slice], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The figures of one model, beside its baseline where there is one.
+
+    Attributes:
+        perplexity: exp of the mean negative log-likelihood.
+        kl: mean KL(baseline‖model) in nats; None without a baseline.
+        top1: share of positions at which both models' likeliest token is the same; None without a baseline.
+        tokens: predictions that the means are over.
+        seconds: time taken, baseline included.
+        baseline_perplexity: the baseline's own perplexity; None without one.
+    """
+
+    perplexity: float
+    kl: float | None
+    top1: float | None
+    tokens: int
+    seconds: float
+    baseline_perplexity: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown or missing field.
+        """
+        try:
+            return cls(**fields)
+        except TypeError as error:
+            raise ValueError(f"evaluation: {error}") from None
+
+
+def evaluate(
+    model: nn.Module,
+    rows: torch.Tensor,
+    baseline: nn.Module | None = None,
+    *,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = torch.float32,
+    progress: Callable[[int, int], None] | None = None,
+) -> Evaluation:
+    """Measures `model` on `rows`, and against `baseline` where given.
+
+    Memory beyond the models in `dtype`: the hidden states of `batch_size` rows and a few slices of logits. A
+    model without a separate output head computes the logits of a whole batch at once.
+
+    Args:
+        model: a causal language model: a Hugging Face one, or any module that maps token ids `[n, seqlen]` to
+            logits `[n, seqlen, vocabulary]` (or to an output with `.logits`).
+        rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.data.token_rows` cuts them.
+        baseline: the model before quantization, with the same vocabulary.
+        batch_size: rows that run together.
+        dtype: what 16-bit parameters of both models are widened to meanwhile; None evaluates them as they are.
+        progress: called with (rows done, rows in all) after each batch.
+
+    Raises:
+        ValueError: rows of the wrong shape, longer than the model's context or with ids outside its vocabulary;
+            models of different vocabularies; NaN or infinity in the results, with the row named.
+    """
+    models = [model] if baseline is None else [model, baseline]
+    for each in models:
+        _check_rows(each, rows)
+    started = time.perf_counter()
+    sums = torch.zeros(4, dtype=torch.float64)
+    with torch.no_grad(), _prepared(models, dtype):
+        readers = [_logits_reader(each, rows[:1, :16]) for each in models]
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
+            sums += _measure([read(batch) for read in readers], batch, start)
+            if progress is not None:
+                progress(start + len(batch), len(rows))
+    tokens = len(rows) * (rows.shape[1] - 1)
+    nll, baseline_nll, kl, same = (sums / tokens).tolist()
+    return Evaluation(
+        perplexity=_exp(nll),
+        kl=None if baseline is None else kl,
+        top1=None if baseline is None else same,
+        tokens=tokens,
+        seconds=time.perf_counter() - started,
+        baseline_perplexity=None if baseline is None else _exp(baseline_nll),
+    )
+
+
+def _measure(reads: Sequence[Read], batch: torch.Tensor, first_row: int) -> torch.Tensor:
+    """Sums over one batch: NLL of the model, NLL of the baseline, KL, agreements; float64 `[4]`."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    targets = batch[:, 1:].flatten()
+    per_row = batch.shape[1] - 1
+    vocabulary = reads[0](slice(0, 1)).shape[-1]
+    step = max(_SLICE_ELEMENTS // vocabulary, 1)
+    for start in range(0, len(targets), step):
+        part = slice(start, start + step)
+        logp = [read(part).log_softmax(dim=-1) for read in reads]
+        if len({x.shape[-1] for x in logp}) > 1:
+            raise ValueError(f"model and baseline have different vocabularies: {[x.shape[-1] for x in logp]} tokens")
+        target = targets[part, None].to(logp[0].device)
+        found = torch.zeros(4, len(target), dtype=torch.float64, device=target.device)
+        for i, values in enumerate(logp):
+            found[i] = -values.gather(1, target.to(values.device))[:, 0]
+        if len(logp) == 2:
+            found[3] = logp[0].argmax(dim=-1) == logp[1].argmax(dim=-1).to(target.device)
+            found[2] = _kl_(logp[1].to(target.device), logp[0])
+        if not bool(found.isfinite().all()):
+            bad = ~found.isfinite()
+            position = start + int(bad.any(dim=0).nonzero()[0])
+            where = ("the model's logits", "the baseline's logits", "KL")[int(bad.any(dim=1).nonzero()[0])]
+            raise ValueError(
+                f"row {first_row + position // per_row}, position {position % per_row}: NaN or infinity in {where}; "
+                "find the layer that makes it, or keep it in 16 bit"
+            )
+        sums += found.sum(dim=1).cpu()
+    return sums
+
+
+def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+    """KL(base‖model) at each position, float32 `[positions]`, from log-probabilities `[positions, vocabulary]`.
+
+    Overwrites `logp_base`: at this size, memory that the system must first hand out costs more than the arithmetic.
+    """
+    p = logp_base.exp()
+    # A token that the baseline rules out (p = 0) counts nothing, though its logarithms may differ by infinity.
+    return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
+
+
+def _logits_reader(model: nn.Module, probe: torch.Tensor) -> Callable[[torch.Tensor], Read]:
+    """From rows of ids to a function from a slice of their positions to FP32 logits; last positions left out.
+
+    Between the hidden states and the logits a model may do more than apply its head (scale, soft-cap), so the
+    short cut is compared with the model's own forward on `probe` and not taken where the two differ.
+    """
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+    def whole(ids: torch.Tensor) -> Read:
+        logits = _call(model, ids.to(device), "logits")[:, :-1].flatten(0, 1)
+        return lambda part: logits[part].float()
+
+    backbone, head, cap = _split_head(model)
+    if backbone is None or head is None:
+        return whole
+
+    def split(ids: torch.Tensor) -> Read:
+        hidden = _call(backbone, ids.to(device), "last_hidden_state")[:, :-1].flatten(0, 1)
+        return lambda part: _soft_cap(head(hidden[part]).float(), cap)
+
+    everything = slice(None)
+    expected, found = whole(probe)(everything), split(probe)(everything)
+    # Rounding differs by far less than this even in BF16, a forgotten factor by more.
+    agrees = expected.shape == found.shape and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+    return split if agrees else whole
+
+
+def _split_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None, float | None]:
+    """Backbone, output head and soft-cap of a Hugging Face model; no backbone where there is none apart."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
+    backbone = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
+    if head is None or not isinstance(backbone, nn.Module) or backbone is model:
+        return None, None, None
+    return backbone, head, getattr(_text_config(model), "final_logit_softcapping", None)
+
+
+def _soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _call(model: nn.Module, ids: torch.Tensor, output: str) -> torch.Tensor:
+    """The tensor called `output` of a Hugging Face model, or what another module returns (first, where several)."""
+    result = model(input_ids=ids, use_cache=False) if hasattr(model, "config") else model(ids)
+    if isinstance(result, torch.Tensor):
+        return result
+    return getattr(result, output) if hasattr(result, output) else result[0]  # type: ignore[no-any-return]
+
+
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
+    if rows.dim() != 2 or rows.shape[0] < 1 or rows.shape[1] < 2 or rows.dtype != torch.int64:
+        raise ValueError(f"rows {list(rows.shape)} {rows.dtype}: expected int64 [rows, seqlen], seqlen at least 2")
+    config = _text_config(model)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} is an encoder-decoder; perplexity here is for causal language models")
+    context = getattr(config, "max_position_embeddings", None)
+    if isinstance(context, int) and rows.shape[1] > context:
+        raise ValueError(
+            f"rows of {rows.shape[1]} tokens are longer than the {context} positions of {type(model).__name__}; "
+            f"use a seqlen of at most {context}"
+        )
+    vocabulary = getattr(config, "vocab_size", None)
+    low, high = (int(n) for n in torch.aminmax(rows))
+    if low < 0 or (isinstance(vocabulary, int) and high >= vocabulary):
+        raise ValueError(
+            f"rows: token id {low if low < 0 else high} is outside the vocabulary of {type(model).__name__} "
+            f"({vocabulary} tokens); the rows were made with another tokenizer"
+        )
+
+
+@contextmanager
+def _prepared(models: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+    """Models in eval mode with 16-bit parameters and buffers in `dtype`; both as before afterwards.
+
+    Tensors that share memory (ties, layers that model and baseline have in common) go on sharing it.
+    """
+    modes = {module: module.training for model in models for module in model.modules()}
+    shared: dict[Any, list[torch.Tensor]] = {}
+    tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
+    for t in tensors.values():
+        if dtype is not None and t.dtype in (torch.float16, torch.bfloat16):
+            shared.setdefault((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()), []).append(t)
+    del tensors
+    changed: list[tuple[list[torch.Tensor], torch.dtype]] = []
+    try:
+        for same in shared.values():
+            changed.append((same, same[0].dtype))
+            _replace_data(same, dtype or same[0].dtype)
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for same, before in changed:
+            _replace_data(same, before)
+        for module, training in modes.items():
+            module.training = training
+
+
+def _replace_data(same: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+    data = same[0].data.to(dtype)
+    for t in same:
+        t.data = data
+
+
+def _exp(nll: float) -> float:
+    """exp, infinite where a double overflows: a broken model's perplexity is still a number."""
+    return math.exp(nll) if nll < 700 else math.inf

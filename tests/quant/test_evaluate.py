@@ -1,0 +1,262 @@
+"""Evaluation against a plain computation in float64, and its promises about memory, slices and the caller's model."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quant import evaluate as evaluate_module
+from quant.evaluate import Evaluation, evaluate
+from quant.formats.format import get_format
+from quant.formats.tensor import quantize
+from quant.kernels.linear import QuantLinear
+
+transformers = pytest.importorskip("transformers")
+
+BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
+
+
+@pytest.fixture(scope="module")
+def base() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def quantized(base: Any) -> Any:
+    model = copy.deepcopy(base)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, QuantLinear(quantize(module.weight.data, get_format("nvfp4"))))
+    return model
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return torch.randint(3, 256, (3, 40), generator=torch.Generator().manual_seed(1))
+
+
+def plain(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Logits at the predicting positions, `[positions, vocabulary]`, by transformers' own forward in float32."""
+    with torch.no_grad():
+        return copy.deepcopy(model).float().eval()(rows).logits[:, :-1].flatten(0, 1)
+
+
+def test_matches_a_plain_computation(base: Any, quantized: Any, rows: torch.Tensor) -> None:
+    found = evaluate(quantized, rows, base)
+    before, after = plain(base, rows).double(), plain(quantized, rows).double()
+    targets = rows[:, 1:].flatten()
+    assert found.perplexity == pytest.approx(F.cross_entropy(after, targets).exp().item(), rel=1e-6)
+    assert found.baseline_perplexity == pytest.approx(F.cross_entropy(before, targets).exp().item(), rel=1e-6)
+    kl = F.kl_div(after.log_softmax(-1), before.log_softmax(-1), log_target=True, reduction="batchmean").item()
+    assert kl > 1e-4
+    assert found.kl == pytest.approx(kl, rel=1e-4)
+    assert found.top1 == (after.argmax(-1) == before.argmax(-1)).double().mean().item()
+    assert found.tokens == 3 * 39
+    alone = evaluate(quantized, rows)
+    assert (alone.perplexity, alone.kl, alone.top1) == (found.perplexity, None, None)
+
+
+def test_a_model_against_itself(base: Any, rows: torch.Tensor) -> None:
+    found = evaluate(base, rows, copy.deepcopy(base))
+    assert (found.kl, found.top1, found.perplexity) == (0.0, 1.0, found.baseline_perplexity)
+    again = evaluate(base, rows, base)
+    assert (again.kl, again.top1, again.perplexity) == (0.0, 1.0, found.perplexity)
+
+
+@pytest.mark.parametrize("positions", [1, 7, 39, 1000])
+@pytest.mark.parametrize("batch_size", [1, 2, 3])
+def test_slices_and_batches_do_not_matter(
+    base: Any, quantized: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch, positions: int, batch_size: int
+) -> None:
+    reference = evaluate(quantized, rows, base)
+    monkeypatch.setattr(evaluate_module, "_SLICE_ELEMENTS", positions * 256)
+    found = evaluate(quantized, rows, base, batch_size=batch_size)
+    assert found.perplexity == pytest.approx(reference.perplexity, rel=1e-6)
+    assert found.kl == pytest.approx(reference.kl, rel=1e-4)
+    assert found.top1 == reference.top1
+
+
+def test_large_vocabulary_meets_the_head_in_slices() -> None:
+    """No more logits at a time than `_SLICE_ELEMENTS`, whatever the vocabulary."""
+    config = transformers.LlamaConfig(
+        vocab_size=150_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+    )
+    model = transformers.LlamaForCausalLM(config)
+    seen: list[int] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
+    ids = torch.randint(0, 150_000, (1, 200), generator=torch.Generator().manual_seed(0))
+    found = evaluate(model, ids, model)
+    handle.remove()
+    assert max(seen) <= evaluate_module._SLICE_ELEMENTS
+    expected = F.cross_entropy(plain(model, ids).double(), ids[0, 1:]).exp().item()
+    assert found.perplexity == pytest.approx(expected, rel=1e-6)
+
+
+def test_soft_capped_logits() -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=64,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        final_logit_softcapping=0.5,
+    )
+    torch.manual_seed(0)
+    model = transformers.Gemma2ForCausalLM(config)
+    model.lm_head.weight.data.mul_(30)
+    ids = torch.randint(0, 64, (2, 24))
+    seen: list[torch.Size] = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+    found = evaluate(model, ids).perplexity
+    handle.remove()
+    assert all(len(shape) == 2 for shape in seen[2:])  # taken in slices, after the comparison with the whole forward
+    expected = F.cross_entropy(plain(model, ids).double(), ids[:, 1:].flatten()).exp().item()
+    assert found == pytest.approx(expected, rel=1e-6)
+    model.config.final_logit_softcapping = None
+    assert evaluate(model, ids).perplexity != pytest.approx(found, rel=1e-2)
+
+
+class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+    """A model that does with its logits what no config key tells."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+
+def test_unknown_treatment_of_logits_falls_back_to_the_whole_forward(rows: torch.Tensor) -> None:
+    model = Scaled.from_pretrained(BASE, dtype=torch.float32)
+    expected = F.cross_entropy(plain(model, rows).double(), rows[:, 1:].flatten()).exp().item()
+    assert evaluate(model, rows).perplexity == pytest.approx(expected, rel=1e-6)
+
+
+class Bigram(nn.Module):
+    """A plain module from ids to logits, whose distribution is known."""
+
+    def __init__(self, table: torch.Tensor, output: str = "tensor") -> None:
+        super().__init__()
+        self.table = nn.Parameter(table)
+        self.output = output
+
+    def forward(self, ids: torch.Tensor) -> Any:
+        logits = self.table[ids]
+        return (logits,) if self.output == "tuple" else logits
+
+
+@pytest.mark.parametrize("output", ["tensor", "tuple"])
+def test_any_module_with_known_figures(output: str) -> None:
+    """Uniform against (1/2, 1/4, 1/4): perplexities 3 and 2^1.5, KL = ln 3 − 1.5 ln 2 … in closed form."""
+    p = torch.tensor([0.5, 0.25, 0.25]).log()
+    model, base = Bigram(p.repeat(3, 1), output), Bigram(torch.zeros(3, 3), output)
+    rows = torch.tensor([[0, 0, 0, 1, 2]])
+    found = evaluate(model, rows, base)
+    assert found.perplexity == pytest.approx(2**1.5, rel=1e-6)
+    assert found.baseline_perplexity == pytest.approx(3, rel=1e-6)
+    assert found.kl == pytest.approx(torch.tensor(2 ** (5 / 3) / 3).log().item(), rel=1e-5)
+    assert found.top1 == 1.0
+
+
+def test_tokens_that_the_baseline_rules_out() -> None:
+    """p = 0 in the baseline, and −inf in the logits of both, are legitimate; p = 0 in the model alone is not."""
+    masked = torch.tensor([0.0, 0.0, -torch.inf]).repeat(3, 1)
+    rows = torch.tensor([[0, 1, 0]])
+    assert evaluate(Bigram(masked), rows, Bigram(masked)).kl == 0.0
+    found = evaluate(Bigram(torch.zeros(3, 3)), rows, Bigram(masked))
+    assert found.kl == pytest.approx(torch.tensor(1.5).log().item(), rel=1e-6)
+    with pytest.raises(ValueError, match="row 0, position 0: NaN or infinity in KL"):
+        evaluate(Bigram(masked), rows, Bigram(torch.zeros(3, 3)))
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_nan_names_the_row(batch_size: int) -> None:
+    table = torch.zeros(4, 4)
+    table[3] = torch.nan
+    rows = torch.tensor([[0, 1, 2, 0], [1, 2, 1, 3], [0, 0, 3, 0], [3, 0, 0, 0]])
+    with pytest.raises(ValueError, match="row 2, position 2: NaN or infinity in the model's logits"):
+        evaluate(Bigram(table), rows, batch_size=batch_size)
+    with pytest.raises(ValueError, match="row 2, position 2: NaN or infinity in the baseline's logits"):
+        evaluate(Bigram(torch.zeros(4, 4)), rows, Bigram(table), batch_size=batch_size)
+
+
+def test_the_callers_model_comes_back_as_it_was(base: Any, quantized: Any, rows: torch.Tensor) -> None:
+    model = copy.deepcopy(quantized)
+    model.lm_head.weight = base.lm_head.weight  # one parameter in both models
+    model.model.embed_tokens.weight = nn.Parameter(base.model.embed_tokens.weight.data)  # the same memory
+    model.train()
+    model.model.layers[0].eval()
+    before = {name: (t.dtype, t.clone()) for name, t in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    widths: set[torch.dtype] = set()
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: widths.add(output.dtype))
+    evaluate(model, rows, base)
+    evaluate(model, rows, dtype=None)
+    handle.remove()
+    assert widths == {torch.float32, torch.bfloat16}
+    for name, t in model.state_dict().items():
+        assert t.dtype == before[name][0]
+        assert torch.equal(t.flatten().view(torch.uint8), before[name][1].flatten().view(torch.uint8)), name
+    assert model.lm_head.weight is base.lm_head.weight
+    assert model.model.embed_tokens.weight.data_ptr() == base.model.embed_tokens.weight.data_ptr()
+    assert [module.training for module in model.modules()] == modes
+
+
+def test_own_dtype(base: Any, rows: torch.Tensor) -> None:
+    with torch.no_grad():
+        logits = base(rows).logits[:, :-1].flatten(0, 1)
+    expected = F.cross_entropy(logits.double(), rows[:, 1:].flatten()).exp().item()
+    assert evaluate(base, rows, dtype=None).perplexity == pytest.approx(expected, rel=2e-3)
+    assert evaluate(base, rows).perplexity != evaluate(base, rows, dtype=None).perplexity
+
+
+def test_restored_after_an_error(base: Any) -> None:
+    class Broken(Bigram):
+        def forward(self, ids: torch.Tensor) -> Any:
+            raise RuntimeError("broken")
+
+    model = Broken(torch.zeros(3, 3, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match="broken"):
+        evaluate(model, torch.zeros(1, 3, dtype=torch.int64))
+    assert model.table.dtype is torch.float16
+    assert model.training
+
+
+def test_progress(base: Any, rows: torch.Tensor) -> None:
+    seen: list[tuple[int, int]] = []
+    evaluate(base, rows, batch_size=2, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (torch.zeros(2, 3), r"rows \[2, 3\] torch.float32: expected int64"),
+        (torch.zeros(2, 1, dtype=torch.int64), r"rows \[2, 1\] .* seqlen at least 2"),
+        (torch.full((1, 4), 256), "token id 256 is outside the vocabulary of LlamaForCausalLM"),
+        (torch.full((1, 4), -1), "token id -1 is outside"),
+        (torch.zeros(1, 129, dtype=torch.int64), "rows of 129 tokens are longer than the 128 positions"),
+    ],
+)
+def test_bad_rows(base: Any, rows: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(base, rows)
+
+
+def test_different_vocabularies() -> None:
+    with pytest.raises(ValueError, match=r"different vocabularies: \[3, 4\]"):
+        evaluate(Bigram(torch.zeros(3, 3)), torch.zeros(1, 3, dtype=torch.int64), Bigram(torch.zeros(4, 4)))
+
+
+def test_round_trip() -> None:
+    evaluation = Evaluation(18.5, 0.25, 0.75, 8176, 1.5, 18.0)
+    assert Evaluation.from_dict(evaluation.to_dict()) == evaluation
+    with pytest.raises(ValueError, match=r"evaluation: .*'extra'"):
+        Evaluation.from_dict({**evaluation.to_dict(), "extra": 1})
