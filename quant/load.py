@@ -125,6 +125,10 @@ def open_model(
         model, tensors = load_state.build(model_factory, tensors, str(path), meta), None
     if model is not None:
         config = getattr(model, "config", None)
+        found = _main_dtype(model.parameters())
+    else:
+        # With a dtype to cast to, asking the tensors would read them all.
+        found = wanted or _main_dtype((tensors or {}).values())
     return Source(
         name=name,
         kind=kind,
@@ -133,7 +137,7 @@ def open_model(
         config=config,
         path=path,
         load_tokenizer=_tokenizer_loader(kind, path),
-        dtype=_main_dtype(model.parameters() if model is not None else (tensors or {}).values()),
+        dtype=found,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,7 +66,12 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
         model, info = cls.from_pretrained(
             path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **options
         )
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: its weights are a damaged pickle, or hold more than tensors and would run code; get the model "
+            "as safetensors"
+        ) from error
+    except (ValueError, RuntimeError, KeyError, IndexError, TypeError, ImportError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load it: {one_line(error)}") from error
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
@@ -91,7 +97,7 @@ def load_tokenizer(path: Path, **options: Any) -> Any:
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
-        except (ValueError, KeyError, TypeError, OSError, ImportError) as error:
+        except Exception as error:  # the tokenizers library raises nothing more specific
             raise UserError(
                 f"{path}: no usable tokenizer ({one_line(error)}); put the model's tokenizer.json and "
                 "tokenizer_config.json there"

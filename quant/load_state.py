@@ -153,8 +153,8 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
         return LazyStateDict(header, lambda name: _meta_tensor(header[name], name, path), dtype)
     try:
         handle = safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise UserError(f"{path}: not a valid safetensors file: {error}") from None
+    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
+        raise UserError(f"{path}: this safetensors file cannot be opened: {error}") from None
     return LazyStateDict(header, handle.get_tensor, dtype)
 
 

