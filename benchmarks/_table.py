@@ -1,0 +1,89 @@
+"""What every benchmark prints: the machine and the versions, then one table, as Markdown and on request as JSON.
+
+A row is a dict from column title to value. Numbers are rounded for the table and left alone in the JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+Row = Mapping[str, object]
+
+
+def machine(threads: int | None = None) -> dict[str, str]:
+    """The processor, the threads in use, the memory and, where there is one, the GPU."""
+    threads = threads or torch.get_num_threads()
+    facts = {"cpu": f"{_cpu_name()}, {threads} of {os.cpu_count()} cores", "memory": f"{_memory_gib():.0f} GiB"}
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+    return facts
+
+
+def versions(*distributions: str) -> dict[str, str]:
+    """Versions of Python, torch, blockscale and the named distributions, `not installed` where one is missing."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "blockscale", *distributions):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def show(title: str, header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
+    """Prints the title, the header facts, the rows as a Markdown table and the notes below it."""
+    print(f"## {title}\n")
+    print("; ".join(f"{key} {value}" for key, value in header.items()), end="\n\n")
+    print(markdown(rows))
+    for note in notes:
+        print(f"\n{note}")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A Markdown table with the columns of the first row, numbers to the right."""
+    columns = list(rows[0])
+    cells = [[_text(row.get(column)) for column in columns] for row in rows]
+    widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
+    right = [all(isinstance(row.get(column), int | float | None) for row in rows) for column in columns]
+    rule = ["-" * (width - 1) + (":" if to_right else "-") for width, to_right in zip(widths, right, strict=True)]
+    lines = [columns, rule, *cells]
+    return "\n".join(
+        "| " + " | ".join(c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)) + " |"
+        for line in lines
+    )
+
+
+def write_json(
+    path: Path, title: str, header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str] = ()
+) -> None:
+    """Writes the same facts as JSON, numbers unrounded."""
+    report = {"title": title, "header": dict(header), "rows": [dict(row) for row in rows], "notes": list(notes)}
+    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "–"
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
