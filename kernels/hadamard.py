@@ -1,0 +1,49 @@
+"""The Hadamard rotation: spreads an outlier over a whole row, costs n·log2(n) additions, and is its own inverse.
+
+    H1 = [1],    H2n = [[Hn, Hn], [Hn, -Hn]],    y = x · Hn / √n
+
+H/√n is orthonormal and symmetric, so x·y = (xH)·(yH): rotating q and k leaves every attention score as it was, and
+rotating a layer's input together with its weight leaves its output, while both have become easier to quantize.
+
+The fast transform adds and subtracts pairs at distance 1, 2, 4, …: log2(n) passes, no matrix. A length that is no
+power of two is rotated in blocks of one that divides it (a head of 96 in three blocks of 32).
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tensor:
+    """`x` times the orthonormal Sylvester-Hadamard matrix along the last axis, block by block.
+
+    Args:
+        x: `[..., n]`; float64 is computed in float64, everything else in float32.
+        block: length of a block, a power of two that divides n; None takes the largest there is.
+
+    Returns:
+        The shape and dtype of `x`.
+
+    Raises:
+        ValueError: `block` is no power of two or does not divide n.
+    """
+    n = x.shape[-1]
+    block = hadamard_block(n) if block is None else block
+    if block < 1 or block & (block - 1) or n % block:
+        raise ValueError(
+            f"Hadamard block {block} must be a power of two that divides the last axis, which is {n}; "
+            f"the largest is {hadamard_block(n)}"
+        )
+    y = x if x.dtype is torch.float64 else x.float()
+    distance = 1
+    while distance < block:
+        pairs = y.unflatten(-1, (-1, 2, distance))
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack([low + high, low - high], dim=-2).flatten(-3)
+        distance *= 2
+    return (y * block**-0.5).to(x.dtype)
+
+
+def hadamard_block(n: int) -> int:
+    """The largest power of two that divides `n`."""
+    return n & -n
