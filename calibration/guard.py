@@ -1,0 +1,95 @@
+"""The guard: a layer whose quantized output strays too far from the original gets the next format in its list.
+
+Pure functions over plans: whoever runs the layers measures, these decide and write down why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from quant.formats.format import Format
+from quant.recipes.plan import LayerPlan, Plan
+
+
+def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
+    """‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
+
+    Infinite where `output` has NaN or infinity, or differs from a reference that is all zeros.
+
+    Raises:
+        ValueError: the shapes differ, or `reference` is not finite.
+    """
+    if reference.shape != output.shape:
+        raise ValueError(f"reference {list(reference.shape)} and output {list(output.shape)} differ in shape")
+    reference = reference.double()
+    norm = float(torch.linalg.vector_norm(reference))
+    if not torch.isfinite(reference).all():
+        raise ValueError("the reference output holds NaN or infinity; no error can be measured against it")
+    error = float(torch.linalg.vector_norm(output.double() - reference))
+    if error == 0:
+        return 0.0
+    return error / norm if norm > 0 and math.isfinite(error) else math.inf
+
+
+def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Format | None]) -> LayerPlan:
+    """`layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
+
+    An activation in the weight's own format moves with it; one in another format, or none, stays.
+
+    Args:
+        layer: the plan's entry; one that is kept in 16 bit comes back unchanged.
+        error: measured, as by `relative_error`; NaN counts as exceeding.
+        limit: largest error that is accepted.
+        ladder: formats in the order in which they are tried; None stands for 16 bit.
+
+    Returns:
+        The entry, its reason extended by the error, the limit and what was done. At the end of the list the format
+        stays and the reason says so.
+
+    Raises:
+        ValueError: the layer's format is not in its list.
+    """
+    if layer.weight is None or error <= limit:
+        return layer
+    if layer.weight not in ladder:
+        known = ", ".join(_name(format) for format in ladder)
+        raise ValueError(f"{layer.name}: its format {layer.weight} is not in its list of formats to try ({known})")
+    found = f"relative error {error:.3g} in {layer.weight} exceeds the limit {limit:.3g}"
+    position = ladder.index(layer.weight) + 1
+    if position == len(ladder):
+        return _explain(layer, f"{found}, but it is the last format in its list")
+    following = ladder[position]
+    activation = following if following is None or layer.activation == layer.weight else layer.activation
+    promoted = replace(layer, weight=following, activation=activation, score=None, cost=None)
+    return _explain(promoted, f"{found}, so {_name(following)} instead")
+
+
+def promote_groups(plan: Plan, errors: Mapping[str, float], limit: float, ladder: Sequence[Format | None]) -> Plan:
+    """`plan` with every layer promoted that exceeds `limit`, and its fusion group with it.
+
+    Runtimes fuse the members of a group, which therefore share a format: the worst of them decides for all.
+
+    Args:
+        plan: as it was executed.
+        errors: relative error by layer name; a layer that is not in it was not measured and stays.
+        limit: as for `promote`.
+        ladder: as for `promote`.
+    """
+    worst: dict[str, float] = {}
+    for name, error in errors.items():
+        group = plan.by_name[name].group or name
+        worst[group] = max(worst.get(group, 0.0), math.inf if math.isnan(error) else error)
+    measured = [layer for layer in plan.layers if (layer.group or layer.name) in worst]
+    return plan.replace_layers(promote(layer, worst[layer.group or layer.name], limit, ladder) for layer in measured)
+
+
+def _name(format: Format | None) -> str:
+    return "16 bit" if format is None else format.name
+
+
+def _explain(layer: LayerPlan, sentence: str) -> LayerPlan:
+    return replace(layer, reason=f"{layer.reason}; {sentence}" if layer.reason else sentence)
