@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from torch import nn
 from quant.export import compressed_tensors as layout
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, QuantLinear
-from quant.recipes.plan import Plan
+from quant.recipes.plan import LayerPlan, Plan
 
 SHARD_BYTES = 5 * 1000**3
 PLAN_FILE = "plan.json"
@@ -86,22 +86,37 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         seen.add(tensor.data_ptr())
         tensors[name] = tensor.contiguous()
     for name, module in quantized.items():
-        parts = _expert_weights(name, module) if isinstance(module, QuantExperts) else {name: module.quantized_weight}
-        for part, weight in parts.items():
+        for part, weight in layer_weights(name, module.quantized_weight).items():
             for suffix, tensor in layout.compress(weight, module.input_scale, dtype).items():
                 tensors[f"{part}.{suffix}"] = tensor.contiguous()
     return tensors
 
 
-def _expert_weights(name: str, module: QuantExperts) -> dict[str, BlockScaledTensor]:
-    """A fused projection as one weight per expert, gate and up apart: `experts.3.gate_proj`, as runtimes name them."""
+def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
+    """A layer's matrices by their names in the checkpoint.
+
+    A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
+    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for.
+    """
+    if len(weight.shape) == 2:
+        return {name: weight}
     stem, _, last = name.rpartition(".")
     names = _EXPERT_PARTS.get(last, (last,))
     found = {}
-    for index in range(module.weight_shape[0]):
-        for part, weight in zip(names, split_rows(module.expert(index), len(names)), strict=True):
-            found[f"{stem}.{index}.{part}"] = weight
+    for index in range(weight.shape[0]):
+        for part, matrix in zip(names, split_rows(weight.matrix(index), len(names)), strict=True):
+            found[f"{stem}.{index}.{part}"] = matrix
     return found
+
+
+def layer_tensor_names(names: Iterable[str], layer: LayerPlan) -> list[str]:
+    """Those of `names` that belong to a quantized layer, its bias not among them."""
+    if layer.kind != "experts":
+        own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_]+")
+    else:
+        stem, _, last = layer.name.rpartition(".")
+        own = re.compile(rf"{re.escape(stem)}\.\d+\.({'|'.join(_EXPERT_PARTS.get(last, (last,)))})\..+")
+    return [name for name in names if own.fullmatch(name)]
 
 
 def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
@@ -134,7 +149,9 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     return BlockScaledTensor(codes, scale, first.format, (rows, first.shape[1]), first.global_scale)
 
 
-def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int = SHARD_BYTES) -> dict[str, str]:
+def write_tensors(
+    directory: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int = SHARD_BYTES
+) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
     Returns:
@@ -159,6 +176,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], shard_by
     hashes = {}
     for name, shard in zip(names, shards, strict=True):
         save_file(shard, directory / name, metadata={"format": "pt"})
+        (directory / name).chmod(0o666 & ~_umask())
         hashes[name] = sha256_of(directory / name)
     return hashes
 
@@ -202,7 +220,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return len(self._where)
 
 
-def read_layer(tensors: Mapping[str, torch.Tensor], plan: Any) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """One planned layer's weight and static input scale from a checkpoint's tensors.
 
     Raises:
@@ -222,7 +240,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: Any) -> tuple[BlockSca
     if experts[0].global_scale is not None:
         global_scale = torch.stack([e.global_scale for e in experts if e.global_scale is not None])
     codes, scale = torch.stack([e.codes for e in experts]), torch.stack([e.scale for e in experts])
-    return BlockScaledTensor(codes, scale, plan.weight, tuple(plan.shape), global_scale), input_scale
+    return BlockScaledTensor(codes, scale, experts[0].format, tuple(plan.shape), global_scale), input_scale
 
 
 def _read_linear(
@@ -253,8 +271,6 @@ def plan_of_checkpoint(directory: Path, shapes: Mapping[str, tuple[int, ...]], c
         shapes: logical shape of every linear layer of the model, by name.
         config: the `quantization_config`.
     """
-    from quant.recipes.plan import LayerPlan
-
     groups = [
         (
             group["targets"],

@@ -44,8 +44,7 @@ def check_plan(plan: Plan) -> None:
     for layer in plan.quantized:
         if layer.weight is not None and layer.weight.name not in _LAYOUTS:
             raise ValueError(
-                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; "
-                f"it has {', '.join(_LAYOUTS)}"
+                f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has {', '.join(_LAYOUTS)}"
             )
 
 
@@ -83,9 +82,7 @@ def compress(
     return tensors
 
 
-def decompress(
-    tensors: Mapping[str, torch.Tensor], format: Format
-) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """The inverse of `compress`: the weight, and the static activation scale if there is one.
 
     Raises:
@@ -211,7 +208,7 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
         ours = _weight_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
-    raise ValueError(f"quantization_config asks for weights {({k: arguments.get(k) for k in keys})}: not supported")
+    raise ValueError(f"quantization_config asks for weights { ({k: arguments.get(k) for k in keys}) }: not supported")
 
 
 def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
@@ -227,4 +224,4 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
         ours = _activation_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
-    raise ValueError(f"quantization_config asks for inputs {({k: arguments.get(k) for k in keys})}: not supported")
+    raise ValueError(f"quantization_config asks for inputs { ({k: arguments.get(k) for k in keys}) }: not supported")

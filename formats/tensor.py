@@ -76,6 +76,11 @@ class BlockScaledTensor:
                 out[index][chunk] = _from_blocks(blocks, *part.shape)
         return out
 
+    def matrix(self, index: int) -> BlockScaledTensor:
+        """One matrix of a stack `[n, out, in]`."""
+        global_scale = None if self.global_scale is None else self.global_scale[index]
+        return BlockScaledTensor(self.codes[index], self.scale[index], self.format, self.shape[1:], global_scale)
+
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """The same data on `device`."""
         scale = None if self.global_scale is None else self.global_scale.to(device)

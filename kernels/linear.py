@@ -8,6 +8,7 @@ codes and scales follow the module to a device and never change their dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,6 +95,8 @@ class QuantExperts(_QuantModule):
     `experts_forward` calls the module instead, and then the activation format applies too.
     """
 
+    _dtype: torch.Tensor
+
     @property
     def dtype(self) -> torch.dtype:
         """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
@@ -109,47 +112,53 @@ class QuantExperts(_QuantModule):
         super().__init__(weight, activation, input_scale)
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
-    def expert(self, index: int) -> BlockScaledTensor:
-        """The quantized weight of one expert, `[out, in]`."""
-        scale = None if self.global_scale is None else self.global_scale[index]
-        return BlockScaledTensor(self.codes[index], self.scale[index], self.weight_format, self.weight_shape[1:], scale)
-
     def __getitem__(self, index: int | torch.Tensor) -> torch.Tensor:
         """Dequantized `[out, in]` of one expert, or `[n, out, in]` for a vector of expert indices."""
         if isinstance(index, torch.Tensor) and index.dim():
             return torch.stack([self[int(i)] for i in index])
-        return self.expert(int(index)).dequantize(self.dtype)
+        return self.quantized_weight.matrix(int(index)).dequantize(self.dtype)
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
-        return quantized_linear(x, self.expert(index), None, self.input_scale, self.activation_format)
+        return quantized_linear(x, self.quantized_weight.matrix(index), None, self.input_scale, self.activation_format)
 
 
 def experts_forward(
-    self: nn.Module, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    observe: Callable[[str, int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
     """Forward of a transformers experts module whose projections are `QuantExperts`, one expert at a time.
 
     Registered with transformers as the experts implementation "quant".
 
     Args:
-        self: the experts module.
+        self: the experts module; its projections may also be plain parameters.
         hidden_states: `[tokens, hidden]`.
         top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
         top_k_weights: routing weights, `[tokens, k]`.
+        observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
 
     Returns:
         `[tokens, hidden]`.
     """
     out = torch.zeros_like(hidden_states)
-    first = self.gate_up_proj if self.has_gate else self.up_proj
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+
+    def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+        if observe is not None:
+            observe(name, expert, x)
+        return _apply_expert(getattr(self, name), x, expert)
+
     for expert in top_k_index.unique().tolist():
         if expert >= self.num_experts:
             continue
         token, slot = torch.where(top_k_index == expert)
-        up = _apply_expert(first, hidden_states[token], expert)
+        up = project(first, hidden_states[token], expert)
         up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-        down = _apply_expert(self.down_proj, up, expert)
+        down = project("down_proj", up, expert)
         out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
     return out
 

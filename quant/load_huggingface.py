@@ -83,25 +83,24 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
     return model  # type: ignore[no-any-return]
 
 
-def load_tokenizer(path: Path, **options: Any) -> Any:
-    """The tokenizer in a directory.
-
-    Args:
-        path: the directory.
-        options: go to `from_pretrained`.
+def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
+    """The tokenizer in a directory, or in a GGUF file in it.
 
     Raises:
         UserError: there is none, or it cannot be read.
     """
     transformers = require("transformers", "hf")
+    options = {"gguf_file": gguf_file} if gguf_file else {}
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
         except Exception as error:  # the tokenizers library raises nothing more specific
-            raise UserError(
-                f"{path}: no usable tokenizer ({one_line(error)}); put the model's tokenizer.json and "
-                "tokenizer_config.json there"
-            ) from error
+            remedy = (
+                "convert the file again, with its vocabulary"
+                if gguf_file
+                else "put the model's tokenizer.json and tokenizer_config.json there"
+            )
+            raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
     for key in ("local_files_only", "is_local"):  # how it was read is no property of the tokenizer that is saved
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer

@@ -119,17 +119,18 @@ def _check_pickles(path: Path) -> None:
     """Raises UserError where loading the archive would unpickle more than tensors."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
-        suspects = [name for name in names if name.endswith(".pt")]
+        # torch finds members by name whatever their case.
+        if len({name.lower() for name in names}) != len(names):
+            raise UserError(f"{path}: a damaged archive: two members have one name; export it again")
+        suspects = [name for name in names if name.lower().endswith(".pt")]
         for name in names:
-            if name.endswith("_config.json"):
+            if name.lower().endswith("_config.json"):
                 suspects += _pickled_payloads(archive, name, path)
         for name in dict.fromkeys(suspects):
             try:
                 torch.load(io.BytesIO(archive.read(name)), map_location="cpu", weights_only=True)
             except Exception as error:  # damaged or unsafe: the safe reader cannot tell which
                 raise _unsafe(path, name) from error
-    if len(set(names)) != len(names):
-        raise UserError(f"{path}: a damaged archive: two members have one name; export it again")
 
 
 def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list[str]:
@@ -143,7 +144,7 @@ def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list
                 raise _unsafe(path, member)
             if entry["use_pickle"]:
                 pickled.append(member)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         if isinstance(error, UserError):
             raise
         raise UserError(f"{path}: damaged: {config} cannot be read; export it again") from None
@@ -152,6 +153,6 @@ def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list
 
 def _unsafe(path: Path, member: str) -> UserError:
     return UserError(
-        f"{path}: {member} holds more than tensors, and loading it would run its code; if you trust whoever made it, "
+        f"{path}: {member} is damaged or holds more than tensors, and loading it would run its code; if you trust whoever made it, "
         "pass --unsafe-load"
     )

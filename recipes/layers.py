@@ -56,7 +56,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 obstacle = "experts are stored [experts, in, out]: blocks would cross the reduction axis"
             tied_to = owner.setdefault(id(parameter), path)
             layers.append(
-                Layer(path, kind, tuple(parameter.shape), tied_to=None if tied_to == path else tied_to, obstacle=obstacle)
+                Layer(
+                    path, kind, tuple(parameter.shape), tied_to=None if tied_to == path else tied_to, obstacle=obstacle
+                )
             )
     return layers
 

@@ -220,8 +220,7 @@ def _obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | 
         return layer.obstacle
     for format in (weight, activation):
         if format is not None and not format.divides(layer.shape):
-            rows, columns = format.block
-            return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {columns}"
+            return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
     return None
 
 

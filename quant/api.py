@@ -1,0 +1,310 @@
+"""The public steps: make a plan, calibrate, apply it; `quantize` is all of them in a row.
+
+Each step is a function a training script can call alone, on any `nn.Module`. Weights are replaced group by group,
+and an original is freed as soon as its quantized form stands in its place, so the peak beyond the model is one
+fusion group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.collect import collect_input_amax
+from quant.calibration.solver import get_solver, shared_global_scale, solve_group
+from quant.errors import UserError
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear import QuantExperts, QuantLinear, experts_forward
+from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+from quant.report import LayerResult, layer_result
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """What `quantize` gives: the model, the plan it follows, and what became of every layer."""
+
+    model: nn.Module
+    plan: Plan
+    layers: list[LayerResult]
+    seconds: dict[str, float]
+
+
+def quantize(
+    model: nn.Module,
+    recipe: str | Recipe | Plan = "nvfp4",
+    data: torch.Tensor | None = None,
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    solver: str | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Quantizes `model` in place.
+
+    Args:
+        model: any module; a transformers model needs nothing else.
+        recipe: a preset's name, a recipe, or a finished plan.
+        data: calibration token ids, int64 `[rows, seqlen]`; needed where the plan has static activation scales.
+        include: globs; if given, only layers that match one are quantized.
+        exclude: globs of layers that stay in 16 bit.
+        solver: replaces the recipe's.
+        run: calls the model on any valid input; how fusion groups are found in models that are not transformers'.
+        progress: called as `progress(stage, done, total)`.
+
+    Raises:
+        ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
+    """
+    if isinstance(recipe, Plan):
+        plan = recipe
+        check_plan_fits(plan, find_layers(model))
+    else:
+        plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
+    started = time.perf_counter()
+    input_scales = calibrate(model, plan, data, progress=progress)
+    calibrated = time.perf_counter()
+    layers = apply_plan(model, plan, input_scales, progress=progress)
+    done = time.perf_counter()
+    return Quantized(model, plan, layers, {"calibrate": calibrated - started, "solve": done - calibrated})
+
+
+def make_plan(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    recipe: str | Recipe = "nvfp4",
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    solver: str | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Plan:
+    """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
+
+    Args:
+        model: a module, or the shapes of a bare state dict by tensor name.
+        recipe: a preset's name or a recipe.
+        include, exclude, solver, run: as in `quantize`.
+        provenance: recorded in the plan.
+
+    Raises:
+        ValueError: unknown format or solver, or a glob that matches no layer.
+    """
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    if solver is not None:
+        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
+    if include:
+        recipe = recipe.with_rules(Rule("*", KEEP, reason="matched by no --include"))
+        recipe = recipe.with_rules(*(Rule(glob, recipe.weight, reason=f"--include {glob}") for glob in include))
+    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
+        get_solver(name)
+    layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
+    plan = resolve(layers, recipe, provenance=provenance)
+    if not plan.quantized:
+        raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
+    return plan
+
+
+def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> list[Layer]:
+    layers = group_experts(find_layers(model))
+    for attempt in [run] if run else [_run_on_meta, _run_one_row]:
+        try:
+            return find_groups(model, layers, attempt)
+        except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
+            if attempt is run:
+                raise UserError(f"the model failed on the given example input: {error}") from error
+    return layers
+
+
+def _run_on_meta(model: nn.Module) -> None:
+    """One forward pass over shapes alone: no weight is read and no arithmetic done."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    torch.func.functional_call(model, on_meta, (ids,))
+
+
+def _run_one_row(model: nn.Module) -> None:
+    """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
+    model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+
+
+def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` was made for another model: layers missing, extra or of another shape."""
+    have = {layer.name: layer.shape for layer in layers}
+    missing = [layer.name for layer in plan.layers if layer.name not in have]
+    extra = sorted(set(have) - set(plan.by_name))
+    wrong = [n for n, layer in plan.by_name.items() if n in have and have[n] != layer.shape]
+    if wrong:
+        name = wrong[0]
+        shapes = f"{list(have[name])} in the model, {list(plan.by_name[name].shape)} in the plan"
+        raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
+    for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
+        if names:
+            raise UserError(f"the plan does not fit this model: {len(names)} layer(s) {what}: {', '.join(names[:5])}")
+
+
+def needs_data(plan: Plan) -> list[LayerPlan]:
+    """The layers whose activation scale is static and must be measured on a calibration text."""
+    return [layer for layer in plan.quantized if layer.activation is not None and _is_static(layer.activation)]
+
+
+def _is_static(activation: Format) -> bool:
+    return activation.global_scale or activation.block == (0, 0)
+
+
+def calibrate(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, *, progress: Progress | None = None
+) -> dict[str, torch.Tensor]:
+    """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
+
+    Raises:
+        UserError: the plan needs data and there is none.
+    """
+    static = needs_data(plan)
+    if not static:
+        return {}
+    if data is None:
+        layer = static[0]
+        raise UserError(f"{layer.name}: {layer.activation} inputs have a static scale; pass a text with --calib FILE")
+    watched = {layer.name: layer.name if layer.kind == "linear" else layer.name.rpartition(".")[0] for layer in static}
+    report = (lambda done, total: progress("calibrate", done, total)) if progress else None
+    amax = collect_input_amax(model, set(watched.values()), data, report)
+    scales = {}
+    for members in _by_group(static):
+        shared = torch.stack([amax[watched[member.name]] for member in members]).amax()
+        for member in members:
+            assert member.activation is not None
+            scales[member.name] = _static_scale(shared, member.activation, _dtype_of(model))
+    return scales
+
+
+def _static_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtype) -> torch.Tensor:
+    if activation.global_scale:
+        return shared_global_scale(amax, activation, "max")
+    scale = amax / activation.element.max
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    # Stored in the model's dtype; rounded here so that what is calibrated is what is loaded.
+    return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    input_scales: Mapping[str, torch.Tensor] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[LayerResult]:
+    """Quantizes the planned weights and puts `QuantLinear` and `QuantExperts` in their place.
+
+    Args:
+        model: changed in place.
+        plan: as `make_plan` gives it, perhaps edited.
+        input_scales: as `calibrate` gives them.
+        progress: called as `progress("solve", layers done, layers in all)`.
+
+    Returns:
+        One result per layer of the plan, kept layers included, in plan order.
+    """
+    input_scales = input_scales or {}
+    results: dict[str, LayerResult] = {}
+    done = 0
+    with torch.no_grad():
+        for members in _by_group(plan.quantized):
+            # Experts of one module are a group for their format; their matrices are solved one parameter at a time.
+            for batch in [[m] for m in members] if members[0].kind == "experts" else [members]:
+                weights = {m.name: _weight_of(model, m) for m in batch}
+                solved = _solve(batch, weights)
+                for member in batch:
+                    results[member.name] = layer_result(member, weights[member.name], solved[member.name])
+                    install_weight(model, member, solved[member.name], input_scales.get(member.name))
+                    done += 1
+                    if progress:
+                        progress("solve", done, len(plan.quantized))
+                del weights
+    use_expert_modules(model, plan)
+    for layer in plan.layers:
+        if layer.name not in results:
+            results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
+    return [results[layer.name] for layer in plan.layers]
+
+
+def solve_state_dict(
+    tensors: Mapping[str, torch.Tensor], plan: Plan, *, progress: Progress | None = None
+) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
+    """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
+    solved, results = {}, []
+    for done, layer in enumerate(plan.layers, 1):
+        key = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
+        weight = tensors[key]
+        if layer.weight is not None:
+            solved.update(_solve([layer], {layer.name: weight}))
+        results.append(layer_result(layer, weight, solved.get(layer.name)))
+        if progress:
+            progress("solve", done, len(plan.layers))
+    return solved, results
+
+
+def _solve(members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
+    first = members[0]
+    assert first.weight is not None
+    return solve_group(weights, {}, first.weight, get_solver(first.solver))
+
+
+def _by_group(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Layers gathered by fusion group, in order of first appearance; a layer alone is its own group."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        groups.setdefault(layer.group or layer.name, []).append(layer)
+    return list(groups.values())
+
+
+def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    if layer.kind == "experts":
+        return model.get_parameter(layer.name).detach()
+    weight = model.get_submodule(layer.name).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
+
+
+def install_weight(
+    model: nn.Module, layer: LayerPlan, weight: BlockScaledTensor, input_scale: torch.Tensor | None
+) -> None:
+    """Puts a `QuantLinear` or `QuantExperts` in the place of the layer's weight. A bias stays as it is."""
+    parent_name, _, last = layer.name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    new: nn.Module
+    if layer.kind == "experts":
+        new = QuantExperts(weight, layer.activation, input_scale, dtype=parent.get_parameter(last).dtype)
+        delattr(parent, last)
+    else:
+        bias = getattr(parent.get_submodule(last), "bias", None)
+        new = QuantLinear(weight, bias, layer.activation, input_scale)
+    new.train(parent.training)
+    setattr(parent, last, new)
+
+
+def use_expert_modules(model: nn.Module, plan: Plan) -> None:
+    """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
+    if not any(layer.kind == "experts" for layer in plan.quantized):
+        return
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "_experts_implementation"):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
+        config._experts_implementation = "quant"
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,0 +1,212 @@
+"""Saving a quantized model and loading it back: compressed-tensors on disk, `QuantLinear` in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant import load_huggingface
+from quant.api import check_plan_fits, install_weight, use_expert_modules
+from quant.errors import UserError
+from quant.export import checkpoint as files
+from quant.export import compressed_tensors as layout
+from quant.extras import require
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import Plan
+
+
+def save(
+    model: nn.Module,
+    plan: Plan,
+    directory: str | Path,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    finish: Callable[[Path, dict[str, str]], None] | None = None,
+) -> dict[str, str]:
+    """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json`.
+
+    Args:
+        model: quantized by `plan`. Without a transformers config, config.json is left out.
+        plan: what was applied.
+        directory: appears when everything in it is written, and not before.
+        tokenizer: saved beside the model, if given.
+        overwrite: replaces what is in `directory`.
+        finish: called with the unfinished directory and the SHA-256 of each weight file, to add files to it.
+
+    Returns:
+        SHA-256 of each weight file, by name.
+
+    Raises:
+        ValueError: the layout cannot store a format of the plan.
+        FileExistsError: `directory` is not empty and `overwrite` is False.
+    """
+    layout.check_plan(plan)
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    tensors = files.checkpoint_tensors(model, dtype)
+    return _write(Path(directory), tensors, plan, getattr(model, "config", None), model, tokenizer, overwrite, finish)
+
+
+def save_state_dict(
+    tensors: Mapping[str, torch.Tensor],
+    solved: Mapping[str, BlockScaledTensor],
+    plan: Plan,
+    directory: str | Path,
+    *,
+    overwrite: bool = False,
+    finish: Callable[[Path, dict[str, str]], None] | None = None,
+) -> dict[str, str]:
+    """As `save`, for a bare state dict quantized weight-only.
+
+    Args:
+        tensors: the original state dict.
+        solved: quantized weights by layer name.
+        plan, directory, overwrite, finish: as in `save`.
+    """
+    layout.check_plan(plan)
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        layer = name if name in solved else name.removesuffix(".weight")
+        if layer not in solved:
+            out[name] = tensor
+            continue
+        for part, weight in files.layer_weights(layer, solved[layer]).items():
+            for suffix, stored in layout.compress(weight, None, tensor.dtype).items():
+                out[f"{part}.{suffix}"] = stored
+    return _write(Path(directory), out, plan, None, None, None, overwrite, finish)
+
+
+def _write(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    plan: Plan,
+    config: Any,
+    model: Any,
+    tokenizer: Any,
+    overwrite: bool,
+    finish: Callable[[Path, dict[str, str]], None] | None,
+) -> dict[str, str]:
+    with files.new_directory(directory, overwrite=overwrite) as temporary:
+        hashes = files.write_tensors(temporary, tensors)
+        plan.save(temporary / files.PLAN_FILE)
+        if hasattr(config, "save_pretrained"):
+            files.write_config(temporary, config, plan)
+        if getattr(model, "generation_config", None) is not None and model.can_generate():
+            model.generation_config.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        if finish is not None:
+            finish(temporary, hashes)
+    return hashes
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a directory that holds a quantized checkpoint of this layout."""
+    return _quantization_config(Path(path)) is not None or (Path(path) / files.PLAN_FILE).is_file()
+
+
+def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """Reads a quantized checkpoint: one that `save` wrote, or any compressed-tensors one in a known format.
+
+    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
+
+    Args:
+        directory: the checkpoint.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+
+    Raises:
+        UserError: not a quantized checkpoint, or its tensors do not fit the model; the message names them.
+    """
+    directory = Path(directory)
+    if not is_checkpoint(directory):
+        raise UserError(f"{directory}: no quantized checkpoint (no {files.PLAN_FILE}, no quantization_config)")
+    tensors = files.TensorFiles(directory)
+    built = model is None
+    if model is None:
+        model = _build(directory)
+    plan = _plan_of(directory, model)
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        weight, input_scale = files.read_layer(tensors, layer)
+        if weight.shape != layer.shape:
+            raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
+        install_weight(model, layer, weight, input_scale)
+        owned.update(files.layer_tensor_names(tensors, layer))
+    _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
+    use_expert_modules(model, plan)
+    return model.eval()
+
+
+def _build(directory: Path) -> nn.Module:
+    """The model that config.json describes: parameters on the meta device, computed buffers real."""
+    transformers = require("transformers", "hf")
+    accelerate = require("accelerate", "hf")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
+    with load_huggingface.quiet():
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        cls = load_huggingface.model_class(config, str(directory))
+        with accelerate.init_empty_weights(include_buffers=False):
+            model: nn.Module = cls._from_config(config, dtype=config.dtype)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def _plan_of(directory: Path, model: nn.Module) -> Plan:
+    layers = find_layers(model)
+    file = directory / files.PLAN_FILE
+    if file.is_file():
+        plan = Plan.load(file)
+        check_plan_fits(plan, layers)
+        return plan
+    config = _quantization_config(directory)
+    assert config is not None
+    shapes = {layer.name: layer.shape for layer in layers if layer.kind in ("linear", "head")}
+    return files.plan_of_checkpoint(directory, shapes, config)
+
+
+def _quantization_config(directory: Path) -> dict[str, Any] | None:
+    file = directory / "config.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    return found if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" else None
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()
+    quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
+    held = {id(p) for n, p in model.named_parameters() if n in tensors}
+    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(_tensor(model, n)) not in held]
+    if lost or unexpected:
+        what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
+        raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def _tensor(model: nn.Module, name: str) -> Any:
+    parent, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(parent), last)
+
+
+def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
+    """Plan and saved report (None without one) of a checkpoint, read without building the model.
+
+    Raises:
+        UserError: `directory` holds no plan.
+    """
+    directory = Path(directory)
+    if not (directory / files.PLAN_FILE).is_file():
+        raise UserError(f"{directory}: no {files.PLAN_FILE}; quant inspect reads what `quantize --out` wrote")
+    report = directory / "report.json"
+    return Plan.load(directory / files.PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

@@ -1,0 +1,282 @@
+"""`quantize` from the command line to a directory: load, plan, calibrate, solve, verify, write.
+
+Everything that can be refused is refused before the slow steps: the destination, the plan, the texts. Nothing is
+written before everything is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import resource
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant import api, checkpoint, console
+from quant.calibration.data import token_rows
+from quant.errors import UserError
+from quant.evaluate import Evaluation, evaluate
+from quant.export.checkpoint import check_destination
+from quant.export.compressed_tensors import check_plan
+from quant.extras import versions
+from quant.load import Source, open_model
+from quant.load_huggingface import load_tokenizer
+from quant.recipes.layers import find_layers, layers_of_state_dict
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import Recipe, get_recipe
+from quant.report import LayerResult, Report, print_summary, render_html
+
+
+@dataclass(frozen=True)
+class Job:
+    """The options of `quantize`, as its help describes them."""
+
+    model: str
+    format_name: str | None = None
+    recipe_file: Path | None = None
+    plan_file: Path | None = None
+    solver: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    out: Path | None = None
+    overwrite: bool = False
+    calib: Path | None = None
+    calib_samples: int = 32
+    eval_text: Path | None = None
+    eval_samples: int = 16
+    seqlen: int = 512
+    seed: int = 0
+    dry_run: bool = False
+    model_factory: str | None = None
+    unsafe_load: bool = False
+    command: str = "quantize"
+
+
+def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
+    """Does the job and prints what happened.
+
+    Returns:
+        The report as a dict; for a dry run, the plan.
+
+    Raises:
+        ValueError, OSError: the user's mistakes; nothing has been written.
+    """
+    recipe = _recipe(job)
+    if not job.dry_run:
+        if job.out is None:
+            raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
+        check_destination(job.out, overwrite=job.overwrite)
+    torch.manual_seed(job.seed)
+    started = time.perf_counter()
+    with console.status(f"loading {job.model}", quiet):
+        source = open_model(job.model, model_factory=job.model_factory, unsafe_load=job.unsafe_load, meta=job.dry_run)
+    loaded = time.perf_counter()
+    plan = _plan(job, source, recipe)
+    check_plan(plan)
+    if job.dry_run:
+        if not quiet:
+            console.print_layers(plan, None)
+        return plan.to_dict()
+    if source.model is None:
+        return _run_state_dict(job, source, plan, quiet, loaded - started)
+    return _run_model(job, source, plan, quiet, loaded - started)
+
+
+def _recipe(job: Job) -> Recipe | Plan:
+    given = [job.format_name, job.recipe_file, job.plan_file]
+    if sum(g is not None for g in given) != 1:
+        raise UserError("give exactly one of --format, --recipe and --plan")
+    if job.plan_file is not None:
+        if job.solver or job.include or job.exclude:
+            raise UserError("--plan says everything already: edit the plan instead of --solver, --include, --exclude")
+        return Plan.load(job.plan_file)
+    if job.recipe_file is not None:
+        return Recipe.load(job.recipe_file)
+    assert job.format_name is not None
+    return get_recipe(job.format_name)
+
+
+def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
+    if isinstance(recipe, Plan):
+        if source.model is not None:
+            layers = find_layers(source.model)
+        else:
+            layers = layers_of_state_dict(_shapes(source))
+        api.check_plan_fits(recipe, layers)
+        return recipe
+    model = source.model if source.model is not None else _shapes(source)
+    provenance = {
+        "model": source.name,
+        "recipe": recipe.name,
+        "command": job.command,
+        "seed": job.seed,
+        "calibration": str(job.calib) if job.calib else None,
+        "versions": versions(),
+    }
+    plan = api.make_plan(
+        model, recipe, include=job.include, exclude=job.exclude, solver=job.solver, provenance=provenance
+    )
+    if source.model is None:
+        # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
+        plan = plan.replace_layers(
+            replace(layer, activation=None, reason=f"{layer.reason}; weight only: a bare state dict cannot be run")
+            for layer in plan.quantized
+            if layer.activation is not None
+        )
+    return plan
+
+
+def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
+    assert source.state_dict is not None
+    return {name: tuple(tensor.shape) for name, tensor in source.state_dict.items()}
+
+
+def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
+    assert source.model is not None and job.out is not None
+    model = source.model
+    data = None
+    if api.needs_data(plan):
+        if job.calib is None:
+            layer = api.needs_data(plan)[0]
+            raise UserError(f"{layer.name}: {layer.activation} inputs have a static scale; pass a text: --calib FILE")
+        data = read_rows(source, job.calib, job.calib_samples, job.seqlen)
+    eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
+    baseline = copy.deepcopy(model) if eval_rows is not None else None
+    bytes_before = _parameter_bytes(model)
+    with console.stages(quiet) as progress:
+        quantized = api.quantize(model, plan, data, progress=progress)
+        evaluation = None
+        if eval_rows is not None:
+            evaluation = evaluate(
+                model, eval_rows, baseline, progress=lambda done, total: progress("evaluate", done, total)
+            )
+    del baseline
+    tokenizer = _tokenizer_if_any(source)
+    report = _report(job, source, plan, quantized.layers, bytes_before, evaluation)
+    report.seconds = {"load": load_seconds, **quantized.seconds}
+    if evaluation:
+        report.seconds["evaluate"] = evaluation.seconds
+    checkpoint.save(
+        model,
+        plan,
+        job.out,
+        tokenizer=tokenizer,
+        overwrite=job.overwrite,
+        finish=lambda directory, hashes: _write_report(report, plan, directory, hashes),
+    )
+    return _finish(job, report, quiet)
+
+
+def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
+    assert source.state_dict is not None and job.out is not None
+    if job.eval_text is not None:
+        raise UserError(f"{job.model}: a bare state dict cannot be evaluated; pass --model-factory to build its module")
+    started = time.perf_counter()
+    with console.stages(quiet) as progress:
+        solved, results = api.solve_state_dict(source.state_dict, plan, progress=progress)
+    before = sum(tensor.nbytes for tensor in source.state_dict.values())
+    report = _report(job, source, plan, results, before, None)
+    report.seconds = {"load": load_seconds, "solve": time.perf_counter() - started}
+    checkpoint.save_state_dict(
+        source.state_dict,
+        solved,
+        plan,
+        job.out,
+        overwrite=job.overwrite,
+        finish=lambda directory, hashes: _write_report(report, plan, directory, hashes),
+    )
+    return _finish(job, report, quiet)
+
+
+def _report(
+    job: Job,
+    source: Source,
+    plan: Plan,
+    results: list[LayerResult],
+    bytes_before: int,
+    evaluation: Evaluation | None,
+) -> Report:
+    saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
+    return Report(
+        model=source.name,
+        layers=results,
+        bytes_before=bytes_before,
+        bytes_after=bytes_before - saved,
+        effective_bits=plan.effective_bits,
+        evaluation=evaluation,
+        plan_digest=plan.digest(),
+        command=job.command,
+        versions=versions(),
+        seconds={},
+        peak_rss_bytes=_peak_rss(),
+        files={},
+        warnings=[],
+    )
+
+
+def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+    report.files = dict(hashes)
+    report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
+    report.peak_rss_bytes = _peak_rss()
+    report.save(directory / "report.json")
+    (directory / "report.html").write_text(render_html(report, plan), encoding="utf-8")
+
+
+def _finish(job: Job, report: Report, quiet: bool) -> dict[str, Any]:
+    if not quiet:
+        print_summary(report, console.CONSOLE)
+        console.CONSOLE.print(f"written to {job.out}")
+    return report.to_dict()
+
+
+def read_rows(source: Source, text: Path, samples: int, seqlen: int) -> torch.Tensor:
+    """Token rows of a text for a model; a file of token ids needs no tokenizer."""
+    is_ids = text.suffix == ".safetensors" or ".safetensors:" in text.name
+    return token_rows(text, None if is_ids else source.load_tokenizer(), samples=samples, seqlen=seqlen)
+
+
+def open_any(name: str, *, model_factory: str | None = None, unsafe_load: bool = False) -> Source:
+    """Opens a model, quantized by us or not, for evaluation.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
+    if checkpoint.is_checkpoint(name):
+        path = Path(name)
+        model = checkpoint.load(path, open_model(model_factory).model if model_factory else None)
+        return Source(
+            name=name,
+            kind="huggingface",
+            model=model,
+            state_dict=None,
+            config=getattr(model, "config", None),
+            path=path,
+            load_tokenizer=lambda: load_tokenizer(path),
+            dtype=next((p.dtype for p in model.parameters()), torch.float32),
+        )
+    source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
+    if source.model is None:
+        raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")
+    return source
+
+
+def _tokenizer_if_any(source: Source) -> Any:
+    try:
+        return source.load_tokenizer()
+    except UserError:
+        return None
+
+
+def _parameter_bytes(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters())
+
+
+def _peak_rss() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

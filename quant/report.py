@@ -1,0 +1,296 @@
+"""The report: what was done to each layer, what it saved and what it cost, as data, as HTML and in the terminal.
+
+The error of a layer is that of its weight alone. With w the weight and w_q what is left of it after quantization,
+
+    relative error = ‖w − w_q‖ / ‖w‖        SNR = 10 · log10(‖w‖² / ‖w − w_q‖²) dB
+
+so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from quant.evaluate import Evaluation
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import LayerPlan, Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA_VERSION = 1
+_CHUNK_ELEMENTS = 1 << 20
+_PACKAGES = ("blockscale", "torch", "numpy", "safetensors", "transformers", "compressed-tensors", "triton")
+
+
+@dataclass(frozen=True)
+class LayerResult:
+    """What became of one weight.
+
+    Attributes:
+        name: as in the plan.
+        format: weight format by name; None where it stays in 16 bit.
+        activation: activation format by name, or None.
+        shape: of the weight.
+        bits: bits per weight, scales and pads counted.
+        nbytes: bytes it takes now; 0 where it is tied to another layer's.
+        snr_db: signal to quantization noise in dB; None in 16 bit, and where the error is exactly zero.
+        relative_error: ‖w − w_q‖ / ‖w‖; None in 16 bit.
+        solver: what chose the codes; None in 16 bit.
+        reason: the plan's sentence.
+    """
+
+    name: str
+    format: str | None
+    activation: str | None
+    shape: tuple[int, ...]
+    bits: float
+    nbytes: int
+    snr_db: float | None
+    relative_error: float | None
+    solver: str | None
+    reason: str
+
+
+@dataclass
+class Report:
+    """All that a run has to tell.
+
+    Attributes:
+        model: what was quantized, as the user named it.
+        layers: one result for each layer of the plan, in model order.
+        bytes_before: bytes of all weights in 16 bit.
+        bytes_after: bytes of all weights now.
+        effective_bits: bits per weight over the quantized layers.
+        evaluation: measured figures, if the run measured any.
+        plan_digest: `Plan.digest()` of the plan that was executed.
+        command: command line that makes this again.
+        versions: of the packages that took part.
+        seconds: time by stage.
+        peak_rss_bytes: peak memory of the process, where the system tells.
+        files: SHA-256 by name of each file written.
+        warnings: whatever a user should know before relying on the result.
+    """
+
+    model: str
+    layers: list[LayerResult]
+    bytes_before: int
+    bytes_after: int
+    effective_bits: float
+    evaluation: Evaluation | None = None
+    plan_digest: str = ""
+    command: str = ""
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_rss_bytes: int | None = None
+    files: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller the weights are."""
+        return self.bytes_before / self.bytes_after if self.bytes_after else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form, with a schema version."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        fields["layers"] = [{**dataclasses.asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
+        fields["evaluation"] = self.evaluation.to_dict() if self.evaluation else None
+        return {"schema_version": SCHEMA_VERSION, **fields}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Report:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: another schema version, an unknown or a missing field.
+        """
+        fields = dict(fields)
+        version = fields.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"report schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
+        try:
+            layers = [LayerResult(**{**layer, "shape": tuple(layer["shape"])}) for layer in fields["layers"]]
+            evaluation = fields.get("evaluation")
+            fields["evaluation"] = Evaluation.from_dict(evaluation) if evaluation else None
+            return cls(**{**fields, "layers": layers})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"report: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Reads a report file.
+
+        Raises:
+            ValueError: not JSON, or not a valid report; the message names the file.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path}: not a valid report: {error}") from None
+
+
+def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
+    """The result for one layer, its error measured in chunks of rows.
+
+    Args:
+        plan_layer: what was decided.
+        weight: as it was, `[..., out, in]`; not read where the layer stays in 16 bit.
+        quantized: as it is now; None for 16 bit.
+
+    Raises:
+        ValueError: `weight` and `quantized` have different shapes.
+    """
+    snr, error = None, None
+    if quantized is not None:
+        if tuple(weight.shape) != quantized.shape:
+            raise ValueError(
+                f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
+            )
+        signal, noise = _energies(weight, quantized)
+        error = math.sqrt(noise / signal) if signal else 0.0
+        snr = 10 * math.log10(signal / noise) if noise and signal else None
+    planned = plan_layer.weight if quantized is None else quantized.format
+    return LayerResult(
+        name=plan_layer.name,
+        format=planned.name if planned else None,
+        activation=plan_layer.activation.name if plan_layer.activation else None,
+        shape=plan_layer.shape,
+        bits=plan_layer.bits_per_weight,
+        nbytes=plan_layer.nbytes,
+        snr_db=snr,
+        relative_error=error,
+        solver=plan_layer.solver if planned else None,
+        reason=plan_layer.reason,
+    )
+
+
+def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
+    """‖w‖² and ‖w − w_q‖², summed in float64."""
+    signal = noise = 0.0
+    for original, part in _row_chunks(weight, quantized):
+        w = original.double()
+        signal += float(w.square().sum())
+        noise += float(w.sub_(part.dequantize().to(w.device)).square_().sum())
+    return signal, noise
+
+
+def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[tuple[torch.Tensor, BlockScaledTensor]]:
+    """Rows of `weight` beside the same rows of `quantized`, about `_CHUNK_ELEMENTS` at a time, in whole blocks."""
+    rows, columns = quantized.shape[-2:]
+    block = quantized.format.block_shape(quantized.shape)[0]
+    whole = quantized.format.block[0] == 0  # one row of scales serves all rows
+    step = max(_CHUNK_ELEMENTS // columns // (1 if whole else block), 1) * (1 if whole else block)
+    for index in np.ndindex(*quantized.shape[:-2]):
+        second = None if quantized.global_scale is None else quantized.global_scale[index]
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            scale = quantized.scale[index]
+            yield (
+                weight[index][start:stop],
+                replace(
+                    quantized,
+                    codes=quantized.codes[index][start:stop],
+                    scale=scale if whole else scale[start // block : -(-stop // block)],
+                    shape=(stop - start, columns),
+                    global_scale=second,
+                ),
+            )
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, the platform and the installed packages that can touch the result; imports none of them."""
+    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def peak_rss() -> int | None:
+    """Peak resident memory of this process in bytes; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def render_html(report: Report, plan: Plan) -> str:
+    """The report as one HTML file that needs nothing else; see `quant.report_html`."""
+    from quant.report_html import render
+
+    return render(report, plan)
+
+
+def print_summary(report: Report, console: Console) -> None:
+    """A short table for the terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(report.model), show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="dim")
+    table.add_column()
+    for label, value in summary(report):
+        table.add_row(Text(label), Text(value))
+    console.print(table)
+    for warning in report.warnings:
+        console.print(Text(f"warning: {warning}", style="yellow"))
+
+
+def summary(report: Report) -> list[tuple[str, str]]:
+    """The headline figures as pairs of label and text."""
+    rows = [
+        ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({report.ratio:.2f}× smaller)"),
+        ("effective bits", f"{report.effective_bits:.3f} per quantized weight, scales counted"),
+    ]
+    formats: dict[str, list[LayerResult]] = {}
+    for layer in report.layers:
+        formats.setdefault(layer.format or "16 bit", []).append(layer)
+    for name, members in formats.items():
+        snr = [layer.snr_db for layer in members if layer.snr_db is not None]
+        error = f", SNR {min(snr):.1f} to {max(snr):.1f} dB" if snr else ""
+        count = f"{len(members)} layer{'s' if len(members) > 1 else ''}"
+        rows.append((name, f"{count}, {megabytes(sum(layer.nbytes for layer in members))}{error}"))
+    evaluation = report.evaluation
+    if evaluation is not None:
+        base = evaluation.baseline_perplexity
+        before = "" if base is None else f", {base:.2f} before ({100 * (evaluation.perplexity / base - 1):+.1f}%)"
+        rows.append(("perplexity", f"{evaluation.perplexity:.2f}{before}"))
+        if evaluation.kl is not None:
+            rows.append(("KL", f"{evaluation.kl:.4f} nats, mean over {evaluation.tokens:,} tokens"))
+        if evaluation.top1 is not None:
+            rows.append(("top-1 agreement", f"{100 * evaluation.top1:.1f}%"))
+    if report.seconds:
+        rows.append(("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())))
+    if report.peak_rss_bytes is not None:
+        rows.append(("peak memory", megabytes(report.peak_rss_bytes)))
+    return rows
+
+
+def megabytes(nbytes: float) -> str:
+    """Decimal units, three to four digits: '86.5 MB', '1.23 GB'."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            value = nbytes / size
+            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
+    return f"{nbytes:.0f} B"
