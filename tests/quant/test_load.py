@@ -413,6 +413,8 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
     payload = (tmp_path / "payload").read_bytes()
     exported_with("data/sample_inputs/model.pt", payload, tmp_path / "inputs.pt2")
     exported_with("data/weights/model.pt", payload, tmp_path / "weights.pt2")
+    exported_with("data/weights/MODEL.PT", payload, tmp_path / "capitals.pt2")
+    exported_with("data/sample_inputs/MODEL.pt", b"", tmp_path / "twice.pt2")
     entry = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
     config = json.dumps({"config": {"weight": entry}}).encode()
     exported_with("data/weights/model_weights_config.json", config, tmp_path / "table.pt2")
@@ -421,8 +423,8 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
     exported_with("data/constants/model_constants_config.json", config, tmp_path / "constants.pt2")
     (base / "model.safetensors").unlink()
     torch.save({"x": bomb}, base / "pytorch_model.bin")
-    names = ("zip.pt", "stream.pt", "bare.bin", "inputs.pt2", "weights.pt2", "table.pt2", "constants.pt2", "base")
-    for name in names:
+    exported = ("inputs.pt2", "weights.pt2", "capitals.pt2", "twice.pt2", "table.pt2", "constants.pt2")
+    for name in ("zip.pt", "stream.pt", "bare.bin", *exported, "base"):
         with pytest.raises(UserError) as error:
             open_model(tmp_path / name)
         assert "\n" not in str(error.value) and name in str(error.value)
@@ -604,13 +606,12 @@ def write_gguf(file: Path, model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     writer.add_rope_freq_base(10000.0)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_vocab_size(config.vocab_size)
-    tokens = ["<unk>", "<s>", "</s>"] + [f"t{i}" for i in range(config.vocab_size - 4)]
-    tokens.append(tokens[10] + tokens[11])
+    tokens = ["<unk>", "<s>", "</s>", *(f"t{i}" for i in range(config.vocab_size - 5)), "t0t1", "t2t3"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3] + [1] * (len(tokens) - 3))
-    writer.add_token_merges([f"{tokens[10]} {tokens[11]}"])
+    writer.add_token_merges(["t0 t1", "t2 t3"])
     writer.add_unk_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
@@ -728,6 +729,8 @@ def test_gguf_of_unknown_architecture(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(UserError, match=r"transformers cannot load this GGUF file: .*no_such_architecture"):
         open_model(tmp_path / "m.gguf")
+    with pytest.raises(UserError, match=r"m\.gguf: no usable tokenizer .*convert the file again"):
+        load_gguf.load_tokenizer(tmp_path / "m.gguf")
 
 
 def test_alias_opens_the_packaged_model() -> None:
