@@ -168,7 +168,7 @@ def table_row(name: str, shape: tuple[int, int], results: dict[str, dict[str, fl
 @click.command(help=__doc__)
 @click.option("--rows", default=4096, show_default=True, help="Rows of the weight.")
 @click.option("--columns", default=14336, show_default=True, help="Columns of the weight, a multiple of 16.")
-@click.option("--sweep-rows", default=256, show_default=True, help="Rows of the slice that the sweep takes.")
+@click.option("--sweep-rows", default=64, show_default=True, help="Rows of the slice that the sweep takes.")
 @click.option("--repeats", default=3, show_default=True, help="Timed runs of each case; the median is printed.")
 @click.option("--threads", default=2, show_default=True, help="CPU threads of torch.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
