@@ -153,6 +153,6 @@ def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list
 
 def _unsafe(path: Path, member: str) -> UserError:
     return UserError(
-        f"{path}: {member} is damaged or holds more than tensors, and loading it would run its code; if you trust whoever made it, "
-        "pass --unsafe-load"
+        f"{path}: {member} is damaged or holds more than tensors, and loading it would run its code; "
+        "if you trust whoever made it, pass --unsafe-load"
     )
