@@ -55,6 +55,10 @@ class View:
             return self.formats
         return list(dict.fromkeys(_role(layer.name) for layer in self.report.layers if layer.format))
 
+    def rank(self, format: str | None) -> int:
+        """Position of a format among those in use, 16 bit last."""
+        return len(self.formats) if format is None else self.formats.index(format)
+
     def kind(self, layer: LayerResult) -> str:
         """The plan's kind of a layer."""
         planned = self.plan.by_name.get(layer.name)
@@ -92,7 +96,7 @@ def _headline(view: View) -> str:
         _tile(
             "Size of the weights",
             f"{report.ratio:.2f}×",
-            f"smaller: {megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}",
+            f"smaller, {megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}".replace(" ", "\u00a0"),
         ),
         _tile("Effective bits", f"{report.effective_bits:.3f}", "per quantized weight, scales and padding counted"),
     ]
@@ -128,7 +132,7 @@ def _sizes(view: View) -> str:
         planned = view.planned(layer)
         if planned is None or planned.tied_to is None:
             groups.setdefault((layer.format, "" if layer.format else view.kind(layer)), []).append(layer)
-    order = sorted(groups, key=lambda key: (key[0] is None, view.formats.index(key[0]) if key[0] else 0, key[1]))
+    order = sorted(groups, key=lambda key: (view.rank(key[0]), key[1]))
     total = sum(_before(layer) for layer in view.report.layers if layer.nbytes) or 1
     bars: dict[str, list[str]] = {"before": [], "after": []}
     rows = []
@@ -189,7 +193,8 @@ def _errors(view: View) -> str:
     if any(layer.format is None for layer in shown):
         keys.append(("kept", "16 bit, no error"))
     legend = "".join(
-        f'<li><svg class="{css}"><use href="#mark-{css}" x="8" y="8"/></svg>{escape(n)}</li>' for css, n in keys
+        f'<li><svg class="{css}"><use href="#mark-{css}" x="8" y="{13 if css == "kept" else 8}"/></svg>{escape(n)}</li>'
+        for css, n in keys
     )
     worst = min((layer for layer in shown if layer.snr_db is not None), key=lambda layer: layer.snr_db or 0.0)
     summary = (
@@ -214,7 +219,7 @@ def _layers(view: View) -> str:
     for layer in view.report.layers:
         groups.setdefault((layer.format, layer.activation, layer.reason), []).append(layer)
     parts = []
-    for (format, activation, reason), members in sorted(groups.items(), key=lambda item: item[0][0] is None):
+    for (format, activation, reason), members in sorted(groups.items(), key=lambda item: view.rank(item[0][0])):
         inputs = f", inputs {activation}" if activation else ", inputs 16 bit" if format else ""
         size = megabytes(sum(layer.nbytes for layer in members))
         rows = "".join(_layer_row(view, layer) for layer in members)
@@ -402,7 +407,8 @@ th:last-child, td:last-child { padding-right:0 } tbody tr:last-child td { border
 .grid line { stroke:var(--line); stroke-width:1 }
 use { fill:currentColor; opacity:.85 } use.on { opacity:1; stroke:var(--ink); stroke-width:2 }
 details { border-top:1px solid var(--line); padding:10px 0 }
-summary { cursor:pointer; display:flex; align-items:baseline } summary::before { content:"▸"; color:var(--soft); width:18px; flex:none }
+summary { cursor:pointer; display:flex; align-items:baseline }
+summary::before { content:"▸"; color:var(--soft); width:18px; flex:none }
 summary::-webkit-details-marker { display:none } details[open] > summary::before { content:"▾" }
 summary > span { overflow-wrap:anywhere; min-width:0 } .reason { color:var(--soft); font-size:13.5px }
 details table { margin-top:10px }
