@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from quant.kernels.linear import experts_forward
 
 
 def collect_input_amax(
@@ -19,7 +23,8 @@ def collect_input_amax(
 
     Args:
         model: called as `model(row)`.
-        names: module names; each must be called with its input as the first argument.
+        names: linear modules, called with their input as the first argument; or fused-expert projections
+            (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
         rows: token ids, int64 `[rows, seqlen]`.
         progress: called as `progress(rows done, rows in all)`.
 
@@ -32,26 +37,63 @@ def collect_input_amax(
     amax: dict[str, torch.Tensor] = {}
     row_index = 0
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            largest = args[0].detach().abs().amax().float()
-            if not bool(torch.isfinite(largest)):
-                raise ValueError(f"{name}: the input holds NaN or infinity on calibration row {row_index}")
-            amax[name] = torch.maximum(amax.get(name, largest), largest)
+    def observe(name: str, x: torch.Tensor) -> None:
+        largest = x.detach().abs().amax().float()
+        if not bool(torch.isfinite(largest)):
+            raise ValueError(f"{name}: the input holds NaN or infinity on calibration row {row_index}")
+        amax[name] = torch.maximum(amax.get(name, largest), largest)
 
-        return hook
-
-    handles = [model.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    try:
-        with torch.no_grad():
-            for row_index, row in enumerate(rows):
-                model(row[None])
-                if progress:
-                    progress(row_index + 1, len(rows))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), watch_inputs(model, names, observe):
+        for row_index, row in enumerate(rows):
+            model(row[None])
+            if progress:
+                progress(row_index + 1, len(rows))
     silent = sorted(set(names) - set(amax))
     if silent:
         raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such layers)")
     return amax
+
+
+@contextmanager
+def watch_inputs(
+    model: nn.Module, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
+) -> Iterator[None]:
+    """Calls `observe(name, input)` for every call of a named layer while the block runs.
+
+    A linear is watched by a hook. The projections of a fused-experts module are parameters, not modules, so the
+    module's forward is replaced by `experts_forward`, which sees every expert's input.
+    """
+    experts: dict[nn.Module, str] = {}
+    handles = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(getattr(owner, last), nn.Module):
+            handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
+        else:
+            experts[owner] = parent
+    for module, path in experts.items():
+        module.forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in experts:
+            del module.forward
+
+
+def _linear_hook(
+    name: str, observe: Callable[[str, torch.Tensor], None]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    return lambda module, args: observe(name, args[0])
+
+
+def _expert_hook(
+    path: str, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
+) -> Callable[[str, int, torch.Tensor], None]:
+    def hook(projection: str, expert: int, x: torch.Tensor) -> None:
+        if f"{path}.{projection}" in names:
+            observe(f"{path}.{projection}", x)
+
+    return hook

@@ -177,12 +177,11 @@ def calibrate(
     if data is None:
         layer = static[0]
         raise UserError(f"{layer.name}: {layer.activation} inputs have a static scale; pass a text with --calib FILE")
-    watched = {layer.name: layer.name if layer.kind == "linear" else layer.name.rpartition(".")[0] for layer in static}
     report = (lambda done, total: progress("calibrate", done, total)) if progress else None
-    amax = collect_input_amax(model, set(watched.values()), data, report)
+    amax = collect_input_amax(model, [layer.name for layer in static], data, report)
     scales = {}
-    for members in _by_group(static):
-        shared = torch.stack([amax[watched[member.name]] for member in members]).amax()
+    for members in _by_input(static):
+        shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None
             scales[member.name] = _static_scale(shared, member.activation, _dtype_of(model))
@@ -220,18 +219,16 @@ def apply_plan(
     results: dict[str, LayerResult] = {}
     done = 0
     with torch.no_grad():
-        for members in _by_group(plan.quantized):
-            # Experts of one module are a group for their format; their matrices are solved one parameter at a time.
-            for batch in [[m] for m in members] if members[0].kind == "experts" else [members]:
-                weights = {m.name: _weight_of(model, m) for m in batch}
-                solved = _solve(batch, weights)
-                for member in batch:
-                    results[member.name] = layer_result(member, weights[member.name], solved[member.name])
-                    install_weight(model, member, solved[member.name], input_scales.get(member.name))
-                    done += 1
-                    if progress:
-                        progress("solve", done, len(plan.quantized))
-                del weights
+        for members in _by_input(plan.quantized):
+            weights = {member.name: _weight_of(model, member) for member in members}
+            solved = _solve(members, weights)
+            for member in members:
+                results[member.name] = layer_result(member, weights[member.name], solved[member.name])
+                install_weight(model, member, solved[member.name], input_scales.get(member.name))
+                done += 1
+                if progress:
+                    progress("solve", done, len(plan.quantized))
+            del weights
     use_expert_modules(model, plan)
     for layer in plan.layers:
         if layer.name not in results:
@@ -259,6 +256,15 @@ def _solve(members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor]) ->
     first = members[0]
     assert first.weight is not None
     return solve_group(weights, {}, first.weight, get_solver(first.solver))
+
+
+def _by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
+    return [
+        part
+        for members in _by_group(layers)
+        for part in ([[m] for m in members] if members[0].kind == "experts" else [members])
+    ]
 
 
 def _by_group(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
