@@ -1,9 +1,9 @@
 """The arithmetic of other toolkits, reproduced to the byte: for audits, and for migrating a deployment.
 
-Same formats, same `max` rule; the difference is in which dtype the intermediate results are rounded.
+Same formats, same `max` rule; the difference is in how intermediate results are rounded.
 
-ModelOpt divides an FP8 weight by its FP32 scale in the weight's own dtype, so a BF16 quotient is rounded twice.
-Its NVFP4 and MX arithmetic is ours.
+ModelOpt divides by the FP32 scale of a per-tensor FP8 weight in the weight's own dtype, so that a BF16 quotient is
+rounded twice, and rounds the ties of MXFP4 toward zero. Its NVFP4, MXFP8 and per-channel FP8 are ours.
 
 compressed-tensors (llm-compressor) computes everything in the weight's dtype: scales, quotients, and NVFP4's
 global scale, which it keeps as a reciprocal. It picks MX exponents by the `even` rule.
@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 
 from quant.formats.format import Format
-from quant.formats.number import E4M3, E8M0
+from quant.formats.number import E4M3, E8M0, FP32
 from quant.formats.rounding import round_to
 from quant.formats.scaling import amax_over_blocks, global_scale_of
 from quant.formats.tensor import BlockScaledTensor, quantize, quantize_with_scale
@@ -30,9 +30,14 @@ def quantize_like_modelopt(weight: torch.Tensor, format: Format, amax: torch.Ten
         format: the target.
         amax: largest magnitude of the fusion group, for formats with a global scale.
     """
-    if format.scale.is_wide:
-        return _round_quotient_twice(weight, quantize(weight.float(), format))
-    return quantize(weight, format, global_scale=None if amax is None else global_scale_of(amax, format))
+    ours = quantize(weight.float(), format, global_scale=None if amax is None else global_scale_of(amax, format))
+    if format.block == (0, 0):
+        return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
+    if format.name == "mxfp4":
+        quotient = _quotient(weight, ours)
+        # One step toward zero turns every tie and nothing else: block scales are powers of two, quotients exact.
+        return _requantize(ours, torch.nextafter(quotient, torch.zeros_like(quotient)))
+    return ours
 
 
 def quantize_like_compressed_tensors(
@@ -40,7 +45,8 @@ def quantize_like_compressed_tensors(
 ) -> BlockScaledTensor:
     """`weight` as compressed-tensors 0.19 quantizes it. Arguments as for `quantize_like_modelopt`."""
     if format.scale.is_wide:
-        return _round_quotient_twice(weight, quantize(weight, format))
+        ours = quantize(weight, format)
+        return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
     if format.scale is E8M0:
         return quantize(weight, format, rule="even")
     assert amax is not None
@@ -52,11 +58,15 @@ def quantize_like_compressed_tensors(
     return quantize_with_scale(weight, format, scale, 1 / reciprocal)
 
 
-def _round_quotient_twice(weight: torch.Tensor, ours: BlockScaledTensor) -> BlockScaledTensor:
-    """`ours` with the elements of weight / scale where the quotient was rounded to the weight's dtype first."""
+def _quotient(weight: torch.Tensor, ours: BlockScaledTensor) -> torch.Tensor:
+    """Weight over block scale, float32 of the shape of `weight`."""
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = ours.format.block_shape(weight.shape)
-    scale = ours.scale.repeat_interleave(block_rows, -2)[..., :rows, :]
-    scale = scale.repeat_interleave(block_columns, -1)[..., :columns]
-    quotient = (weight.float() / scale).to(weight.dtype)
-    return replace(ours, codes=quantize_with_scale(quotient, ours.format, torch.ones_like(ours.scale)).codes)
+    scale = ours.scale_values().repeat_interleave(block_rows, -2)[..., :rows, :]
+    return weight.float() / scale.repeat_interleave(block_columns, -1)[..., :columns]
+
+
+def _requantize(ours: BlockScaledTensor, quotient: torch.Tensor) -> BlockScaledTensor:
+    """`ours` with the elements that rounding `quotient` gives; scales as they are."""
+    ones = torch.ones_like(ours.scale, dtype=torch.float32)
+    return replace(ours, codes=quantize_with_scale(quotient, replace(ours.format, scale=FP32), ones).codes)
