@@ -1,0 +1,287 @@
+"""Observers: from a stream of batches to `amax`, the magnitude that the largest code of a format will stand for.
+
+absmax       the largest magnitude seen. Nothing saturates; one outlier sets the scale of everything.
+percentile   the magnitude that 99.99% (by default) of the values do not exceed.
+mse          the amax with the smallest expected squared error of rounding the histogram to the format's grid.
+entropy      the amax whose rounded histogram loses the least information: the smallest KL divergence from it.
+
+What is static in a format decides what is watched and what `amax` looks like:
+
+one scale a tensor       `fp8`: the values themselves; a scalar.
+a second-level scale     `nvfp4`: block scales are found at run time, and what calibration sets is the scale of
+                         those scales. So the largest magnitude of each block is watched, and the grid on which it
+                         will be rounded is that of the block scales (E4M3); a scalar.
+a scale a row or block   `fp8_channel`, `fp8_block`, `mxfp8`, …: one amax for every block, of the shape of the block
+                         scales. Tensors of one shape only, such as a weight; and `absmax` only, because a histogram
+                         for each of thousands of blocks would hold more numbers than the tensor.
+
+Rows that differ from batch to batch (tokens) have no static scale: `fp8_token` finds its scales at run time.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch.nn.functional import pad
+
+from quant.calibration.histogram import Histogram
+from quant.formats.format import Format
+from quant.formats.number import Number
+
+# The search for the smallest squared error: a geometric ladder down to amax / 2^10, then steps between its rungs.
+_LADDER, _OCTAVES, _STEPS = 160, 10, 33
+
+
+class Observer(Protocol):
+    """Watches a stream of batches and says what amax to calibrate to."""
+
+    def __init__(self, format: Format, *, name: str = "tensor") -> None: ...
+
+    def update(self, x: torch.Tensor) -> None:
+        """Takes in a batch `[..., rows, columns]`, floating point, on any device. An empty one counts for nothing.
+
+        Raises:
+            ValueError: `x` holds NaN or infinity; the message names the layer and the batch.
+        """
+        ...
+
+    def amax(self) -> torch.Tensor:
+        """float32, on the device of the data: a scalar, or of the shape of the block scales (see the module).
+
+        Raises:
+            ValueError: nothing was seen.
+        """
+        ...
+
+
+def is_per_tensor(format: Format) -> bool:
+    """Whether the static amax of `format` is one number: one scale a tensor, or a second-level scale."""
+    return format.global_scale or format.block == (0, 0)
+
+
+def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """Largest magnitude of each block of `x`, `[..., rows, columns]`, in its dtype, shaped as the block scales."""
+    rows, columns = format.block_shape(x.shape)
+    x = x if x.dim() > 1 else x[None]
+    blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
+    return blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
+
+
+def _watched(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """The magnitudes of `x` that the static scale of a per-tensor format has to cover."""
+    return block_amax(x, format) if format.global_scale else x.abs()
+
+
+def _check_finite(amax: torch.Tensor, x: torch.Tensor, name: str, batch: int) -> None:
+    if not bool(torch.isfinite(amax).all()):
+        bad = int((~torch.isfinite(x.float())).sum())
+        raise ValueError(
+            f"{name}: {bad} NaN or infinite value(s) of {x.numel()} in calibration batch {batch}; "
+            "look at the model's dtype and at that batch"
+        )
+
+
+class AbsMax:
+    """The largest magnitude seen. See `Observer`."""
+
+    def __init__(self, format: Format, *, name: str = "tensor") -> None:
+        self.format, self.name = format, name
+        self._batch = -1
+        self._amax: torch.Tensor | None = None
+
+    def update(self, x: torch.Tensor) -> None:
+        self._batch += 1
+        if x.numel() == 0:
+            return
+        x = x.detach()
+        amax = (x.abs().amax() if is_per_tensor(self.format) else block_amax(x, self.format)).float()
+        _check_finite(amax, x, self.name, self._batch)
+        if self._amax is not None and amax.shape != self._amax.shape:
+            raise ValueError(
+                f"{self.name}: batch {self._batch} {list(x.shape)} has blocks {list(amax.shape)} of {self.format}, "
+                f"the ones before had {list(self._amax.shape)}; a static amax a block needs tensors of one shape. "
+                "Find the scales of tokens at run time, or calibrate a format with one scale a tensor"
+            )
+        self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
+
+    def amax(self) -> torch.Tensor:
+        if self._amax is None:
+            raise _unseen(self.name)
+        return self._amax
+
+
+class _HistogramObserver:
+    """What the observers over a histogram share; they differ in `_choose`."""
+
+    def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096) -> None:
+        if not is_per_tensor(format):
+            raise ValueError(
+                f"{name}: a {type(self).__name__} observer keeps one histogram, but {format} has a scale for every "
+                f"{' × '.join(str(n or 'all') for n in format.block)} block; use the absmax observer"
+            )
+        self.format, self.name = format, name
+        self.histogram = Histogram(bins)
+        self._batch = -1
+
+    @property
+    def number(self) -> Number:
+        """The number on whose grid the watched magnitudes are rounded."""
+        return self.format.scale if self.format.global_scale else self.format.element
+
+    def update(self, x: torch.Tensor) -> None:
+        self._batch += 1
+        if x.numel() == 0:
+            return
+        magnitude = _watched(x.detach(), self.format).float()
+        amax = magnitude.amax()
+        _check_finite(amax, x, self.name, self._batch)
+        self.histogram.add(magnitude, float(amax))
+
+    def amax(self) -> torch.Tensor:
+        if not self.histogram.total:
+            raise _unseen(self.name)
+        chosen = self._choose() if self.histogram.amax > 0 else 0.0
+        return torch.tensor(chosen, dtype=torch.float32, device=self.histogram.counts.device)
+
+    def _choose(self) -> float:
+        raise NotImplementedError
+
+
+class Percentile(_HistogramObserver):
+    """The magnitude that `percentile` percent of the values do not exceed. See `Observer`."""
+
+    def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096, percentile: float = 99.99) -> None:
+        super().__init__(format, name=name, bins=bins)
+        if not 0 < percentile <= 100:
+            raise ValueError(f"{name}: percentile={percentile} must be above 0 and at most 100")
+        self.percentile = percentile
+
+    def _choose(self) -> float:
+        return self.histogram.percentile(self.percentile)
+
+
+class MSE(_HistogramObserver):
+    """The amax with the smallest expected squared error. See `Observer` and `squared_errors`."""
+
+    def _choose(self) -> float:
+        ladder = self.histogram.amax * torch.logspace(0, -_OCTAVES, _LADDER, base=2, dtype=torch.float64)
+        best = int(squared_errors(self.histogram, self.number, ladder).argmin())
+        low, high = float(ladder[min(best + 1, _LADDER - 1)]), float(ladder[max(best - 1, 0)])
+        steps = torch.linspace(high, low, _STEPS, dtype=torch.float64)
+        return float(steps[squared_errors(self.histogram, self.number, steps).argmin()])
+
+
+class Entropy(_HistogramObserver):
+    """The amax with the smallest KL divergence. See `Observer` and `divergences`."""
+
+    def _choose(self) -> float:
+        ends, divergence = divergences(self.histogram, self.number)
+        # Among equals, which differ by rounding only, the one that clips least.
+        end = int(ends[divergence <= divergence.min() + 1e-12].max())
+        return min(end * self.histogram.width, self.histogram.amax)
+
+
+def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> torch.Tensor:
+    """Expected squared error of the values of a histogram, rounded to `number` with a scale of amax / max.
+
+    The values of a bin are taken to be spread evenly over it, and the error over a bin is an integral in closed
+    form: between two midpoints of the grid the error is (t - g)². Sampling bin centres instead would go wrong
+    where the grid of a float, fine near zero, is finer than the bins.
+
+    Args:
+        histogram: of magnitudes.
+        number: the grid.
+        amax: candidates, float64 `[n]`.
+
+    Returns:
+        float64 `[n]`: the sum over all values, on the CPU.
+    """
+    grid = number.grid().double()
+    middle = (grid[1:] + grid[:-1]) / 2
+    start = torch.cat([grid[:1], middle])
+    # The integral of (t - g)² from 0 to the start of each cell of the grid.
+    ends = ((middle - grid[:-1]) ** 3 - (start[:-1] - grid[:-1]) ** 3) / 3
+    before = torch.cat([grid[:1], ends.cumsum(0)])
+    offset = before - (start - grid) ** 3 / 3
+
+    def integral(t: torch.Tensor) -> torch.Tensor:
+        cell = torch.searchsorted(middle, t)
+        return offset[cell] + (t - grid[cell]) ** 3 / 3
+
+    counts = histogram.counts[: histogram.used].cpu().double()
+    step = (amax.double() / number.max)[:, None]
+    edges = torch.arange(histogram.used + 1) * histogram.width / step
+    mean = integral(edges).diff(dim=1) * step**3 / histogram.width
+    return mean @ counts
+
+
+def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, torch.Tensor]:
+    """KL divergence between a histogram and what rounding leaves of it, for every place where it can be clipped.
+
+    The method of TensorRT's calibrator (S. Migacz, "8-bit Inference with TensorRT", GTC 2017). Clipped after bin
+    i, the reference P is the first i bins with all that lies beyond put into the last of them. Q is the same bins
+    without that: what falls into one cell of the grid is spread evenly over those bins of the cell that are not
+    empty. There the cells are 128 equal ones; here they are those of nearest rounding to any number's grid, and
+    bins belong to the cell of their centre. A P with mass where Q has none has an infinite divergence.
+
+    Every sum over the bins of a cell is a difference of two prefix sums, so that all candidates together cost
+    candidates × cells, not candidates × bins.
+
+    Returns:
+        int64 `[n]`, the number of bins kept, and float64 `[n]`, the divergence in nats; both on the CPU.
+    """
+    used = histogram.used
+    counts = histogram.counts[:used].cpu().double()
+    grid = number.grid().double()
+    middle = (grid[1:] + grid[:-1]) / 2
+    ends = torch.arange(min(len(grid), used), used + 1)
+
+    # First bin of each cell, [n, cells + 1]: the bins whose centre, in steps, is not below the cell's start.
+    first = torch.ceil(middle * ends[:, None] / number.max - 0.5).long()
+    first = torch.cat([torch.zeros_like(ends)[:, None], torch.minimum(first, ends[:, None]), ends[:, None]], dim=1)
+    mass = _prefix(counts)[first].diff(dim=1)
+    occupied = _prefix((counts > 0).double())[first].diff(dim=1)
+    # Where a cell is empty, so is its mass; the ones only keep the logarithms finite.
+    level = torch.where(mass > 0, mass / occupied.clamp(min=1), torch.ones_like(mass))
+
+    kept = _prefix(counts)[ends]
+    beyond = counts.sum() - kept
+    last = counts[ends - 1]
+    last_cell = torch.searchsorted(first, ends[:, None] - 1, right=True)[:, 0] - 1
+    last_level = level[torch.arange(len(ends)), last_cell]
+
+    p_log_p = _prefix(torch.xlogy(counts, counts))[ends] - torch.xlogy(last, last)
+    p_log_p = p_log_p + torch.xlogy(last + beyond, last + beyond)
+    p_log_q = (mass * level.log()).sum(dim=1) + beyond * last_level.log()
+    divergence = (p_log_p - p_log_q) / counts.sum() - counts.sum().log() + kept.log()
+    return ends, divergence.masked_fill_((last == 0) & (beyond > 0), torch.inf)
+
+
+def _prefix(x: torch.Tensor) -> torch.Tensor:
+    """Sums of the first 0, 1, … elements."""
+    return pad(x.cumsum(0), (1, 0))
+
+
+def _unseen(name: str) -> ValueError:
+    return ValueError(f"{name}: the observer saw no values; run calibration data through the layer first")
+
+
+OBSERVERS: dict[str, type[Observer]] = {
+    "absmax": AbsMax,
+    "percentile": Percentile,
+    "mse": MSE,
+    "entropy": Entropy,
+}
+
+
+def get_observer(name: str) -> type[Observer]:
+    """The observer called `name`.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    try:
+        return OBSERVERS[name]
+    except KeyError:
+        raise ValueError(f"unknown observer {name!r}; known observers: {', '.join(OBSERVERS)}") from None
