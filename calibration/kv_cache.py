@@ -1,0 +1,261 @@
+"""Scales of the KV cache and of attention's operands, from watching a model attend.
+
+Attention modules are found by what they do. In transformers 5 every model asks `AttentionInterface` for the
+function that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as
+they enter the cache. While the scales are collected, the function it gets writes them down first and then calls
+the one that was asked for, with the same arguments: the model's own masks, soft caps and sinks stay in force, and
+no list of model names is needed.
+
+    operand   watched                    scale of FP8     scale of NVFP4
+    q, k, v   amax by an observer        amax / 448       amax / 2688, under block scales found at run time
+    p         nothing, it is in [0, 1]   1 / 448          1 / 2688
+
+p, the softmax probabilities, needs no data. A probability is at most 1, and so is the exp(s - max) that
+flash-attention kernels hold instead before they normalise; some row nearly reaches it (the first token sees only
+itself), so a smaller scale would saturate and a larger one would waste codes.
+
+Scales are one a tensor, or one a KV head. A per-head scale of q is shared by the query heads of a KV head, because
+decode kernels stack these as the rows of one tile.
+
+With `hadamard`, q and k are rotated before they are watched, by the same orthonormal matrix, which leaves every
+score q·k as it was (see `quant.kernels.hadamard`). The runtime then has to rotate both, too.
+
+Latent attention (MLA) caches a compressed vector, not k and v: its scales here are those of attention's operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.observer import Observer, get_observer, is_per_tensor
+from quant.formats.format import FORMATS, Format
+from quant.formats.scaling import global_scale_of
+from quant.kernels.hadamard import hadamard_transform
+
+Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+GRANULARITIES = ("tensor", "head")
+KV_LAYOUTS = ("compressed_tensors", "modelopt")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionScales:
+    """Scales of one attention module: float32, [] per tensor or [kv_heads] per head.
+
+    Attributes:
+        k: scale of the cached keys in `kv_format`; None where the cache keeps 16 bit.
+        v: scale of the cached values, likewise.
+        q: scale of the queries in `attention_format`; None where attention keeps 16 bit.
+        p: scale of the probabilities, [], likewise.
+        amax: calibrated magnitudes of "q", "k" and "v" (of what was not watched, nothing), from which
+            `attention_scale` gives the scale in any other format.
+        kv_format: of the cache, or None.
+        attention_format: of attention's operands, or None.
+        hadamard: whether q and k were rotated first.
+    """
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    q: torch.Tensor | None
+    p: torch.Tensor | None
+    amax: Mapping[str, torch.Tensor]
+    kv_format: Format | None
+    attention_format: Format | None
+    hadamard: bool = False
+
+
+def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
+    """The static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
+    if format.global_scale:
+        return global_scale_of(amax, format)
+    scale = amax.float() / format.element.max
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def collect_attention_scales(
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    observer: str = "absmax",
+    kv_format: Format | None,
+    attention_format: Format | None,
+    granularity: str = "tensor",
+    hadamard: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, AttentionScales]:
+    """KV-cache and attention scales of every attention module that `rows` reach, by module name.
+
+    Args:
+        model: a transformers model, called as `model(row)`.
+        rows: token ids, int64 `[rows, seqlen]`.
+        observer: key of `OBSERVERS`.
+        kv_format: of the cache; None keeps it in 16 bit.
+        attention_format: of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed for
+            `kv_format` where both are given.
+        granularity: "tensor" or "head".
+        hadamard: rotate q and k before they are observed.
+        progress: called as `progress(rows done, rows in all)`.
+
+    Raises:
+        ValueError: neither format is given, or one whose scales are all found at run time; unknown observer or
+            granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
+    """
+    operands = {"q": attention_format, "k": kv_format or attention_format, "v": kv_format or attention_format}
+    _check_formats(operands.values(), granularity)
+    observer_class = get_observer(observer)
+    names = {module: name for name, module in model.named_modules()}
+    seen: dict[str, dict[str, list[Observer]]] = {}
+
+    def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        name = names[module]
+        if hadamard:
+            q, k = hadamard_transform(q), hadamard_transform(k)
+        heads = k.shape[1] if granularity == "head" else 1
+        for operand, x in (("q", q), ("k", k), ("v", v)):
+            format = operands[operand]
+            if format is None:
+                continue
+            observers = seen.setdefault(name, {}).setdefault(operand, [])
+            if not observers:
+                labels = [f"{name} {operand}" + (f" head {head}" if heads > 1 else "") for head in range(heads)]
+                observers += [observer_class(format, name=label) for label in labels]
+            # [batch, heads, tokens, head_dim]: for q, the query heads of a KV head lie side by side.
+            for watcher, part in zip(observers, x.tensor_split(heads, dim=1), strict=True):
+                watcher.update(part)
+
+    with torch.no_grad(), watching_attention(watch):
+        for index, row in enumerate(rows):
+            model(row[None])
+            if progress:
+                progress(index + 1, len(rows))
+    if not seen:
+        raise ValueError(
+            f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
+            "scales need a transformers model whose attention goes through its AttentionInterface"
+        )
+    return {
+        name: _scales({o: _amax(w, granularity) for o, w in watchers.items()}, kv_format, attention_format, hadamard)
+        for name, watchers in seen.items()
+    }
+
+
+@contextmanager
+def watching_attention(watch: Watch) -> Iterator[None]:
+    """While open, `watch(module, q, k, v)` is called before each attention of any transformers model.
+
+    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE.
+    """
+    from transformers.modeling_utils import AttentionInterface
+
+    # At the class and not at its shared instance: models that override one implementation have instances of
+    # their own. A registered implementation of ours would lose "eager", which every model defines for itself.
+    original = AttentionInterface.get_interface
+
+    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        attend = original(self, *args, **kwargs)
+
+        def watched(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+            watch(module, query, key, value)
+            return attend(module, query, key, value, *rest, **options)
+
+        return watched
+
+    AttentionInterface.get_interface = get_interface
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
+
+
+def _check_formats(formats: Any, granularity: str) -> None:
+    given = [format for format in formats if format is not None]
+    if not given:
+        raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
+    for format in given:
+        if not is_per_tensor(format):
+            raise ValueError(
+                f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
+                "use fp8 or nvfp4"
+            )
+    if granularity not in GRANULARITIES:
+        raise ValueError(f"unknown granularity {granularity!r}; known: {', '.join(GRANULARITIES)}")
+
+
+def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
+    amax = torch.stack([observer.amax() for observer in observers])
+    return amax if granularity == "head" else amax.squeeze(0)
+
+
+def _scales(
+    amax: dict[str, torch.Tensor], kv_format: Format | None, attention_format: Format | None, hadamard: bool
+) -> AttentionScales:
+    k = v = q = p = None
+    if kv_format is not None:
+        k, v = attention_scale(amax["k"], kv_format), attention_scale(amax["v"], kv_format)
+    if attention_format is not None:
+        q = attention_scale(amax["q"], attention_format)
+        p = attention_scale(amax["q"].new_ones(()), attention_format)
+    return AttentionScales(k, v, q, p, amax, kv_format, attention_format, hadamard)
+
+
+def kv_scale_tensors(
+    scales: Mapping[str, AttentionScales], layout: str, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """The tensors in which checkpoints keep the scales of the KV cache, by name.
+
+    compressed_tensors   `….self_attn.k_scale`, `….v_scale`: BF16 [1], or [kv_heads, 1, 1] (strategy "attn_head")
+    modelopt             `….self_attn.k_proj.k_scale`, `….v_proj.v_scale`: FP32 []
+
+    Both hold amax / 448. ModelOpt 0.47 writes that for an NVFP4 cache as well, and leaves it to the runtime to
+    divide by E2M1's 6.
+
+    Args:
+        scales: from `collect_attention_scales`.
+        layout: one of `KV_LAYOUTS`.
+        dtype: of the tensors; None takes the layout's own. compressed-tensors takes the dtype of the model.
+
+    Raises:
+        ValueError: unknown layout, or scales that the layout cannot express: of a rotated cache, of a cache in
+            another format, per head in ModelOpt's.
+    """
+    if layout not in KV_LAYOUTS:
+        raise ValueError(f"unknown KV-cache layout {layout!r}; known layouts: {', '.join(KV_LAYOUTS)}")
+    tensors = {}
+    for name, module in scales.items():
+        _check_storable(name, module, layout)
+        for operand in ("k", "v"):
+            scale = attention_scale(module.amax[operand], FORMATS["fp8"])
+            if layout == "modelopt":
+                tensors[f"{name}.{operand}_proj.{operand}_scale"] = _store(scale, dtype or torch.float32)
+            else:
+                scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
+                tensors[f"{name}.{operand}_scale"] = _store(scale, dtype or torch.bfloat16)
+    return tensors
+
+
+def _check_storable(name: str, module: AttentionScales, layout: str) -> None:
+    format = module.kv_format
+    if format is None:
+        raise ValueError(f"{name}: the KV cache is kept in 16 bit (no kv_format), so it has no scales to write")
+    if module.hadamard:
+        raise ValueError(
+            f"{name}: the scales are of rotated keys, and the {layout} layout cannot say that the runtime has to "
+            "rotate; collect them with hadamard=False"
+        )
+    stored = ("fp8", "nvfp4") if layout == "modelopt" else ("fp8",)
+    if format.name not in stored:
+        raise ValueError(f"{name}: the {layout} layout has no {format} KV cache; it has {', '.join(stored)}")
+    if layout == "modelopt" and module.amax["k"].dim():
+        raise ValueError(f"{name}: the modelopt layout has one KV scale a tensor; collect with granularity='tensor'")
+
+
+def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`scale` rounded to `dtype`, never to zero: FP16 ends at 2^-24."""
+    info = torch.finfo(dtype)
+    return scale.clamp(min=info.tiny * info.eps).to(dtype)
