@@ -94,9 +94,9 @@ def _headline(view: View) -> str:
     report, evaluation = view.report, view.report.evaluation
     tiles = [
         _tile(
-            "Size of the weights",
+            "Weights smaller by",
             f"{report.ratio:.2f}×",
-            f"smaller, {megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}".replace(" ", "\u00a0"),
+            f"{_size(report.bytes_before)} → {_size(report.bytes_after)}",
         ),
         _tile("Effective bits", f"{report.effective_bits:.3f}", "per quantized weight, scales and padding counted"),
     ]
@@ -142,17 +142,17 @@ def _sizes(view: View) -> str:
         name = format or f"16 bit, {kind}"
         sizes = {"before": sum(map(_before, members)), "after": sum(layer.nbytes for layer in members)}
         for when, size in sizes.items():
-            title = f"{escape(name)}: {megabytes(size)}"
+            title = f"{escape(name)}: {_size(size)}"
             bars[when].append(f'<i class="{css}" style="width:{100 * size / total:.3f}%" title="{title}"></i>')
         weights = sum(math.prod(layer.shape) for layer in members)
         share = sizes["after"] / max(view.report.bytes_after, 1)
         rows.append(
             f'<tr><td><b class="key {css}"></b>{escape(name)}</td><td>{len(members)}</td>'
             f"<td>{_count(weights)}</td><td>{8 * sizes['after'] / weights:.3f}</td>"
-            f"<td>{megabytes(sizes['before'])}</td><td>{megabytes(sizes['after'])}</td><td>{share:.1%}</td></tr>"
+            f"<td>{_size(sizes['before'])}</td><td>{_size(sizes['after'])}</td><td>{share:.1%}</td></tr>"
         )
     drawn = "".join(
-        f"<p class=barlabel>{when.capitalize()} <b>{megabytes(size)}</b></p><div class=bar>{''.join(bars[when])}</div>"
+        f"<p class=barlabel>{when.capitalize()} <b>{_size(size)}</b></p><div class=bar>{''.join(bars[when])}</div>"
         for when, size in (("before", view.report.bytes_before), ("after", view.report.bytes_after))
     )
     head = ("format", "layers", "weights", "bits", "before", "after", "share")
@@ -221,7 +221,7 @@ def _layers(view: View) -> str:
     parts = []
     for (format, activation, reason), members in sorted(groups.items(), key=lambda item: view.rank(item[0][0])):
         inputs = f", inputs {activation}" if activation else ", inputs 16 bit" if format else ""
-        size = megabytes(sum(layer.nbytes for layer in members))
+        size = _size(sum(layer.nbytes for layer in members))
         rows = "".join(_layer_row(view, layer) for layer in members)
         columns = (
             ("layer", "shape", "bits", "bytes", "SNR", "error", "solver")
@@ -256,14 +256,14 @@ def _layers(view: View) -> str:
 def _layer_row(view: View, layer: LayerResult) -> str:
     planned = view.planned(layer)
     tied = f" (tied to {planned.tied_to})" if planned and planned.tied_to else ""
-    cells = [" × ".join(map(str, layer.shape)), f"{layer.bits:.3f}", megabytes(layer.nbytes) + tied]
+    cells = [" × ".join(map(str, layer.shape)), f"{layer.bits:.3f}", _size(layer.nbytes) + tied]
     if layer.format:
         cells.append("exact" if layer.snr_db is None else f"{layer.snr_db:.2f} dB")
         cells.append("–" if layer.relative_error is None else f"{layer.relative_error:.2%}")
         cells.append(layer.solver or "–")
     return (
         f'<tr id="L{view.index[layer.name]}" data-format="{escape(layer.format or "16 bit")}">'
-        f"<td class=name>{escape(layer.name)}</td>{_cells(cells)}</tr>"
+        f"<td class=name>{escape(layer.name).replace('.', '.<wbr>')}</td>{_cells(cells)}</tr>"
     )
 
 
@@ -278,7 +278,7 @@ def _reproduce(view: View) -> str:
     ]
     seconds = [(stage, f"{value:.1f} s") for stage, value in report.seconds.items()]
     if report.peak_rss_bytes is not None:
-        seconds.append(("peak memory", megabytes(report.peak_rss_bytes)))
+        seconds.append(("peak memory", _size(report.peak_rss_bytes)))
     parts = [
         ("Time and memory", seconds),
         ("Versions", list(report.versions.items())),
@@ -332,6 +332,10 @@ def _before(layer: LayerResult) -> int:
     return 2 * math.prod(layer.shape) if layer.nbytes else 0
 
 
+def _size(nbytes: float) -> str:
+    return megabytes(nbytes).replace(" ", "\u00a0")
+
+
 def _count(n: int) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if n >= size:
@@ -358,8 +362,8 @@ def _block_starts(layers: Sequence[LayerResult]) -> list[tuple[int, int]]:
     return [(position, number) for number, position in first.items() if number % step == 0]
 
 
-# Colours keep at least 3:1 contrast with the page in either scheme and stay apart in the common colour-vision
-# deficiencies (they vary in lightness, not in hue alone); each has a mark of its own shape besides.
+# Colours keep at least 3:1 contrast with the card in either scheme. No mark depends on its colour alone: each series
+# has a shape of its own too, and the bars stand in the order of the table below them.
 _CSS = """
 :root { --bg:#f6f7f9; --card:#fff; --ink:#16202c; --soft:#55606e; --line:#dfe3e8; --link:#0b5cad; --warn:#fff4d6;
  --c0:#0068b5; --c1:#c8500a; --c2:#007a5a; --c3:#a83c86; --c4:#6b5b00; --c5:#3b3f9e; --c6:#0d8299; --kept:#8a939f }
@@ -427,8 +431,10 @@ button { position:absolute; top:7px; right:7px; font:inherit; font-size:12.5px; 
  border-radius:8px; padding:8px 12px; font-size:13px; pointer-events:none; overflow-wrap:anywhere }
 #tip span { display:block; opacity:.85 }
 @media (max-width:640px) { main { padding:20px 12px 40px } h1 { font-size:24px } section { padding:16px 14px }
- .tiles { grid-template-columns:1fr 1fr; gap:10px } .tile { padding:12px 13px } .tile .value { font-size:23px }
- .canvas { height:240px } .layers th:nth-child(2), .layers td:nth-child(2), .layers th:nth-child(4),
+ .tiles { grid-template-columns:repeat(2,minmax(0,1fr)); gap:10px } .tile { padding:12px 13px }
+ .tile:last-child:nth-child(odd) { grid-column:span 2 } .tile .value { font-size:23px }
+ .canvas { height:240px } [id^=mark-] { transform:scale(.75) }
+ .layers th:nth-child(2), .layers td:nth-child(2), .layers th:nth-child(4),
  .layers td:nth-child(4), .layers th:nth-child(6), .layers td:nth-child(6), .layers th:nth-child(7),
  .layers td:nth-child(7) { display:none } .layers td:nth-child(5) { white-space:nowrap }
  .numbers th:nth-child(2), .numbers td:nth-child(2), .numbers th:nth-child(3), .numbers td:nth-child(3),
