@@ -111,7 +111,7 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         names = list(dict.fromkeys(names))
         if len(names) > 1:
             group_of.update(dict.fromkeys(names, _group_name(names)))
-    return [replace(layer, group=group_of.get(layer.name)) for layer in layers]
+    return [replace(layer, group=group_of.get(layer.name, layer.group)) for layer in layers]
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
