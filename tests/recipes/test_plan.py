@@ -1,0 +1,193 @@
+"""The plan file: what is written is what is read, and what cannot be meant is refused with the layer's name."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quant.formats.format import FORMATS
+from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
+
+NVFP4, MXFP8, FP8 = FORMATS["nvfp4"], FORMATS["mxfp8"], FORMATS["fp8"]
+
+
+def mixed_plan() -> Plan:
+    """One layer of each fate: quantized with and without activations, kept, fused experts, tied."""
+    return Plan(
+        layers=(
+            LayerPlan("embed", "embedding", (100, 64), reason="embedding: …"),
+            LayerPlan("a.q", "linear", (32, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
+            LayerPlan("a.k", "linear", (16, 64), NVFP4, NVFP4, "mse", "recipe x", group="a.(q|k)"),
+            LayerPlan("a.down", "linear", (64, 96), MXFP8, None, score=0.25, cost=6336),
+            LayerPlan("a.experts.up", "experts", (4, 24, 64), NVFP4, group="a.experts"),
+            LayerPlan("head", "head", (100, 64), tied_to="embed", reason="tied"),
+        ),
+        kv_cache=FP8,
+        target="nvidia-sm90",
+        provenance={"recipe": "x", "seed": 3},
+    )
+
+
+def edited(**changes: Any) -> dict[str, Any]:
+    fields = mixed_plan().to_dict()
+    fields["layers"][1].update(changes)
+    return fields
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    plan = mixed_plan()
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.layers[1].weight is NVFP4 and loaded.kv_cache is FP8 and loaded.attention is None
+    assert loaded.provenance == {"recipe": "x", "seed": 3}
+    assert Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    loaded.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+
+
+def test_the_file_has_one_layer_a_line_to_edit(tmp_path: Path) -> None:
+    mixed_plan().save(tmp_path / "plan.json")
+    lines = [line for line in (tmp_path / "plan.json").read_text(encoding="utf-8").splitlines() if '"name"' in line]
+    assert [json.loads(line.strip().rstrip(","))["name"] for line in lines] == [x.name for x in mixed_plan().layers]
+
+
+def test_a_plan_without_layers_or_provenance_round_trips(tmp_path: Path) -> None:
+    plan = Plan(())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_digest_is_of_the_decisions_only() -> None:
+    plan = mixed_plan()
+    assert plan.digest() == mixed_plan().digest() and re.fullmatch("[0-9a-f]{64}", plan.digest())
+    assert dataclasses.replace(plan, provenance={"command": "another"}).digest() == plan.digest()
+    changed = [
+        dataclasses.replace(plan, kv_cache=None),
+        dataclasses.replace(plan, layers=plan.layers[:-1]),
+        plan.replace_layers([dataclasses.replace(plan.layers[3], weight=FP8)]),
+        plan.replace_layers([dataclasses.replace(plan.layers[1], solver="rtn")]),
+        plan.replace_layers([dataclasses.replace(plan.layers[0], reason="other")]),
+    ]
+    assert len({plan.digest(), *(p.digest() for p in changed)}) == 6
+
+
+def test_digest_survives_the_file_and_the_order_of_keys(tmp_path: Path) -> None:
+    plan = mixed_plan()
+    plan.save(tmp_path / "plan.json")
+    fields = json.loads((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    fields["layers"] = [dict(reversed(layer.items())) for layer in fields["layers"]]
+    assert Plan.from_dict(dict(reversed(fields.items()))).digest() == plan.digest()
+
+
+def test_sizes_are_those_counted_by_hand() -> None:
+    """NVFP4: half a byte a weight, a byte per 16, 4 bytes a matrix. MXFP8: a byte a weight, a byte per 32."""
+    expected = {
+        "embed": 100 * 64 * 2,
+        "a.q": 1024 + 128 + 4,
+        "a.k": 512 + 64 + 4,
+        "a.down": 6144 + 192,
+        "a.experts.up": 4 * (768 + 96 + 4),
+        "head": 0,
+    }
+    plan = mixed_plan()
+    assert {layer.name: layer.nbytes for layer in plan.layers} == expected
+    assert plan.nbytes == sum(expected.values()) == 24344
+    quantized_weights = 2048 + 1024 + 6144 + 6144
+    assert plan.effective_bits == 8 * (1156 + 580 + 6336 + 3472) / quantized_weights
+    assert plan.by_name["a.q"].bits_per_weight == 8 * 1156 / 2048
+    assert plan.by_name["embed"].bits_per_weight == 16
+    assert bits_per_weight(plan.layers) == 8 * 24344 / (6400 + quantized_weights)
+    assert bits_per_weight([]) == 16
+
+
+def test_groups_come_in_model_order() -> None:
+    plan = mixed_plan()
+    assert {name: [m.name for m in members] for name, members in plan.groups().items()} == {
+        "a.(q|k)": ["a.q", "a.k"],
+        "a.experts": ["a.experts.up"],
+    }
+
+
+@pytest.mark.parametrize("version", [None, 0, 2, "1"])
+def test_another_schema_version_is_refused(version: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"schema_version is {version!r}; this release reads 1")):
+        Plan.from_dict({**mixed_plan().to_dict(), "schema_version": version})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"wieght": "fp8"}, "layer 'a.q': unknown field(s) wieght; known fields: name, kind, shape, weight"),
+        ({"weight": "fp5"}, "layer 'a.q': unknown format 'fp5'; known formats: nvfp4, mxfp4"),
+        ({"activation": "fp5"}, "layer 'a.q': unknown format 'fp5'"),
+        ({"kind": "magic"}, "layer 'a.q': unknown kind 'magic'; known kinds: linear, experts"),
+        ({"weight": "mxfp4"}, "fusion group 'a.(q|k)' mixes formats (a.q=mxfp4, a.k=nvfp4)"),
+        ({"weight": None, "activation": None}, "fusion group 'a.(q|k)' mixes formats (a.q=16 bit, a.k=nvfp4)"),
+        ({"activation": None}, "fusion group 'a.(q|k)' mixes formats"),
+        ({"name": "a.k"}, "names a layer twice: ['a.k']"),
+    ],
+)
+def test_a_bad_layer_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Plan.from_dict(edited(**changes))
+
+
+@pytest.mark.parametrize("field", ["kind", "shape"])
+def test_a_missing_field_is_named_with_its_layer(field: str) -> None:
+    fields = mixed_plan().to_dict()
+    del fields["layers"][3][field]
+    with pytest.raises(ValueError, match=rf"layer 'a\.down': missing field\(s\) {field}"):
+        Plan.from_dict(fields)
+
+
+def test_a_layer_without_a_name_is_refused() -> None:
+    fields = mixed_plan().to_dict()
+    del fields["layers"][3]["name"]
+    with pytest.raises(ValueError, match=r"\(no name\).*missing field\(s\) name"):
+        Plan.from_dict(fields)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("layer", [], "plan: unknown field(s) layer"),
+        ("kv_cache", "fp5", "unknown format 'fp5'"),
+        ("attention", "fp5", "unknown format 'fp5'"),
+    ],
+)
+def test_a_bad_field_of_the_plan_is_named(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Plan.from_dict({**mixed_plan().to_dict(), field: value})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "3",
+        '{"schema_version": 1}',
+        '{"schema_version": 1, "layers": 3}',
+        '{"schema_version": 1, "layers": [3]}',
+        '{"schema_version": 1, "layers": [{"name": "a", "kind": "linear", "shape": 3}]}',
+        '{"schema_version": 1, "layers": [{"name": "a", "kind": "linear", "shape": [1, 2], "weight": ["nvfp4"]}]}',
+    ],
+)
+def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "broken.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"broken\.json: not a valid plan: "):
+        Plan.load(file)
+
+
+def test_replace_layers_changes_those_and_no_other() -> None:
+    plan = mixed_plan()
+    new = dataclasses.replace(plan.layers[3], weight=None, reason="edited")
+    replaced = plan.replace_layers([new])
+    assert replaced.layers == (*plan.layers[:3], new, *plan.layers[4:])
+    assert plan == mixed_plan()
