@@ -1,5 +1,10 @@
 """`QuantLinear`: `nn.Linear` with a quantized weight, and `QuantExperts`, its fused Mixture-of-Experts twin.
 
+Some solvers leave work for run time, which a linear does to its input x in this order, before the matmul:
+
+    x' = hadamard(x · pre_scale)                a scale that no neighbour could take up, then a blockwise rotation
+    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a branch of low rank in 16 bit sees x' unrounded (SVDQuant)
+
 Both hold packed codes and scales as buffers and nothing else of the weight. `model.float()`, `.half()` and
 `.to(dtype)` cast a module's floating-point tensors, and FP8 counts as floating point, so both override `_apply`:
 codes and scales follow the module to a device and never change their dtype.
@@ -8,6 +13,7 @@ codes and scales follow the module to a device and never change their dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +21,65 @@ from torch import nn
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.ops import quantized_linear
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """What a quantized linear does at run time beside its matmul; the default is nothing.
+
+    Attributes:
+        pre_scale: multiplies the input, `[in]`, in the model's dtype.
+        hadamard: block of the rotation that follows, a power of two; 0 for none.
+        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype, a branch beside the quantized weight.
+    """
+
+    pre_scale: torch.Tensor | None = None
+    hadamard: int = 0
+    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        return self.pre_scale is not None or self.hadamard > 0 or self.lowrank is not None
+
+    @property
+    def rank(self) -> int:
+        """Rank of the branch, 0 without one."""
+        return 0 if self.lowrank is None else self.lowrank[0].shape[0]
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` as the weight and the branch see it, in the dtype of `x`."""
+        if self.pre_scale is not None:
+            x = x * self.pre_scale.to(x.dtype)
+        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the branch adds to the output, `[..., out]`, for an input that `input` gave."""
+        if self.lowrank is None:
+            return None
+        down, up = self.lowrank
+        return nn.functional.linear(nn.functional.linear(x, down.to(x.dtype)), up.to(x.dtype))
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError where a part does not fit a weight of `shape` `[out, in]`."""
+        rows, columns = shape
+        if self.pre_scale is not None and self.pre_scale.shape != (columns,):
+            raise ValueError(f"{name} {list(shape)}: pre_scale is {list(self.pre_scale.shape)}, expected [{columns}]")
+        block = self.hadamard
+        if block < 0 or block & (block - 1) or (block and columns % block):
+            raise ValueError(
+                f"{name} {list(shape)}: Hadamard block {block} must be a power of two that divides {columns}; "
+                f"the largest is {hadamard_block(columns)}, 0 is none"
+            )
+        if self.lowrank is not None:
+            down, up = self.lowrank
+            if down.shape != (self.rank, columns) or up.shape != (rows, self.rank):
+                raise ValueError(
+                    f"{name} {list(shape)}: low-rank branch of {list(down.shape)} and {list(up.shape)}, "
+                    f"expected [rank, {columns}] and [{rows}, rank]"
+                )
 
 
 class _QuantModule(nn.Module):
@@ -29,16 +91,21 @@ class _QuantModule(nn.Module):
     input_scale: torch.Tensor | None
 
     def __init__(
-        self, weight: BlockScaledTensor, activation: Format | None = None, input_scale: torch.Tensor | None = None
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        **parts: torch.Tensor | None,
     ) -> None:
         super().__init__()
         self.weight_format = weight.format
         self.activation_format = activation
         self.weight_shape = weight.shape
-        self.register_buffer("codes", weight.codes)
-        self.register_buffer("scale", weight.scale)
-        self.register_buffer("global_scale", weight.global_scale)
-        self.register_buffer("input_scale", input_scale)
+        exact = (weight.codes, weight.scale, weight.global_scale, input_scale)
+        buffers = {**dict(zip(_EXACT, exact, strict=True)), **parts}
+        # Those that are None come last: torch.export counts a module's buffers with them and names without.
+        for name in sorted(buffers, key=lambda name: buffers[name] is None):
+            self.register_buffer(name, buffers[name])
 
     @property
     def quantized_weight(self) -> BlockScaledTensor:
@@ -70,7 +137,15 @@ class QuantLinear(_QuantModule):
         bias: `[out]`, or None.
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        pre_scale, hadamard, lowrank: the parts of a `Transform`.
+
+    Raises:
+        ValueError: a part of the transform does not fit the weight.
     """
+
+    pre_scale: torch.Tensor | None
+    lowrank_down: torch.Tensor | None
+    lowrank_up: torch.Tensor | None
 
     def __init__(
         self,
@@ -78,14 +153,43 @@ class QuantLinear(_QuantModule):
         bias: torch.Tensor | None = None,
         activation: Format | None = None,
         input_scale: torch.Tensor | None = None,
+        *,
+        pre_scale: torch.Tensor | None = None,
+        hadamard: int = 0,
+        lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(weight, activation, input_scale)
+        Transform(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        down, up = lowrank or (None, None)
+        super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.hadamard = hadamard
+
+    @property
+    def transform(self) -> Transform:
+        """What happens beside the matmul, sharing the module's buffers."""
+        lowrank = None
+        if self.lowrank_down is not None and self.lowrank_up is not None:
+            lowrank = (self.lowrank_down, self.lowrank_up)
+        return Transform(self.pre_scale, self.hadamard, lowrank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, in the dtype of `x`."""
-        return quantized_linear(x, self.quantized_weight, self.bias, self.input_scale, self.activation_format)
+        transform = self.transform
+        x = transform.input(x)
+        y = quantized_linear(x, self.quantized_weight, self.bias, self.input_scale, self.activation_format)
+        branch = transform.branch(x)
+        return y if branch is None else y + branch
+
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr()]
+        if self.pre_scale is not None:
+            parts.append("pre_scale")
+        if self.hadamard:
+            parts.append(f"hadamard={self.hadamard}")
+        if self.lowrank_down is not None:
+            parts.append(f"rank={self.transform.rank}")
+        return ", ".join(parts)
 
 
 class QuantExperts(_QuantModule):
