@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 _PACKAGES = ("blockscale", "torch", "numpy", "safetensors", "transformers", "compressed-tensors", "triton")
 
 

@@ -273,8 +273,11 @@ def _reproduce(view: View) -> str:
     if report.command:
         text = f"<pre><code>{escape(report.command)}</code></pre>"
         command = f"<div class=command>{text}<button type=button hidden>Copy</button></div>"
+    # The command and the versions stand beside it already.
     provenance = [
-        (str(k), v if isinstance(v, str) else repr(v)) for k, v in view.plan.provenance.items() if v is not None
+        (key, value if isinstance(value, str) else repr(value))
+        for key, value in view.plan.provenance.items()
+        if value is not None and key not in ("command", "versions")
     ]
     seconds = [(stage, f"{value:.1f} s") for stage, value in report.seconds.items()]
     if report.peak_rss_bytes is not None:

@@ -41,7 +41,7 @@ def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_cha
         layers.append(LayerPlan(name, "linear", (48, 64), weight, reason='it\'s <b>"cheap"</b>'))
         layers.append(LayerPlan(f"model.layers.{i}.norm", "norm", (64,), reason="norms have no matmul"))
     layers.append(LayerPlan("lm_head", "head", (64, 32), reason="tied", tied_to="model.embed_tokens"))
-    plan = Plan(tuple(layers), provenance={"recipe": "mixed <i>", "seed": 0})
+    plan = Plan(tuple(layers), provenance={"recipe": "mixed <i>", "seed": 0, "command": "quantize again"})
     results = []
     for layer in layers:
         weight = torch.randn(layer.shape, generator=generator)
@@ -174,6 +174,7 @@ def test_page_is_complete_escaped_and_offline() -> None:
     assert not re.search(r"https?:|//[a-z]|url\(|@import", html)
     for text in (report.command, *report.files.values(), report.plan_digest, "mixed <i>", "23.15", "0.2206", "76.2%"):
         assert text in page.text
+    assert "quantize again" not in page.text  # the report's own command is the one to show
     marks = re.findall(r'<use class="(\w+)" href="#mark-\w+" x="([\d.]+)%" y="([\d.]+)%" data-i="(\d+)"', html)
     drawn = [layer for layer in report.layers if layer.format or len(layer.shape) > 1]
     assert [report.layers[int(i)].name for *_, i in marks] == [layer.name for layer in drawn]
