@@ -171,7 +171,7 @@ class Plan:
 
         Raises:
             ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a
-                fusion group whose members disagree on a format.
+                fusion group whose members disagree on a format or a solver.
         """
         fields = dict(fields)
         version = fields.pop("schema_version", None)
@@ -188,11 +188,14 @@ class Plan:
         return plan
 
     def check_groups(self) -> None:
-        """Raises ValueError where members of a fusion group have different formats: runtimes fuse them."""
+        """Raises ValueError where members of a fusion group differ: runtimes fuse them, and they are solved as one."""
         for name, members in self.groups().items():
             if len({(m.weight, m.activation) for m in members}) > 1:
                 formats = ", ".join(f"{m.name}={m.weight or '16 bit'}" for m in members)
                 raise ValueError(f"fusion group {name!r} mixes formats ({formats}); give its members one format")
+            if members[0].weight is not None and len({m.solver for m in members}) > 1:
+                solvers = ", ".join(f"{m.name}={m.solver}" for m in members)
+                raise ValueError(f"fusion group {name!r} mixes solvers ({solvers}); give its members one solver")
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, one layer a line."""

@@ -95,11 +95,13 @@ class Recipe:
         """A recipe from parsed TOML.
 
         Raises:
-            ValueError: unknown key or format; the message lists the known ones.
+            ValueError: unknown key or format (the message lists the known ones), or a value that is not a string.
         """
         _check_keys(fields, cls, where)
         rules = []
-        for index, rule in enumerate(fields.get("rules", ()), 1):
+        if not isinstance(fields.get("rules", []), list):
+            raise ValueError(f"{where}: `rules` is a list of tables, each headed [[rules]]")
+        for index, rule in enumerate(fields.get("rules", []), 1):
             _check_keys(rule, Rule, f"{where}, rule {index}")
             if "match" not in rule:
                 raise ValueError(f"{where}, rule {index}: no `match` glob")
@@ -155,19 +157,21 @@ def resolve(layers: Sequence[Layer], recipe: Recipe, *, provenance: dict[str, An
         provenance: recorded in the plan.
 
     Raises:
-        ValueError: a rule's glob matches no layer.
+        ValueError: a rule's glob matches no layer, or rules give members of one fusion group different formats.
     """
     for rule in recipe.rules:
         if not any(fnmatchcase(layer.name, rule.match) for layer in layers):
             names = ", ".join(layer.name for layer in layers[:3])
             raise ValueError(f"glob {rule.match!r} matches no layer; this model's layers are called {names}, …")
     planned = _keep_whole_groups([_plan_layer(layer, recipe) for layer in layers])
-    return Plan(
+    plan = Plan(
         layers=tuple(planned),
         kv_cache=_format_of(recipe.kv_cache, recipe.name),
         attention=_format_of(recipe.attention, recipe.name),
         provenance=provenance or {},
     )
+    plan.check_groups()
+    return plan
 
 
 def _plan_layer(layer: Layer, recipe: Recipe) -> LayerPlan:
@@ -249,8 +253,13 @@ def _format_of(name: str | None, where: str) -> Format | None:
         raise ValueError(f"{where}: {error}, {KEEP}") from None
 
 
-def _check_keys(fields: Mapping[str, Any], cls: type, where: str) -> None:
+def _check_keys(fields: Any, cls: type, where: str) -> None:
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{where}: expected a table of keys and values, not {fields!r}")
     known = [f.name for f in dataclasses.fields(cls)]
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ValueError(f"{where}: unknown key(s) {', '.join(unknown)}; known keys: {', '.join(known)}")
+    for key, value in fields.items():
+        if key != "rules" and not isinstance(value, str):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a string in quotes")
