@@ -128,6 +128,7 @@ def test_another_schema_version_is_refused(version: Any) -> None:
         ({"weight": "mxfp4"}, "fusion group 'a.(q|k)' mixes formats (a.q=mxfp4, a.k=nvfp4)"),
         ({"weight": None, "activation": None}, "fusion group 'a.(q|k)' mixes formats (a.q=16 bit, a.k=nvfp4)"),
         ({"activation": None}, "fusion group 'a.(q|k)' mixes formats"),
+        ({"solver": "rtn"}, "fusion group 'a.(q|k)' mixes solvers (a.q=rtn, a.k=mse); give its members one solver"),
         ({"name": "a.k"}, "names a layer twice: ['a.k']"),
     ],
 )

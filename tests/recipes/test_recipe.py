@@ -1,0 +1,288 @@
+"""Recipes: the last rule that matches wins, the house keeps what it keeps, and every reason is in the plan."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from quant.api import make_plan
+from quant.formats.format import FORMATS
+from quant.load import open_model
+from quant.recipes.layers import Layer
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve
+
+BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
+PRESETS = {
+    "nvfp4": ("nvfp4", "nvfp4"),
+    "nvfp4a16": ("nvfp4", None),
+    "mxfp4": ("mxfp4", "mxfp4"),
+    "mxfp4a16": ("mxfp4", None),
+    "mxfp6a16": ("mxfp6", None),
+    "mxfp8": ("mxfp8", "mxfp8"),
+    "fp8": ("fp8", "fp8"),
+    "fp8_channel": ("fp8_channel", "fp8_token"),
+    "fp8_block": ("fp8_block", "fp8_group"),
+    "int8": ("int8", "int8_token"),
+    "int4a16": ("int4", None),
+}
+LAYERS = (
+    Layer("embed", "embedding", (100, 64)),
+    Layer("0.attn.q", "linear", (64, 64), group="0.attn.(q|k)"),
+    Layer("0.attn.k", "linear", (32, 64), group="0.attn.(q|k)"),
+    Layer("0.attn.o", "linear", (64, 64)),
+    Layer("0.mlp.gate", "other", (4, 64)),
+    Layer("0.mlp.experts.up", "experts", (4, 32, 64)),
+    Layer("0.norm", "norm", (64,)),
+    Layer("visual.proj", "linear", (64, 64)),
+    Layer("conv", "conv", (8, 64, 3, 3)),
+    Layer("1.odd", "linear", (64, 40)),
+    Layer("head", "head", (100, 64), tied_to="embed"),
+)
+NVFP4 = Recipe("x", weight="nvfp4", activation="nvfp4")
+
+
+def formats(plan: Plan) -> dict[str, str | None]:
+    return {layer.name: layer.weight.name if layer.weight else None for layer in plan.layers}
+
+
+@pytest.fixture(scope="module")
+def base():
+    return open_model(BASE, meta=True).model
+
+
+def test_the_house_keeps_with_reasons() -> None:
+    plan = resolve(LAYERS, NVFP4)
+    assert [layer.name for layer in plan.quantized] == ["0.attn.q", "0.attn.k", "0.attn.o", "0.mlp.experts.up"]
+    for name, word in {
+        "embed": "embedding",
+        "head": "head",
+        "0.norm": "norm",
+        "conv": "convolution",
+        "visual.proj": "vision",
+        "0.mlp.gate": "router",
+        "1.odd": "in = 40 is not a multiple of nvfp4's block of 16",
+    }.items():
+        layer = plan.by_name[name]
+        assert layer.weight is None and layer.activation is None
+        assert word in layer.reason
+    assert all("recipe x" in layer.reason for layer in plan.quantized)
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("model.layers.3.mlp.gate", True),
+        ("model.layers.3.mlp.gate_proj", False),
+        ("model.layers.3.mlp.shared_expert_gate", True),
+        ("model.layers.3.block_sparse_moe.router.weight_gate", True),
+        ("model.visual.blocks.0.mlp.fc1", True),
+        ("model.vision_tower.encoder.fc1", True),
+        ("vision_model.fc", True),
+        ("image_encoder.fc", True),
+        ("model.layers.3.self_attn.v_proj", False),
+    ],
+)
+def test_routers_and_vision_towers_are_known_by_name(name: str, kept: bool) -> None:
+    plan = resolve([Layer(name, "linear", (64, 64))], NVFP4)
+    assert (plan.layers[0].weight is None) is kept
+
+
+def test_the_last_rule_that_matches_wins() -> None:
+    rules = (
+        Rule("0.*", "mxfp8", "mxfp8"),
+        Rule("*.attn.*", "fp8", KEEP, solver="mse"),
+        Rule("0.attn.o", KEEP, reason="because"),
+        Rule("*attn.[qk]", "mxfp4"),
+    )
+    plan = resolve(LAYERS, NVFP4.with_rules(*rules))
+    q, o, experts = plan.by_name["0.attn.q"], plan.by_name["0.attn.o"], plan.by_name["0.mlp.experts.up"]
+    # The fourth rule says only the weight: activation and solver are what the second said.
+    assert (q.weight, q.activation, q.solver, q.reason) == (FORMATS["mxfp4"], None, "mse", "rule '*attn.[qk]'")
+    assert (o.weight, o.activation, o.reason) == (None, None, "because")
+    assert (experts.weight, experts.activation, experts.solver) == (FORMATS["mxfp8"], FORMATS["mxfp8"], "rtn")
+    reverse = resolve(LAYERS, NVFP4.with_rules(*reversed(rules)))
+    assert formats(reverse)["0.attn.o"] == formats(reverse)["0.attn.q"] == "mxfp8"
+
+
+def test_globs_are_case_sensitive_and_cross_dots() -> None:
+    layers = [Layer("A.b.Proj", "linear", (64, 64)), Layer("a.b.proj", "linear", (64, 64))]
+    assert formats(resolve(layers, NVFP4.with_rules(Rule("a*proj", KEEP)))) == {"A.b.Proj": "nvfp4", "a.b.proj": None}
+
+
+def test_a_rule_may_bring_back_what_the_house_keeps() -> None:
+    plan = resolve(LAYERS, NVFP4.with_rules(Rule("visual.*", "mxfp8"), Rule("0.mlp.gate", "mxfp8")))
+    visual = plan.by_name["visual.proj"]
+    # The activation is the recipe's again, unless the rule names one.
+    assert (visual.weight, visual.activation) == (FORMATS["mxfp8"], FORMATS["nvfp4"])
+    gate = plan.by_name["0.mlp.gate"]
+    assert gate.weight is None and "kind 'other'" in gate.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("embed", "nvfp4 is for linear layers; this is a layer of kind 'embedding'"),
+        ("0.norm", "kind 'norm'"),
+        ("conv", "kind 'conv'"),
+        ("head", "tied to embed, which is stored once and in 16 bit"),
+        ("1.odd", "in = 40 is not a multiple of nvfp4's block of 16"),
+    ],
+)
+def test_what_cannot_be_quantized_is_kept_whatever_the_rules_say(name: str, reason: str) -> None:
+    layer = resolve(LAYERS, NVFP4.with_rules(Rule(name, "nvfp4"))).by_name[name]
+    assert layer.weight is None and layer.activation is None and reason in layer.reason
+
+
+def test_an_untied_head_may_be_quantized() -> None:
+    head = Layer("head", "head", (100, 64))
+    assert formats(resolve([head], NVFP4)) == {"head": None}
+    assert formats(resolve([head], NVFP4.with_rules(Rule("head", "mxfp8")))) == {"head": "mxfp8"}
+
+
+def test_the_activation_must_divide_too() -> None:
+    layer = Layer("a", "linear", (64, 48))
+    kept = resolve([layer], Recipe("x", weight="nvfp4", activation="mxfp4")).layers[0]
+    assert kept.weight is None and kept.reason == "in = 48 is not a multiple of mxfp4's block of 32"
+    assert formats(resolve([layer], Recipe("x", weight="nvfp4"))) == {"a": "nvfp4"}
+
+
+def test_an_obstacle_of_the_layer_is_its_reason() -> None:
+    layer = Layer("e.up", "experts", (2, 64, 64), obstacle="stored the wrong way round")
+    assert resolve([layer], NVFP4).layers[0].reason == "stored the wrong way round"
+
+
+def test_a_fusion_group_is_kept_whole() -> None:
+    plan = resolve(LAYERS, NVFP4.with_rules(Rule("0.attn.k", KEEP, reason="sensitive")))
+    q, k = plan.by_name["0.attn.q"], plan.by_name["0.attn.k"]
+    assert (q.weight, q.activation, k.weight, k.reason) == (None, None, None, "sensitive")
+    assert q.reason == "fused with 0.attn.k, which stays in 16 bit (sensitive)"
+    Plan.from_dict(plan.to_dict())
+
+
+def test_rules_that_split_a_fusion_group_are_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("fusion group '0.attn.(q|k)' mixes formats")):
+        resolve(LAYERS, NVFP4.with_rules(Rule("0.attn.k", "mxfp8", "mxfp8")))
+    with pytest.raises(ValueError, match=re.escape("mixes solvers (0.attn.q=rtn, 0.attn.k=mse); give its members one")):
+        resolve(LAYERS, NVFP4.with_rules(Rule("0.attn.k", solver="mse")))
+    # Layers that stay in 16 bit are not solved.
+    resolve(LAYERS, NVFP4.with_rules(Rule("0.attn.*", KEEP), Rule("0.attn.k", solver="mse")))
+
+
+def test_a_glob_that_matches_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"glob 'model\.\*' matches no layer; .* are called embed, 0\.attn\.q"):
+        resolve(LAYERS, NVFP4.with_rules(Rule("model.*", KEEP)))
+
+
+def test_presets_are_those_of_the_ecosystem() -> None:
+    assert set(presets()) == set(PRESETS)
+    assert all(r.name == name and r.description for name, r in presets().items())
+    with pytest.raises(ValueError, match=r"unknown format 'nvfp5'; known formats: fp8, fp8_block, .*nvfp4a16"):
+        get_recipe("nvfp5")
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_on_a_llama(base, preset: str) -> None:
+    plan = make_plan(base, preset)
+    weight, activation = PRESETS[preset]
+    for layer in plan.layers:
+        expected = weight if layer.name.endswith("_proj") else None
+        assert (layer.weight.name if layer.weight else None) == expected, layer
+        assert (layer.activation.name if layer.activation else None) == (activation if expected else None), layer
+        assert layer.reason
+    assert len(plan.quantized) == 14
+    assert len(plan.layers) == 1 + 14 + 5 + 1
+    assert Plan.from_dict(plan.to_dict()) == plan
+
+
+def test_include_and_exclude(base) -> None:
+    attention = make_plan(base, "nvfp4a16", include=["*self_attn*"])
+    assert [n for n, f in formats(attention).items() if f] == [n for n in formats(attention) if "self_attn" in n]
+    assert attention.by_name["model.layers.0.mlp.up_proj"].reason == "matched by no --include"
+    assert attention.by_name["model.layers.0.self_attn.q_proj"].reason == "--include *self_attn*"
+    both = make_plan(base, "nvfp4", include=["*self_attn*", "*.1.mlp*"], exclude=["*o_proj"])
+    assert sum(f is not None for f in formats(both).values()) == 6 + 3
+    o_proj = both.by_name["model.layers.0.self_attn.o_proj"]
+    assert o_proj.reason == "--exclude *o_proj" and o_proj.activation is None
+    # A layer that --include brings back keeps the recipe's activation format.
+    assert all(layer.activation is FORMATS["nvfp4"] for layer in both.quantized)
+
+
+def test_excluding_everything_or_nothing_is_an_error(base) -> None:
+    with pytest.raises(ValueError, match="quantizes none of this model's 21 layers"):
+        make_plan(base, "nvfp4a16", exclude=["*"])
+    with pytest.raises(ValueError, match="glob 'nope' matches no layer"):
+        make_plan(base, "nvfp4a16", exclude=["nope"])
+
+
+def test_the_solver_asked_for_replaces_those_of_the_rules(base) -> None:
+    recipe = Recipe("x", weight="nvfp4", solver="rtn").with_rules(Rule("*mlp*", solver="mse"))
+    assert {x.solver for x in make_plan(base, recipe).quantized} == {"rtn", "mse"}
+    assert {x.solver for x in make_plan(base, recipe, solver="four_over_six").quantized} == {"four_over_six"}
+    with pytest.raises(ValueError, match="unknown solver 'magic'; known solvers: rtn, mse"):
+        make_plan(base, recipe, solver="magic")
+
+
+TOML = """
+description = "mixed"
+weight = "nvfp4"
+solver = "mse"
+kv_cache = "fp8"
+[[rules]]
+match = "*down_proj"
+weight = "mxfp8"
+activation = "mxfp8"
+reason = "outliers"
+[[rules]]
+match = "lm_head"
+weight = "fp8_channel"
+"""
+
+
+def test_a_toml_recipe(tmp_path: Path, base) -> None:
+    (tmp_path / "mine.toml").write_text(TOML)
+    recipe = Recipe.load(tmp_path / "mine.toml")
+    assert recipe == Recipe(
+        "mine",
+        weight="nvfp4",
+        solver="mse",
+        kv_cache="fp8",
+        description="mixed",
+        rules=(Rule("*down_proj", "mxfp8", "mxfp8", reason="outliers"), Rule("lm_head", "fp8_channel")),
+    )
+    plan = make_plan(base, recipe)
+    assert plan.kv_cache is FORMATS["fp8"]
+    assert plan.by_name["model.layers.1.mlp.down_proj"].reason == "outliers"
+    assert plan.by_name["lm_head"].weight is FORMATS["fp8_channel"]
+    assert plan.by_name["model.layers.1.mlp.up_proj"].solver == "mse"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('weights = "nvfp4"', "unknown key(s) weights; known keys: name, weight, activation"),
+        ('weight = "nvfp5"', "unknown format 'nvfp5'; known formats: nvfp4"),
+        ('weight = "nvfp4"\nkv_cache = "x"', "unknown format 'x'"),
+        ('[[rules]]\nmatch = "*"\nformat = "fp8"', "rule 1: unknown key(s) format; known keys: match, weight"),
+        ('[[rules]]\nmatch = "a"\n[[rules]]\nweight = "fp8"', "rule 2: no `match` glob"),
+        ('[[rules]]\nmatch = "*"\nweight = "fp9"', "unknown format 'fp9'"),
+        ("weight = ", "not a TOML recipe"),
+        ("\udcff", "not a TOML recipe"),
+    ],
+)
+def test_a_bad_recipe_is_named(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Recipe.load(file)
+    assert "bad.toml" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["weight = 4", 'rules = "x"', "rules = [3]", 'weight = ["fp8"]', "[[rules]]\nmatch = 3"]
+)
+def test_a_value_of_the_wrong_type_is_an_error_of_the_file(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "bad.toml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"bad\.toml"):
+        Recipe.load(file)
