@@ -163,7 +163,7 @@ def resolve(layers: Sequence[Layer], recipe: Recipe, *, provenance: dict[str, An
         if not any(fnmatchcase(layer.name, rule.match) for layer in layers):
             names = ", ".join(layer.name for layer in layers[:3])
             raise ValueError(f"glob {rule.match!r} matches no layer; this model's layers are called {names}, …")
-    planned = _keep_whole_groups([_plan_layer(layer, recipe) for layer in layers])
+    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe) for layer in layers]))
     plan = Plan(
         layers=tuple(planned),
         kv_cache=_format_of(recipe.kv_cache, recipe.name),
@@ -226,6 +226,17 @@ def _obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | 
         if format is not None and not format.divides(layer.shape):
             return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
     return None
+
+
+def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """A weight that another layer shares stays in 16 bit: the two could not be stored once and read twice."""
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    return [
+        dataclasses.replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
+        if layer.weight is not None and (sharer := sharers.get(layer.name))
+        else layer
+        for layer in layers
+    ]
 
 
 def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
