@@ -1,0 +1,247 @@
+"""Finding layers: by what modules are and what they read, never by what they are called."""
+
+import pytest
+import torch
+from torch import nn
+
+from quant.api import make_plan
+from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.zeros(1, 4, dtype=torch.long)
+
+
+def on_meta(config: object, name: str) -> nn.Module:
+    with torch.device("meta"):
+        return getattr(transformers, name)._from_config(config, dtype=torch.bfloat16).eval()
+
+
+def llama(**options: object) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **options
+    )
+    return on_meta(config, "LlamaForCausalLM")
+
+
+def qwen_moe() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        tie_word_embeddings=False,
+    )
+    return on_meta(config, "Qwen3MoeForCausalLM")
+
+
+class Odd(nn.Module):
+    """Three linears, two of which read the same tensor; names that say nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zebra, self.apple, self.mid = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+        self.kernel = nn.Conv1d(2, 2, 3)
+        self.scores = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return self.mid(self.zebra(y)).sum() + self.apple(y).sum()
+
+
+def groups(layers: list[Layer]) -> dict[str, set[str]]:
+    found: dict[str, set[str]] = {}
+    for layer in layers:
+        if layer.group is not None:
+            found.setdefault(layer.group, set()).add(layer.name)
+    return found
+
+
+def test_a_llama_has_every_weight_once_and_in_order() -> None:
+    layers = {layer.name: layer for layer in find_layers(llama(num_key_value_heads=2))}
+    block = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert [name.rpartition(".")[2] for name in layers if ".0." in name] == [
+        *block,
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    assert layers["model.layers.1.self_attn.k_proj"].shape == (16, 32)
+    assert layers["model.layers.1.mlp.down_proj"].shape == (32, 48)
+    kinds = {name: layer.kind for name, layer in layers.items() if ".layers." not in name}
+    assert kinds == {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
+    assert all(layer.tied_to is None and layer.group is None for layer in layers.values())
+
+
+def test_groups_of_a_llama_read_the_same_input() -> None:
+    model = llama()
+    found = groups(find_groups(model, find_layers(model), lambda m: m(IDS.to("meta"))))
+    assert found == {
+        name: {f"model.layers.{i}.{block}.{member}" for member in members}
+        for i in range(2)
+        for block, members in (("self_attn", ["q_proj", "k_proj", "v_proj"]), ("mlp", ["gate_proj", "up_proj"]))
+        for name in [f"model.layers.{i}.{block}.({'|'.join(members)})"]
+    }
+
+
+def test_groups_of_a_real_run_are_those_of_a_run_on_meta() -> None:
+    meta = llama()
+    real = transformers.LlamaForCausalLM._from_config(meta.config, dtype=torch.float32).eval()
+    on_cpu = find_groups(real, find_layers(real), lambda m: m(IDS))
+    assert on_cpu == find_groups(meta, find_layers(meta), lambda m: m(IDS.to("meta")))
+    assert make_plan(real, "nvfp4").groups().keys() == make_plan(meta, "nvfp4").groups().keys() == groups(on_cpu).keys()
+
+
+def test_groups_of_an_encoder() -> None:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
+    )
+    model = on_meta(config, "BertForSequenceClassification")
+    attention = "bert.encoder.layer.0.attention"
+    plan = make_plan(model, "nvfp4a16")
+    assert [{m.name for m in members} for members in plan.groups().values()] == [
+        {f"{attention}.self.{part}" for part in ("query", "key", "value")}
+    ]
+    assert {layer.name for layer in plan.quantized} == {
+        *(f"{attention}.self.{part}" for part in ("query", "key", "value")),
+        f"{attention}.output.dense",
+        "bert.encoder.layer.0.intermediate.dense",
+        "bert.encoder.layer.0.output.dense",
+        "bert.pooler.dense",
+        "classifier",
+    }
+
+
+def test_names_say_nothing_and_inputs_everything() -> None:
+    model = Odd()
+    layers = find_groups(model, find_layers(model), lambda m: m(torch.zeros(2, 8)))
+    assert groups(layers) == {"(zebra|apple)": {"zebra", "apple"}}
+    assert {layer.name: layer.kind for layer in layers} == {
+        "zebra": "linear",
+        "apple": "linear",
+        "mid": "linear",
+        "norm": "norm",
+        "kernel": "conv",
+    }
+
+
+def test_equal_inputs_that_are_not_the_same_tensor_are_no_group() -> None:
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x.clone()) + self.b(x.clone())
+
+    model = Copies()
+    assert groups(find_groups(model, find_layers(model), lambda m: m(torch.zeros(1, 8)))) == {}
+
+
+def test_a_layer_called_twice_on_one_input_is_not_its_own_group() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + self.a(x)
+
+    model = Twice()
+    assert groups(find_groups(model, find_layers(model), lambda m: m(torch.zeros(1, 8)))) == {}
+
+
+def test_looking_for_groups_leaves_no_hook_behind_even_when_the_model_fails() -> None:
+    model = Odd()
+    with pytest.raises(RuntimeError, match="normalized_shape"):
+        find_groups(model, find_layers(model), lambda m: m(torch.zeros(2, 5)))
+    assert all(not module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_tied_head_names_its_embedding() -> None:
+    layers = {layer.name: layer for layer in find_layers(llama(tie_word_embeddings=True))}
+    assert layers["lm_head"].tied_to == "model.embed_tokens" and layers["lm_head"].kind == "head"
+    plan = make_plan(llama(tie_word_embeddings=True), "nvfp4a16")
+    assert plan.by_name["lm_head"].nbytes == 0
+    assert plan.by_name["model.embed_tokens"].nbytes == 64 * 32 * 2
+
+
+def test_tied_linears_are_both_kept_and_counted_once() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32), "c": nn.Linear(32, 32)})
+    model["b"].weight = model["a"].weight
+    plan = make_plan(model, "nvfp4a16").by_name
+    assert [layer.weight is None for layer in plan.values()] == [True, True, False]
+    assert plan["a"].reason == "its weight is also that of b"
+    assert plan["b"].reason == "tied to a, which is stored once and in 16 bit"
+    assert [layer.nbytes for layer in plan.values()] == [2048, 0, 32 * 18 + 4]
+
+
+def test_fused_experts_are_layers_of_their_own() -> None:
+    layers = {layer.name: layer for layer in group_experts(find_layers(qwen_moe()))}
+    experts = "model.layers.0.mlp.experts"
+    assert {name: layer.shape for name, layer in layers.items() if layer.kind == "experts"} == {
+        f"{experts}.gate_up_proj": (4, 32, 32),
+        f"{experts}.down_proj": (4, 32, 16),
+    }
+    assert {layer.group for layer in layers.values() if layer.kind == "experts"} == {experts}
+    assert layers["model.layers.0.mlp.gate"].kind == "other"
+
+
+def test_the_plan_keeps_the_group_of_experts_beside_those_of_linears() -> None:
+    plan = make_plan(qwen_moe(), "nvfp4a16")
+    assert [sorted(m.name.rpartition(".")[2] for m in members) for members in plan.groups().values()] == [
+        ["k_proj", "q_proj", "v_proj"],
+        ["down_proj", "gate_up_proj"],
+    ]
+    # down_proj's 16 inputs do not divide into MX blocks of 32, and its group is kept with it.
+    kept = make_plan(qwen_moe(), "mxfp8").by_name
+    assert "in = 16 is not a multiple" in kept["model.layers.0.mlp.experts.down_proj"].reason
+    assert "fused with" in kept["model.layers.0.mlp.experts.gate_up_proj"].reason
+
+
+def test_transposed_experts_are_kept_with_their_reason() -> None:
+    class Experts(nn.Module):
+        is_transposed = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 32))
+
+    model = nn.Sequential(nn.Linear(64, 64), Experts())
+    layer = make_plan(model, "nvfp4a16").by_name["1.gate_up_proj"]
+    assert layer.weight is None and "reduction axis" in layer.reason
+
+
+def test_a_root_that_is_a_layer_itself() -> None:
+    assert find_layers(nn.Linear(8, 4)) == [Layer("", "linear", (4, 8))]
+
+
+def test_layers_of_a_bare_state_dict_by_name_and_shape() -> None:
+    shapes = {
+        "embed_tokens.weight": (100, 8),
+        "wte.weight": (100, 8),
+        "h.0.q.weight": (8, 8),
+        "h.0.q.bias": (8,),
+        "h.0.norm.weight": (8,),
+        "h.0.conv.weight": (8, 8, 3, 3),
+        "h.0.experts.down_proj": (2, 8, 8),
+        "h.0.some.buffer": (2, 8, 8),
+        "lm_head.weight": (100, 8),
+    }
+    assert {layer.name: layer.kind for layer in layers_of_state_dict(shapes)} == {
+        "embed_tokens": "embedding",
+        "wte": "embedding",
+        "h.0.q": "linear",
+        "h.0.norm": "norm",
+        "h.0.conv": "conv",
+        "h.0.experts.down_proj": "experts",
+        "lm_head": "head",
+    }
