@@ -84,6 +84,13 @@ class Histogram:
         grown[: self.bins // merged] = self.counts.view(-1, merged).sum(dim=1)
         self.counts, self.exponent = grown, exponent
 
+    def merged(self, bins: int) -> Histogram:
+        """The same histogram in fewer bins, a power of two."""
+        merged = Histogram(bins)
+        merged.exponent, merged.amax, merged.zeros = self.exponent, self.amax, self.zeros
+        merged.counts = self.counts.view(bins, -1).sum(dim=1)
+        return merged
+
     def percentile(self, percent: float) -> float:
         """The magnitude that `percent` of the values do not exceed, right to one bin; 100 gives `amax` itself.
 

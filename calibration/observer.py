@@ -31,6 +31,7 @@ from quant.formats.number import Number
 
 # The search for the smallest squared error: a geometric ladder down to amax / 2^10, then steps between its rungs.
 _LADDER, _OCTAVES, _STEPS = 160, 10, 33
+_VALUES_A_BIN = 64
 
 
 class Observer(Protocol):
@@ -173,13 +174,22 @@ class MSE(_HistogramObserver):
 
 
 class Entropy(_HistogramObserver):
-    """The amax with the smallest KL divergence. See `Observer` and `divergences`."""
+    """The amax with the smallest KL divergence. See `Observer` and `divergences`.
+
+    With few values a bin, the divergence measures the noise of the counts, and the narrower a range the less of it:
+    the criterion would clip ever more as data get scarcer. So bins are merged until they hold 64 values each on
+    average (that noise is then below 0.01 nats), or until they are hardly more than the values of the grid.
+    """
 
     def _choose(self) -> float:
-        ends, divergence = divergences(self.histogram, self.number)
+        histogram, levels = self.histogram, self.number.max_code + 1
+        values = int(histogram.counts.sum())
+        while values < _VALUES_A_BIN * histogram.used and histogram.used > 4 * levels:
+            histogram = histogram.merged(histogram.bins // 2)
+        ends, divergence = divergences(histogram, self.number)
         # Among equals, which differ by rounding only, the one that clips least.
         end = int(ends[divergence <= divergence.min() + 1e-12].max())
-        return min(end * self.histogram.width, self.histogram.amax)
+        return min(end * histogram.width, histogram.amax)
 
 
 def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> torch.Tensor:
@@ -223,7 +233,8 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     i, the reference P is the first i bins with all that lies beyond put into the last of them. Q is the same bins
     without that: what falls into one cell of the grid is spread evenly over those bins of the cell that are not
     empty. There the cells are 128 equal ones; here they are those of nearest rounding to any number's grid, and
-    bins belong to the cell of their centre. A P with mass where Q has none has an infinite divergence.
+    bins belong to the cell of their centre. A P with mass where Q has none has an infinite divergence. Clips below
+    the median are left out: a single bin that is left of the data matches itself perfectly.
 
     Every sum over the bins of a cell is a difference of two prefix sums, so that all candidates together cost
     candidates × cells, not candidates × bins.
@@ -235,7 +246,8 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     counts = histogram.counts[:used].cpu().double()
     grid = number.grid().double()
     middle = (grid[1:] + grid[:-1]) / 2
-    ends = torch.arange(min(len(grid), used), used + 1)
+    median = int(torch.searchsorted(counts.cumsum(0), counts.sum() / 2)) + 1
+    ends = torch.arange(min(max(len(grid), median), used), used + 1)
 
     # First bin of each cell, [n, cells + 1]: the bins whose centre, in steps, is not below the cell's start.
     first = torch.ceil(middle * ends[:, None] / number.max - 0.5).long()
