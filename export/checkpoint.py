@@ -14,6 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import nn
 
 from quant.export import compressed_tensors as layout
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import QuantExperts, QuantLinear
+from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
 SHARD_BYTES = 5 * 1000**3
@@ -89,7 +90,25 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         for part, weight in layer_weights(name, module.quantized_weight).items():
             for suffix, tensor in layout.compress(weight, module.input_scale, dtype).items():
                 tensors[f"{part}.{suffix}"] = tensor.contiguous()
+        for suffix in _BESIDE:
+            beside = getattr(module, suffix, None)
+            if beside is not None:
+                tensors[f"{name}.{suffix}"] = beside.contiguous()
     return tensors
+
+
+def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with what the model's quantized linears really do at run time: input scale, rotation, branch."""
+    found = []
+    for layer in plan.quantized:
+        if layer.kind != "experts":
+            module = model.get_submodule(layer.name)
+            assert isinstance(module, QuantLinear)
+            parts = module.parts
+            found.append(
+                replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
+            )
+    return plan.replace_layers(found)
 
 
 def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
@@ -252,6 +271,27 @@ def _read_linear(
     except KeyError as error:
         raise ValueError(f"{name}: the checkpoint has no tensor {name}.{error.args[0]} for format {format}") from None
 
+
+def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
+    """What a planned layer does at run time beside its matmul.
+
+    Raises:
+        ValueError: a tensor that the plan promises is missing, or has another rank; the message names it.
+    """
+    needed = [name for name, wanted in zip(_BESIDE, (plan.pre_scale, plan.rank, plan.rank), strict=True) if wanted]
+    for suffix in needed:
+        if f"{plan.name}.{suffix}" not in tensors:
+            raise ValueError(f"{plan.name}: the checkpoint has no tensor {plan.name}.{suffix}, which the plan names")
+    pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in _BESIDE)
+    parts = RunTimeParts(pre_scale, plan.hadamard, None if down is None or up is None else (down, up))
+    if plan.kind != "experts":
+        parts.check(plan.name, plan.shape)
+    if parts.rank != plan.rank:
+        raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {plan.rank}")
+    return parts
+
+
+_BESIDE = ("pre_scale", "lowrank_down", "lowrank_up")
 
 _NAMES = (
     "weight",

@@ -145,9 +145,52 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
-        "transform_config": {},
+        "transform_config": _transform_config(plan),
         "version": VERSION,
     }
+
+
+def _transform_config(plan: Plan) -> dict[str, Any]:
+    """Online rotations of inputs, one scheme a block size. The weights in the files are rotated already."""
+    blocks: dict[int, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        if layer.hadamard:
+            blocks.setdefault(layer.hadamard, []).append(layer)
+    schemes = {
+        f"hadamard_{block}": {
+            "type": "hadamard",
+            "apply": [{"targets": _targets(layers), "location": "input", "inverse": False, "ignore": []}],
+            "randomize": False,
+            "requires_grad": False,
+            "head_dim": block,
+            "precision": "torch.float32",
+        }
+        for block, layers in blocks.items()
+    }
+    return {"config_groups": schemes} if schemes else {}
+
+
+def runtime_warnings(plan: Plan) -> list[str]:
+    """What other runtimes do not do with a checkpoint of `plan`: one sentence a kind of part, none if all is standard.
+
+    Input scales and low-rank branches have no place in the layout. Rotations have one, `transform_config`, which
+    compressed-tensors itself applies and which runtimes may ignore, as transformers up to 5.23 does.
+    """
+    kinds = (
+        ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.pre_scale]),
+        ("a 16-bit low-rank branch", "have no place for it", [m.name for m in plan.quantized if m.rank]),
+        (
+            "a Hadamard rotation of the input",
+            "must apply transform_config, which transformers does not",
+            [m.name for m in plan.quantized if m.hadamard],
+        ),
+    )
+    return [
+        f"{len(names)} layer(s), {names[0]} first, need {what} at run time: load the checkpoint with quant.load; "
+        f"other runtimes {problem}, and would give wrong output"
+        for what, problem, names in kinds
+        if names
+    ]
 
 
 def _targets(layers: Sequence[LayerPlan]) -> list[str]:

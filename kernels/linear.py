@@ -28,7 +28,7 @@ _EXACT = ("codes", "scale", "global_scale", "input_scale")
 
 
 @dataclass(frozen=True, eq=False)
-class Transform:
+class RunTimeParts:
     """What a quantized linear does at run time beside its matmul; the default is nothing.
 
     Attributes:
@@ -137,10 +137,10 @@ class QuantLinear(_QuantModule):
         bias: `[out]`, or None.
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
-        pre_scale, hadamard, lowrank: the parts of a `Transform`.
+        pre_scale, hadamard, lowrank: see `RunTimeParts`.
 
     Raises:
-        ValueError: a part of the transform does not fit the weight.
+        ValueError: one of them does not fit the weight.
     """
 
     pre_scale: torch.Tensor | None
@@ -158,7 +158,7 @@ class QuantLinear(_QuantModule):
         hadamard: int = 0,
         lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
-        Transform(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
         down, up = lowrank or (None, None)
         super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
         self.out_features, self.in_features = weight.shape
@@ -166,30 +166,30 @@ class QuantLinear(_QuantModule):
         self.hadamard = hadamard
 
     @property
-    def transform(self) -> Transform:
+    def parts(self) -> RunTimeParts:
         """What happens beside the matmul, sharing the module's buffers."""
         lowrank = None
         if self.lowrank_down is not None and self.lowrank_up is not None:
             lowrank = (self.lowrank_down, self.lowrank_up)
-        return Transform(self.pre_scale, self.hadamard, lowrank)
+        return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, in the dtype of `x`."""
-        transform = self.transform
-        x = transform.input(x)
+        parts = self.parts
+        x = parts.input(x)
         y = quantized_linear(x, self.quantized_weight, self.bias, self.input_scale, self.activation_format)
-        branch = transform.branch(x)
+        branch = parts.branch(x)
         return y if branch is None else y + branch
 
     def extra_repr(self) -> str:
-        parts = [super().extra_repr()]
+        words = [super().extra_repr()]
         if self.pre_scale is not None:
-            parts.append("pre_scale")
+            words.append("pre_scale")
         if self.hadamard:
-            parts.append(f"hadamard={self.hadamard}")
+            words.append(f"hadamard={self.hadamard}")
         if self.lowrank_down is not None:
-            parts.append(f"rank={self.transform.rank}")
-        return ", ".join(parts)
+            words.append(f"rank={self.parts.rank}")
+        return ", ".join(words)
 
 
 class QuantExperts(_QuantModule):

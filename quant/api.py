@@ -18,9 +18,10 @@ from torch import nn
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.solver import get_solver, shared_global_scale, solve_group
 from quant.errors import UserError
+from quant.export.checkpoint import plan_of_model
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import QuantExperts, QuantLinear, experts_forward
+from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts, experts_forward
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
@@ -75,7 +76,8 @@ def quantize(
     calibrated = time.perf_counter()
     layers = apply_plan(model, plan, input_scales, progress=progress)
     done = time.perf_counter()
-    return Quantized(model, plan, layers, {"calibrate": calibrated - started, "solve": done - calibrated})
+    seconds = {"calibrate": calibrated - started, "solve": done - calibrated}
+    return Quantized(model, plan_of_model(model, plan), layers, seconds)
 
 
 def make_plan(
@@ -284,7 +286,11 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
 
 
 def install_weight(
-    model: nn.Module, layer: LayerPlan, weight: BlockScaledTensor, input_scale: torch.Tensor | None
+    model: nn.Module,
+    layer: LayerPlan,
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    parts: RunTimeParts | None = None,
 ) -> None:
     """Puts a `QuantLinear` or `QuantExperts` in the place of the layer's weight. A bias stays as it is."""
     parent_name, _, last = layer.name.rpartition(".")
@@ -295,7 +301,7 @@ def install_weight(
         delattr(parent, last)
     else:
         bias = getattr(parent.get_submodule(last), "bias", None)
-        new = QuantLinear(weight, bias, layer.activation, input_scale)
+        new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts or RunTimeParts()))
     new.train(parent.training)
     setattr(parent, last, new)
 

@@ -48,6 +48,7 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
+    plan = files.plan_of_model(model, plan)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     tensors = files.checkpoint_tensors(model, dtype)
     return _write(Path(directory), tensors, plan, getattr(model, "config", None), model, tokenizer, overwrite, finish)
@@ -136,7 +137,7 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
         weight, input_scale = files.read_layer(tensors, layer)
         if weight.shape != layer.shape:
             raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
-        install_weight(model, layer, weight, input_scale)
+        install_weight(model, layer, weight, input_scale, files.read_parts(tensors, layer))
         owned.update(files.layer_tensor_names(tensors, layer))
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)

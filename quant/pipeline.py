@@ -23,7 +23,7 @@ from quant.calibration.data import token_rows
 from quant.errors import UserError
 from quant.evaluate import Evaluation, evaluate
 from quant.export.checkpoint import check_destination
-from quant.export.compressed_tensors import check_plan
+from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.extras import versions
 from quant.load import Source, open_model
 from quant.load_huggingface import load_tokenizer
@@ -151,6 +151,7 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
         quantized = api.quantize(model, plan, data, progress=progress)
+        plan = quantized.plan
         evaluation = None
         if eval_rows is not None:
             evaluation = evaluate(
@@ -216,7 +217,7 @@ def _report(
         seconds={},
         peak_rss_bytes=_peak_rss(),
         files={},
-        warnings=[],
+        warnings=runtime_warnings(plan),
     )
 
 

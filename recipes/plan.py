@@ -46,6 +46,9 @@ class LayerPlan:
         tied_to: name of the layer whose weight this one shares; a tied weight is stored once.
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
+        pre_scale: whether the input is scaled at run time, by a vector that no neighbour could take up.
+        hadamard: block of the Hadamard rotation that the input goes through at run time; 0 for none.
+        rank: of the 16-bit branch beside the quantized weight; 0 for none.
     """
 
     name: str
@@ -59,6 +62,9 @@ class LayerPlan:
     tied_to: str | None = None
     score: float | None = None
     cost: int | None = None
+    pre_scale: bool = False
+    hadamard: int = 0
+    rank: int = 0
 
     @property
     def numel(self) -> int:
@@ -67,15 +73,21 @@ class LayerPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weight as planned, scales and pads counted; 0 where it is tied to another layer's."""
+        """Bytes as planned: weight, scales, pads, branch and input scale; 0 where tied to another layer's."""
         if self.tied_to is not None:
             return 0
-        return self.weight.nbytes(self.shape) if self.weight else 2 * self.numel
+        return self.weight.nbytes(self.shape) + self._beside if self.weight else 2 * self.numel
 
     @property
     def bits_per_weight(self) -> float:
-        """Exact bits per weight as planned; 16 for a kept layer."""
-        return self.weight.bits_per_weight(self.shape) if self.weight else 16.0
+        """Exact bits per weight as planned, with what stands beside the weight; 16 for a kept layer."""
+        return self.weight.bits_per_weight(self.shape) + 8 * self._beside / self.numel if self.weight else 16.0
+
+    @property
+    def _beside(self) -> int:
+        """Bytes in 16 bit beside the weight."""
+        rows, columns = self.shape[-2:] if self.rank or self.pre_scale else (0, 0)
+        return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; formats by name, unset optional fields left out."""
@@ -83,6 +95,8 @@ class LayerPlan:
         fields["shape"] = list(self.shape)
         for key in ("weight", "activation"):
             fields[key] = None if fields[key] is None else fields[key].name
+        unset = {"pre_scale": False, "hadamard": 0, "rank": 0}
+        fields = {k: v for k, v in fields.items() if k not in unset or v != unset[k]}
         return {k: v for k, v in fields.items() if v is not None or k in ("weight", "activation")}
 
     @classmethod
@@ -193,6 +207,9 @@ class Plan:
             if len({(m.weight, m.activation) for m in members}) > 1:
                 formats = ", ".join(f"{m.name}={m.weight or '16 bit'}" for m in members)
                 raise ValueError(f"fusion group {name!r} mixes formats ({formats}); give its members one format")
+            if len({m.hadamard for m in members}) > 1:
+                blocks = ", ".join(f"{m.name}={m.hadamard}" for m in members)
+                raise ValueError(f"fusion group {name!r} mixes Hadamard blocks ({blocks}); its members share an input")
             if members[0].weight is not None and len({m.solver for m in members}) > 1:
                 solvers = ", ".join(f"{m.name}={m.solver}" for m in members)
                 raise ValueError(f"fusion group {name!r} mixes solvers ({solvers}); give its members one solver")

@@ -10,7 +10,7 @@ import torch
 
 from quant.formats.format import get_format
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear import QuantLinear, Transform
+from quant.kernels.linear import QuantLinear, RunTimeParts
 
 OUT, IN, RANK, BLOCK = 48, 64, 4, 32
 
@@ -44,20 +44,20 @@ def test_is_the_formula(chosen: tuple[str, ...], activation: str | None) -> None
         seen = (x * parts["pre_scale"]).double()
     if "hadamard" in parts:
         seen = seen @ _matrix()
-    rounded = fake_quantize(layer.transform.input(x), format).double() if format else seen
+    rounded = fake_quantize(layer.parts.input(x), format).double() if format else seen
     expected = rounded @ weight.dequantize().double().T + bias.double()
     if "lowrank" in parts:
         down, up = parts["lowrank"]
         expected = expected + (seen @ down.double().T) @ up.double().T
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-4)
-    torch.testing.assert_close(layer.transform.input(x).double(), seen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(layer.parts.input(x).double(), seen, rtol=1e-5, atol=1e-5)
 
 
 def test_rotating_weight_and_input_changes_nothing() -> None:
     weight = torch.randn(OUT, IN, dtype=torch.float64)
     x = torch.randn(7, IN, dtype=torch.float64)
     scale = torch.rand(IN, dtype=torch.float64) + 0.5
-    seen = Transform(1 / scale, BLOCK).input(x)
+    seen = RunTimeParts(1 / scale, BLOCK).input(x)
     torch.testing.assert_close(seen @ (weight * scale @ _matrix()).T, x @ weight.T, rtol=0, atol=1e-12)
 
 
@@ -95,6 +95,6 @@ def test_what_does_not_fit_is_refused(parts: dict[str, Any], problem: str) -> No
         QuantLinear(weight, **parts)
 
 
-def test_no_parts_is_no_transform() -> None:
-    assert not QuantLinear(quantize(torch.randn(OUT, IN), get_format("nvfp4"))).transform
-    assert Transform(hadamard=2) and Transform(pre_scale=torch.ones(2)) and Transform().rank == 0
+def test_no_parts_changes_nothing() -> None:
+    assert not QuantLinear(quantize(torch.randn(OUT, IN), get_format("nvfp4"))).parts
+    assert RunTimeParts(hadamard=2) and RunTimeParts(pre_scale=torch.ones(2)) and RunTimeParts().rank == 0
