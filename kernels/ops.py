@@ -14,7 +14,9 @@ kept: a decoder uses its layers in turn, and turning the cache over would then m
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn.functional import linear
@@ -70,6 +72,28 @@ def set_cache_budget(nbytes: int) -> None:
     _cache.budget = nbytes
 
 
+@dataclass(frozen=True)
+class _Entry:
+    """A dequantized weight and what it was made of: the scales, and how often each tensor was written to."""
+
+    dense: torch.Tensor
+    versions: tuple[int, ...]
+    scales: tuple[weakref.ref[torch.Tensor], ...]
+
+    def is_of(self, codes: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
+        return (
+            self.dense.dtype is dtype
+            and self.versions == _versions(codes, scales)
+            and len(self.scales) == len(scales)
+            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
+        )
+
+
+def _versions(codes: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return codes._version, *(scale._version for scale in scales)
+
+
 class _Cache:
     """Dequantized weights by identity of their codes, freed with them."""
 
@@ -83,18 +107,19 @@ class _Cache:
     def get(self, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor | None:
         """The weight in `dtype`, or None where it does not fit."""
         codes = weight.codes
-        if codes.device.type != "cpu" or codes.is_inference() or codes._base is not None:
+        scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
+        if codes.device.type != "cpu" or codes._base is not None or any(t.is_inference() for t in (codes, *scales)):
             return None
-        key = (dtype, codes._version)
         entry = self.entries.get(codes)
-        if entry is None or entry[0] != key:
+        if entry is None or not entry.is_of(codes, scales, dtype):
             self.entries.pop(codes, None)
-            held = sum(dense.nbytes for _, dense in self.entries.values())
+            held = sum(entry.dense.nbytes for entry in self.entries.values())
             if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
                 return None
-            entry = (key, weight.dequantize(dtype))
+            refs = tuple(weakref.ref(scale) for scale in scales)
+            entry = _Entry(weight.dequantize(dtype), _versions(codes, scales), refs)
             self.entries[codes] = entry
-        return entry[1]  # type: ignore[no-any-return]
+        return entry.dense  # type: ignore[no-any-return]
 
 
 _cache = _Cache(budget=2 << 30)
