@@ -27,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from quant.calibration.block_search import round_with_feedback, search_block
+from quant.calibration.statistics import diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
@@ -186,7 +187,7 @@ def _descend(
     """One sweep of block coordinate descent, in place: every block again, with all others as they are."""
     moment = factor.moment
     residual = target - values
-    inverses, uppers = _block_inverses(moment, width)
+    inverses, uppers = block_factors(diagonal_blocks(moment, width))
     for index, start in enumerate(range(0, len(target), width)):
         here = slice(start, start + width)
         size = len(target[here])
@@ -204,14 +205,9 @@ def _descend(
         residual[here] = target[here] - values[here]
 
 
-def _block_inverses(moment: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Inverses of the diagonal blocks of M, `[blocks, width, width]`, and their upper factors U."""
-    short = -len(moment) % width
-    if short:  # the last block gets an identity for what it lacks
-        moment = torch.block_diag(moment, torch.eye(short, dtype=moment.dtype, device=moment.device))
-    count = len(moment) // width
-    blocks = moment.view(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+def block_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
     lower = torch.linalg.cholesky(blocks.flip(1, 2))
-    eye = torch.eye(width, dtype=moment.dtype, device=moment.device).expand_as(blocks)
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
     uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
     return uppers.mT @ uppers, uppers

@@ -1,7 +1,11 @@
 """Solvers: from a weight, and what is known of its inputs, to codes and scales.
 
 A solver is any callable of the `Solver` shape; `SOLVERS` maps the names that recipes and `--solver` use to them.
-The ones here need no data: they round to nearest and differ in the scale rule alone.
+The first ones need no data: they round to nearest and differ in the scale rule alone. `local_hessian` and `gptq`
+work from the second moment of the layer's inputs.
+
+`TRANSFORMS` change the problem before it is rounded, by scaling input channels. Names compose with "+": transforms
+first, one rounding solver last, as in `awq+gptq`; a transform alone is followed by `mse`.
 """
 
 from __future__ import annotations
@@ -12,10 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
+from quant.calibration.awq import channel_scale, search_scale
+from quant.calibration.gptq import corrected_weight, factorize, gptq
+from quant.calibration.local_hessian import local_hessian
 from quant.calibration.peers import quantize_like_compressed_tensors, quantize_like_modelopt
+from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of
-from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize
+from quant.formats.tensor import BlockScaledTensor, checked_amax, fake_quantize, quantize
 
 
 class Solver(Protocol):
@@ -69,6 +77,189 @@ class Peer:
         return self.quantize(weight, format, global_scale)  # type: ignore[no-any-return]
 
 
+@dataclass(frozen=True)
+class LocalHessian:
+    """Block scales by the output error of their own block; see `calibration.local_hessian`.
+
+    Attributes:
+        feedback: whether errors are fed back within a block.
+    """
+
+    feedback: bool = True
+    rule: str = "mse"
+
+    def __call__(
+        self, weight: torch.Tensor, stats: Any, format: Format, *, global_scale: torch.Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        moments = _required(stats, name, "local_hessian").blocks(_block_width(format, name, "local_hessian"))
+        return local_hessian(weight.float(), moments, format, global_scale, feedback=self.feedback)
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Second-order rounding; see `calibration.gptq`.
+
+    Attributes:
+        damping: added to the diagonal of the second moment, as a fraction of its mean.
+        correction: how much of the accumulated input error is made up for; 0 for none, 1 for all.
+        sweeps: rounds of coordinate descent.
+        shortlist: scales of a block that are tried with feedback.
+    """
+
+    damping: float = 0.01
+    correction: float = 1.0
+    sweeps: int = 2
+    shortlist: int = 4
+    rule: str = "mse"
+
+    def __call__(
+        self, weight: torch.Tensor, stats: Any, format: Format, *, global_scale: torch.Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        stats = _required(stats, name, "gptq")
+        try:
+            factor = factorize(stats.second_moment, self.damping)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        target = corrected_weight(weight.float(), stats.drift, factor, self.correction)
+        return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
+
+
+def _required(stats: LayerStats | None, name: str, solver: str) -> LayerStats:
+    if stats is None:
+        raise ValueError(
+            f"{name}: solver {solver!r} needs calibration data; pass a text, or use 'mse', which needs none"
+        )
+    return stats
+
+
+def _block_width(format: Format, name: str, solver: str) -> int:
+    rows, columns = format.block
+    if rows != 1 or columns == 0:
+        raise ValueError(
+            f"{name}: solver {solver!r} chooses the scales of blocks within a row, and {format.name} has none; "
+            "use 'gptq' or 'mse'"
+        )
+    return columns
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """What transforms look at: the original inputs of a fusion group.
+
+    Attributes:
+        sample: some tokens, `[tokens, in]`, float32.
+        mean_abs: mean magnitude of each channel over all tokens, `[in]`.
+        amax: largest magnitude of each channel, `[in]`.
+    """
+
+    sample: torch.Tensor
+    mean_abs: torch.Tensor
+    amax: torch.Tensor
+
+
+class Transform(Protocol):
+    """Chooses an input scale s for a fusion group: its weights become W diag(s) and its inputs x / s."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        inputs: GroupInputs,
+        format: Format,
+        activation: Format | None,
+        owner: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The scale `[in]`.
+
+        Args:
+            weight: of the whole group, `[out, in]`, float32.
+            inputs: what the group reads.
+            format, activation: of weights and inputs.
+            owner: see `awq.channel_scale`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Awq:
+    """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
+
+    Attributes:
+        trial: solver that rounds in the search, on every `stride`-th output row.
+        powers: pairs (of the activation's magnitude, of the weight's) to try.
+        rows: at most so many output rows take part in the search.
+    """
+
+    trial: str = "rtn"
+    powers: tuple[tuple[float, float], ...] = tuple((p / 10, 0.0) for p in range(10))
+    rows: int = 512
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        inputs: GroupInputs,
+        format: Format,
+        activation: Format | None,
+        owner: torch.Tensor | None,
+    ) -> torch.Tensor:
+        solver = SOLVERS[self.trial]
+
+        def round_weight(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            stats = LayerStats(len(x), x.t() @ x / len(x)) if self.trial not in ("rtn", "mse") else None
+            return solve_group({"awq": scaled}, {"awq": stats}, format, solver)["awq"].dequantize()
+
+        part = weight[:: -(-len(weight) // self.rows)]
+        round_input = (lambda x: fake_quantize(x, activation)) if activation else None
+        scale, _ = search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.powers)
+        return scale
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    """Half of each channel's range moves from the activations to the weights (Xiao et al., 2022)."""
+
+    power: float = 0.5
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        inputs: GroupInputs,
+        format: Format,
+        activation: Format | None,
+        owner: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return channel_scale(inputs.amax, weight, self.power, 1 - self.power, owner)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Transforms, then rounding: what a name such as `awq+gptq` stands for."""
+
+    name: str
+    transforms: tuple[Transform, ...]
+    rounding: Solver
+
+    @property
+    def rule(self) -> str:
+        return self.rounding.rule
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it works from calibration inputs."""
+        return bool(self.transforms) or isinstance(self.rounding, Gptq | LocalHessian)
+
+    @property
+    def at_once(self) -> bool:
+        """Whether all layers of a block can be solved from one pass over the original inputs."""
+        return not self.transforms and isinstance(self.rounding, LocalHessian)
+
+    def __call__(
+        self, weight: torch.Tensor, stats: Any, format: Format, *, global_scale: torch.Tensor | None, name: str
+    ) -> BlockScaledTensor:
+        if self.transforms:
+            _required(stats, name, self.name)
+        return self.rounding(weight, stats, format, global_scale=global_scale, name=name)
+
+
 SOLVERS: dict[str, Solver] = {
     "rtn": Rounding("max"),
     "mse": Rounding("mse"),
@@ -77,19 +268,39 @@ SOLVERS: dict[str, Solver] = {
     "even": Rounding("even"),
     "modelopt": Peer(quantize_like_modelopt),
     "compressed_tensors": Peer(quantize_like_compressed_tensors),
+    "local_hessian": LocalHessian(),
+    "gptq": Gptq(),
+}
+
+TRANSFORMS: dict[str, Transform] = {
+    "awq": Awq(),
+    "smoothquant": SmoothQuant(),
 }
 
 
 def get_solver(name: str) -> Solver:
-    """The solver called `name`.
+    """The solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
 
     Raises:
-        ValueError: unknown name; the message lists the known ones.
+        ValueError: an unknown part, or parts in an order that makes no sense; the message lists the known ones.
     """
-    try:
-        return SOLVERS[name]
-    except KeyError:
-        raise ValueError(f"unknown solver {name!r}; known solvers: {', '.join(SOLVERS)}") from None
+    return SOLVERS[name] if name in SOLVERS else get_pipeline(name)
+
+
+def get_pipeline(name: str) -> Pipeline:
+    """The solver called `name`, taken apart into transforms and rounding."""
+    parts = name.split("+")
+    for part in parts:
+        if part not in SOLVERS and part not in TRANSFORMS:
+            raise ValueError(
+                f"unknown solver {part!r}; known solvers: {', '.join(SOLVERS)}; before them, joined by '+': "
+                f"{', '.join(TRANSFORMS)}"
+            )
+    *before, last = parts if parts[-1] in SOLVERS else [*parts, "mse"]
+    misplaced = [part for part in before if part not in TRANSFORMS]
+    if misplaced:
+        raise ValueError(f"solver {name!r}: {misplaced[0]!r} rounds, so it must come last and alone")
+    return Pipeline(name, tuple(TRANSFORMS[part] for part in before), SOLVERS[last])
 
 
 def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:

@@ -16,6 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
+
+from quant.formats.format import Format
+from quant.formats.scaling import global_scale_of
 
 
 @dataclass(eq=False)
@@ -23,20 +27,44 @@ class LayerStats:
     """Statistics of the input of one layer, or of all layers of a fusion group, which share their input.
 
     Attributes:
-        second_moment: mean of x xᵀ, float32 or float64 `[in, in]`.
-        tokens: how many tokens it was taken over; 0 for an expert that none reached.
-        drift: mean of (r - x) xᵀ, of the shape of `second_moment`, or None where x is the original input.
+        tokens: how many tokens the means were taken over.
+        second_moment: mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept.
+        drift: mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input.
+        block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
     """
 
-    second_moment: torch.Tensor
     tokens: int
+    second_moment: torch.Tensor | None = None
     drift: torch.Tensor | None = None
+    block_moments: torch.Tensor | None = None
+
+    def blocks(self, width: int) -> torch.Tensor:
+        """Diagonal blocks of the second moment, `[in / width, width, width]`."""
+        if self.block_moments is not None and self.block_moments.shape[-1] == width:
+            return self.block_moments
+        assert self.second_moment is not None
+        return diagonal_blocks(self.second_moment, width)
+
+
+def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
+    """Diagonal blocks of a square matrix, `[blocks, width, width]`; a short last one is completed by an identity."""
+    short = -len(matrix) % width
+    if short:
+        matrix = torch.block_diag(matrix, torch.eye(short, dtype=matrix.dtype, device=matrix.device))
+    count = len(matrix) // width
+    return matrix.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
 class MomentSum:
-    """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in `dtype`."""
+    """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in `dtype`.
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    Args:
+        width: keep only the diagonal blocks of this width; None keeps the whole matrix.
+        dtype: of the sums; float64 takes the products in float64 too.
+    """
+
+    def __init__(self, width: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+        self.width = width
         self.dtype = dtype
         self.tokens = 0
         self.second: torch.Tensor | None = None
@@ -49,20 +77,35 @@ class MomentSum:
             x: `[tokens, in]`, what the layer gets.
             reference: `[tokens, in]`, what it got in the original model; None if that is `x`.
         """
+        self.tokens += len(x)
+        if self.dtype is torch.float64:
+            x, reference = x.double(), None if reference is None else reference.double()
+        if self.width is not None:
+            blocks = _block_products(x, self.width)
+            self.second = blocks.to(self.dtype) if self.second is None else self.second.add_(blocks)
+            return
         if self.second is None:
             self.second = torch.zeros(x.shape[1], x.shape[1], dtype=self.dtype, device=x.device)
             self.cross = None if reference is None else torch.zeros_like(self.second)
-        self.tokens += len(x)
-        _add_symmetric(self.second, x.to(self.dtype) if self.dtype is torch.float64 else x)
+        _add_symmetric(self.second, x)
         if reference is not None:
             assert self.cross is not None
             self.cross += (reference - x).t() @ x
 
-    def stats(self) -> LayerStats:
-        """The means."""
-        assert self.second is not None
-        drift = None if self.cross is None else self.cross / self.tokens
-        return LayerStats(self.second / self.tokens, self.tokens, drift)
+    def stats(self) -> LayerStats | None:
+        """The means; None if no token came."""
+        if self.second is None:
+            return None
+        if self.width is not None:
+            return LayerStats(self.tokens, block_moments=self.second / self.tokens)
+        return LayerStats(
+            self.tokens, self.second / self.tokens, None if self.cross is None else self.cross / self.tokens
+        )
+
+
+def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
+    x = pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width)).transpose(0, 1)
+    return x.mT @ x
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
@@ -73,3 +116,20 @@ def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> No
         total[start : start + width, start:] += strip
         if start + width < x.shape[1]:
             total[start + width :, start : start + width] += strip[:, width:].t()
+
+
+def static_input_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtype) -> torch.Tensor | None:
+    """Static scale of inputs whose largest magnitude is `amax`, float32 scalar; None for formats that measure theirs.
+
+    Args:
+        amax: float32 scalar.
+        activation: format of the inputs.
+        dtype: of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
+    """
+    if activation.global_scale:
+        return 1 / (1 / global_scale_of(amax, activation, "max"))
+    if activation.block != (0, 0):
+        return None
+    scale = amax.float() / activation.element.max
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale

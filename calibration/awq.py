@@ -1,0 +1,86 @@
+"""Scaling input channels before rounding: AWQ and SmoothQuant.
+
+W x = (W diag(s)) (x / s) for any positive s. Large s on a channel makes its weights large beside their block, so
+their rounding errors grow less than the channel's inputs shrink; and it takes outliers out of the activations. Both
+methods take s from the channel's typical magnitude, s = mean|x|^p / max|w|^q:
+
+SmoothQuant  moves the difficulty from activations to weights by a fixed split, p = q = 1/2 of channel maxima.
+AWQ          tries several powers and keeps the one whose rounded layer comes closest to the original, p in 0..1.
+
+The division by s costs nothing where it can be folded into what produces x (see `fold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+POWERS = tuple(k / 10 for k in range(10))
+
+# Rounds a scaled weight for inputs: (weight [rows, in], inputs [tokens, in]) -> values [rows, in].
+RoundWeight = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def channel_scale(
+    magnitude: torch.Tensor, weight: torch.Tensor, power: float, weight_power: float, owner: torch.Tensor | None
+) -> torch.Tensor:
+    """s = magnitude^power / max|w|^weight_power, centred on 1.
+
+    Args:
+        magnitude: of each input channel, `[in]`, non-negative.
+        weight: `[out, in]`.
+        power, weight_power: exponents.
+        owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
+            scale. None leaves all free.
+    """
+    log = power * _log(magnitude) - weight_power * _log(weight.abs().amax(0))
+    if owner is not None:
+        total = torch.zeros(int(owner.max()) + 1, dtype=log.dtype, device=log.device)
+        count = total.clone().index_add_(0, owner, torch.ones_like(log))
+        log = (total.index_add_(0, owner, log) / count.clamp(min=1))[owner]
+    return torch.exp(log - (log.amax() + log.amin()) / 2)
+
+
+def _log(x: torch.Tensor) -> torch.Tensor:
+    """Logarithms with a floor far below the median, so that a dead channel does not stretch the range."""
+    return x.clamp(min=float(x.median()) * 1e-4 + 1e-20).log()
+
+
+def search_scale(
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    magnitude: torch.Tensor,
+    round_weight: RoundWeight,
+    round_input: Callable[[torch.Tensor], torch.Tensor] | None,
+    owner: torch.Tensor | None = None,
+    powers: Sequence[tuple[float, float]] = tuple((p, 0.0) for p in POWERS),
+) -> tuple[torch.Tensor, tuple[float, float]]:
+    """AWQ's search.
+
+    Args:
+        weight: `[out, in]`, all layers that read this input, stacked.
+        inputs: a sample `[tokens, in]`.
+        magnitude: mean magnitude of each channel, `[in]`.
+        round_weight: rounds a scaled weight.
+        round_input: rounds scaled inputs; None where activations stay in 16 bit.
+        owner: see `channel_scale`.
+        powers: pairs (power, weight_power) to try.
+
+    Returns:
+        The scale `[in]`, and the powers it came from.
+    """
+    wanted = inputs @ weight.t()
+    best: tuple[torch.Tensor, tuple[float, float]] | None = None
+    least = float("inf")
+    for power, weight_power in powers:
+        scale = channel_scale(magnitude, weight, power, weight_power, owner)
+        scaled = inputs / scale
+        if round_input is not None:
+            scaled = round_input(scaled)
+        values = round_weight(weight * scale, scaled)
+        error = float((scaled @ values.t() - wanted).square().mean())
+        if error < least:
+            best, least = (scale, (power, weight_power)), error
+    assert best is not None
+    return best

@@ -1,0 +1,240 @@
+"""The repeated blocks of a model, and what each one is called with.
+
+Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
+`ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), the
+outermost such list wins. What a block is called with is found by watching the model run: positional embeddings,
+masks and whatever else a model passes along are kept as they came, and only the hidden state is replaced.
+
+Consecutive blocks form a chain where the output of one *is* the input of the next, the same tensor object. A chain
+can be walked without the model around it; where it breaks (between encoder and decoder, around a downsampling),
+the model is run again up to the next block. A model with no such blocks is one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+class Stop(Exception):  # noqa: N818 -- no error
+    """Ends a forward pass that has shown what it was run for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a block.
+
+    Attributes:
+        args, kwargs: its arguments.
+        slot: where among them the hidden state is: an index or a keyword.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | str
+
+    @property
+    def hidden(self) -> torch.Tensor:
+        """The hidden state."""
+        return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]  # type: ignore[no-any-return]
+
+    def with_hidden(self, hidden: torch.Tensor) -> Call:
+        """The same call on another hidden state."""
+        if isinstance(self.slot, int):
+            return replace(self, args=(*self.args[: self.slot], hidden, *self.args[self.slot + 1 :]))
+        return replace(self, kwargs={**self.kwargs, self.slot: hidden})
+
+    def to(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Call:
+        """The same call elsewhere; `dtype` applies to floating-point tensors."""
+
+        def move(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.to(device, dtype if value.is_floating_point() else None)
+
+        return replace(self, args=tree_map(move, self.args), kwargs=tree_map(move, self.kwargs))
+
+
+def output_of(result: Any) -> torch.Tensor:
+    """The hidden state in what a block returns: the tensor, or the first of a tuple."""
+    return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
+
+
+def block_names(model: nn.Module) -> list[str]:
+    """Names of the repeated blocks, outermost lists only, in model order."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in found):
+            continue
+        children = list(module.named_children())
+        alike = len({type(child) for _, child in children}) == 1 and len(children) > 1
+        if alike and all(_holds_linear(child) for _, child in children):
+            found.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
+    return found
+
+
+def _holds_linear(module: nn.Module) -> bool:
+    return any(isinstance(m, nn.Linear) for m in module.modules()) and not isinstance(module, nn.Linear)
+
+
+def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> list[list[str]]:
+    """Blocks in order of execution, grouped into chains.
+
+    Args:
+        model: the model.
+        names: of its blocks.
+        run: calls the model on a small input.
+
+    Returns:
+        Chains of names. Empty where a block is called more than once in a pass: then the whole model must be taken
+        as one block.
+    """
+    order: list[str] = []
+    linked: set[str] = set()
+    last: list[torch.Tensor | None] = [None]  # output of the block before, kept alive so that identity means something
+
+    def before(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            order.append(name)
+            if any(value is last[0] for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)):
+                linked.add(name)
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        last[0] = output_of(result)
+
+    blocks = [(name, model.get_submodule(name)) for name in names]
+    handles = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks]
+    handles += [block.register_forward_hook(after) for _, block in blocks]
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        _remove(handles)
+    if len(set(order)) != len(order):
+        return []
+    chains: list[list[str]] = []
+    for name in order:
+        if name in linked and chains:
+            chains[-1].append(name)
+        else:
+            chains.append([name])
+    return chains
+
+
+def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> dict[str, Call]:
+    """The calls of the blocks `names` in one pass, which ends when the last of them is reached."""
+    calls: dict[str, Call] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[name] = Call(args, dict(kwargs), _hidden_slot(args, kwargs))
+            if len(calls) == len(names):
+                raise Stop
+
+        return hook
+
+    handles = [model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names]
+    try:
+        with torch.no_grad():
+            run()
+    except Stop:
+        pass
+    finally:
+        _remove(handles)
+    return calls
+
+
+def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """The first floating-point tensor, positional ones first: every known block takes its hidden state there."""
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return place
+    raise ValueError("a block was called without a floating-point tensor")
+
+
+def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callable[[], Any]]) -> list[dict[str, Call]]:
+    """What the blocks of a chain are called with on each batch; hidden states are kept for the first block alone.
+
+    The first batch runs through the whole chain. The others stop at its first block, and where that is called with
+    equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
+    is not runs through.
+    """
+    first = capture(model, chain, runs[0])
+    lead = first[chain[0]]
+    calls = [_without_hidden(first, chain)]
+    for run in runs[1:]:
+        here = capture(model, chain[:1], run)[chain[0]]
+        if _equal_but_hidden(here, lead):
+            calls.append({**calls[0], chain[0]: lead.with_hidden(here.hidden)})
+        else:
+            calls.append(_without_hidden(capture(model, chain, run), chain))
+    return calls
+
+
+def _without_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Call]:
+    empty = torch.empty(0)
+    return {name: call if name == chain[0] else call.with_hidden(empty) for name, call in calls.items()}
+
+
+def _equal_but_hidden(a: Call, b: Call) -> bool:
+    if a.hidden.shape != b.hidden.shape:
+        return False
+    empty = torch.empty(0)
+    flat_a, tree_a = torch.utils._pytree.tree_flatten((a.with_hidden(empty).args, a.with_hidden(empty).kwargs))
+    flat_b, tree_b = torch.utils._pytree.tree_flatten((b.with_hidden(empty).args, b.with_hidden(empty).kwargs))
+    return tree_a == tree_b and all(_equal(x, y) for x, y in zip(flat_a, flat_b, strict=True))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))
+
+
+@contextmanager
+def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None) -> Iterator[None]:
+    """Within it, each block moves to `device` for its own forward pass and back; None leaves everything in place."""
+    if device is None:
+        yield
+        return
+    home = next(model.parameters()).device
+
+    def move_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        module.to(device)
+        call = Call(args, kwargs, 0).to(device)
+        return call.args, call.kwargs
+
+    def move_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        module.to(home)
+
+    def come_home(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        call = Call(args, kwargs, 0).to(home)
+        return call.args, call.kwargs
+
+    handles = []
+    for name, module in model.named_modules():
+        inside = any(name == n or name.startswith(f"{n}.") for n in names)
+        if name in names:
+            handles.append(module.register_forward_pre_hook(move_in, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_hook(move_out))
+        elif not inside and not list(module.children()):
+            handles.append(module.register_forward_pre_hook(come_home, with_kwargs=True))
+    try:
+        yield
+    finally:
+        _remove(handles)
+        for name in names:
+            model.get_submodule(name).to(home)
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()

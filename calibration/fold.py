@@ -1,0 +1,201 @@
+"""Folding an input scale into what produces the input, found and proved by running the block.
+
+A layer that wants its input divided by s, channel by channel, gets that for free if the module before it can scale
+its own output: a norm has a weight for every channel, a linear layer has a row. No list of model names says which
+module that is. Each candidate is *tried*, in float64 on a few tokens: its channels are divided by distinct factors
+t, and if every channel of the layer's input changes by exactly one of these factors, at every token, the path
+between is linear in that channel, and the factor says which row feeds it. So a value projection is found to feed
+the output projection through attention, three query heads to one key-value head, and an up projection to feed the
+down projection through the product with the gate, by the same test that finds a norm.
+
+Then all readers of the scaled input are compensated and the block must give its old output. If something else
+reads it too (a router, a residual), it does not, and the scale stays with the layer as `pre_scale`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Call, output_of
+
+# Modeling code computes norms and rotary embeddings in float32 whatever it is given.
+_TOLERANCE = 1e-6
+_ONE_PLUS, _PLAIN = "one_plus", "plain"
+
+
+@dataclass(frozen=True, eq=False)
+class Fold:
+    """Where an input scale can go.
+
+    Attributes:
+        producer: name, within the block, of the module that scales its output.
+        owner: output channel of the producer behind each input channel, int64 `[in]`.
+        style: "plain", or "one_plus" for norms that multiply by 1 + weight.
+    """
+
+    producer: str
+    owner: torch.Tensor
+    style: str = _PLAIN
+
+
+def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: Sequence[str]) -> Fold | None:
+    """The nearest module into which an input scale of `readers` can go, or None.
+
+    Args:
+        block: in float64; left as it was.
+        call: a call of the block on a few tokens, in float64.
+        readers: names of the linear layers that share the input.
+        producers: modules to try, nearest first.
+    """
+    before_input, before_output = _run(block, call, readers[0])
+    if before_input is None or before_output is None:
+        return None
+    for name in producers:
+        module = block.get_submodule(name)
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        if before_input.shape[-1] % len(weight):
+            continue
+        for style in (_PLAIN, _ONE_PLUS) if weight.dim() == 1 else (_PLAIN,):
+            owner = _trace_channels(block, call, readers[0], before_input, module, style)
+            if owner is not None and _is_neutral(block, call, readers, before_output, module, owner, style):
+                return Fold(name, owner, style)
+    return None
+
+
+def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch.dtype | None = None) -> torch.Tensor:
+    """Divides the output channels of `module` by `scale` `[channels]`, and gives the division that really happened.
+
+    A norm's weight is stored in 16 bit (`stored`), so what it becomes is rounded; the layers behind are scaled by
+    what it became, and nothing is lost. A channel whose weight is zero is left alone.
+    """
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    with torch.no_grad():
+        old = weight.double() + (1 if style == _ONE_PLUS else 0)
+        by = scale.double().to(weight.device)
+        if weight.dim() == 1:
+            new = (old / by - (1 if style == _ONE_PLUS else 0)).to(stored or weight.dtype).to(weight.dtype)
+            became = new.double() + (1 if style == _ONE_PLUS else 0)
+            by = torch.where((old != 0) & (became != 0), old / became, torch.ones_like(old))
+            weight.copy_(torch.where(by == 1, weight, new))
+        else:
+            weight.copy_((old / by[:, None]).to(weight.dtype))
+        bias = getattr(module, "bias", None)
+        if isinstance(bias, torch.Tensor):
+            bias.copy_((bias.double() / by).to(bias.dtype))
+    return by.to(scale)
+
+
+def _trace_channels(
+    block: nn.Module, call: Call, reader: str, before: torch.Tensor, module: nn.Module, style: str
+) -> torch.Tensor | None:
+    """Which output channel of `module` feeds each channel of the reader's input; None if the path is not linear."""
+    channels = len(module.weight)  # type: ignore[arg-type]
+    factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
+    with _Scaled(module, factors, style):
+        after, _ = _run(block, call, reader)
+    if after is None or after.shape != before.shape:
+        return None
+    before, after = before.flatten(0, -2), after.flatten(0, -2)
+    # The ratio of a channel, from the token where it is largest; then every token must agree.
+    token = before.abs().argmax(0, keepdim=True)
+    top = before.gather(0, token)[0]
+    ratio = torch.where(top == 0, 1, top / after.gather(0, token)[0])
+    if not bool(torch.isfinite(ratio).all()):
+        return None
+    owner = ((ratio - 1) * (channels - 1)).round().long().clamp(0, channels - 1)
+    if bool((top == 0).any()):
+        # A channel that no token activates shows nothing: it has its place if all others have theirs.
+        if len(owner) != channels:
+            return None
+        owner = torch.where(top == 0, torch.arange(channels, device=owner.device), owner)
+    expected = before / factors[owner]
+    return owner if _close(after, expected) else None
+
+
+def _is_neutral(
+    block: nn.Module,
+    call: Call,
+    readers: Sequence[str],
+    before: torch.Tensor,
+    module: nn.Module,
+    owner: torch.Tensor,
+    style: str,
+) -> bool:
+    """Whether dividing the producer and multiplying the readers leaves the block's output as it was."""
+    channels = len(module.weight)  # type: ignore[arg-type]
+    factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
+    weights = [block.get_submodule(name).weight for name in readers]
+    kept = [weight.detach().clone() for weight in weights]  # type: ignore[operator]
+    try:
+        with _Scaled(module, factors, style), torch.no_grad():
+            for weight in weights:
+                weight.mul_(factors[owner])  # type: ignore[operator]
+            _, after = _run(block, call, None)
+    finally:
+        with torch.no_grad():
+            for weight, old in zip(weights, kept, strict=True):
+                weight.copy_(old)  # type: ignore[operator]
+    return after is not None and _close(after, before)
+
+
+class _Scaled:
+    """Within it, the output channels of a module are divided by factors."""
+
+    def __init__(self, module: nn.Module, factors: torch.Tensor, style: str) -> None:
+        self.module, self.factors, self.style = module, factors, style
+
+    def __enter__(self) -> None:
+        self.kept = {name: p.detach().clone() for name, p in self.module.named_parameters(recurse=False)}
+        apply_fold(self.module, self.factors, self.style)
+
+    def __exit__(self, *error: object) -> None:
+        with torch.no_grad():
+            for name, parameter in self.module.named_parameters(recurse=False):
+                parameter.copy_(self.kept[name])
+
+
+def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The reader's input and the block's output."""
+    seen: list[torch.Tensor] = []
+    handle = None
+    if reader is not None:
+        handle = block.get_submodule(reader).register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    try:
+        with torch.no_grad():
+            out = output_of(block(*call.args, **call.kwargs))
+    finally:
+        if handle is not None:
+            handle.remove()
+    return (seen[0] if len(seen) == 1 else None), out
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return bool((a - b).norm() <= _TOLERANCE * b.norm())
+
+
+def modules_in_order(block: nn.Module, call: Call) -> list[str]:
+    """Names of the modules that have a weight for every output channel, in order of execution."""
+    order: list[str] = []
+    handles = [
+        module.register_forward_hook(lambda m, args, result, name=name: order.append(name))
+        for name, module in block.named_modules()
+        if _scales_its_output(module)
+    ]
+    try:
+        with torch.no_grad():
+            block(*call.args, **call.kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return list(dict.fromkeys(order))
+
+
+def _scales_its_output(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and (weight.dim() == 1 or isinstance(module, nn.Linear))
