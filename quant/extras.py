@@ -58,8 +58,8 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of those packages that are installed and matter to a result; nothing is imported."""
-    found = {"python": platform.python_version()}
+    """Versions of Python, the platform and the installed packages that matter to a result; nothing is imported."""
+    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
     for name in _REPORTED:
         try:
             found[name] = metadata.version(name)

@@ -7,8 +7,6 @@ written before everything is computed.
 from __future__ import annotations
 
 import copy
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +28,7 @@ from quant.load_huggingface import load_tokenizer
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
-from quant.report import LayerResult, Report, print_summary, render_html
+from quant.report import LayerResult, Report, peak_rss, print_summary, render_html
 
 
 @dataclass(frozen=True)
@@ -215,7 +213,7 @@ def _report(
         command=job.command,
         versions=versions(),
         seconds={},
-        peak_rss_bytes=_peak_rss(),
+        peak_rss_bytes=peak_rss(),
         files={},
         warnings=runtime_warnings(plan),
     )
@@ -224,7 +222,7 @@ def _report(
 def _write_report(report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
     report.files = dict(hashes)
     report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
-    report.peak_rss_bytes = _peak_rss()
+    report.peak_rss_bytes = peak_rss()
     report.save(directory / "report.json")
     (directory / "report.html").write_text(render_html(report, plan), encoding="utf-8")
 
@@ -276,8 +274,3 @@ def _tokenizer_if_any(source: Source) -> Any:
 
 def _parameter_bytes(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters())
-
-
-def _peak_rss() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -12,11 +12,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import platform
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _CHUNK_ELEMENTS = 1 << 18
-_PACKAGES = ("blockscale", "torch", "numpy", "safetensors", "transformers", "compressed-tensors", "triton")
 
 
 @dataclass(frozen=True)
@@ -212,17 +209,6 @@ def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[
                     global_scale=second,
                 ),
             )
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python, the platform and the installed packages that can touch the result; imports none of them."""
-    found = {"python": platform.python_version(), "platform": platform.platform(terse=True)}
-    for package in _PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def peak_rss() -> int | None:

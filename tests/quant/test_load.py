@@ -777,4 +777,4 @@ def test_versions_are_those_of_the_modules() -> None:
     assert found["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert found["transformers"] == transformers.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert list(found)[:2] == ["python", "blockscale"]
+    assert list(found)[:3] == ["python", "platform", "blockscale"]

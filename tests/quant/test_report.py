@@ -23,7 +23,7 @@ from quant.evaluate import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import LayerResult, Report, layer_result, megabytes, peak_rss, print_summary, render_html, versions
+from quant.report import LayerResult, Report, layer_result, megabytes, peak_rss, print_summary, render_html
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -332,11 +332,7 @@ def test_megabytes(nbytes: float, text: str) -> None:
     assert megabytes(nbytes) == text
 
 
-def test_facts_about_this_process() -> None:
-    import torch as module
-
-    found = versions()
-    assert found["torch"] == module.__version__ or module.__version__.startswith(found["torch"].partition("+")[0])
+def test_peak_memory_of_this_process() -> None:
     status = Path("/proc/self/status")
     if status.exists():
         high_water = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024  # type: ignore[index]
