@@ -1,0 +1,67 @@
+"""Rotating a layer's input together with its weight: W x = (W H)(H x), H orthonormal and symmetric.
+
+A block Hadamard spreads an outlier over its block and makes weights nearly Gaussian, which is what a grid with one
+scale for sixteen values rounds best. It costs log2(block) additions a value at run time where it stays online
+(`QuantLinear.hadamard`), and nothing where the module that produces the input can take it over:
+
+    value → output projection   H acts within a head, attention mixes tokens and not channels, so rows of the value
+                                projection take the rotation that columns of the output projection undo
+    residual stream             every writer rotates its output, every reader its input, and RMS norms do not notice
+                                once their weights stand in the readers (QuaRot, Ashkboos et al., 2024)
+
+Neither is looked up by model names: candidates are found by watching a forward pass, and kept only if the output is
+what it was.
+
+Rotation suits second-order rounding of weights. It does not suit plain rounding in small blocks, nor inputs rounded
+to 4 bits, whose few large channels it spreads over their neighbours: it is a choice per layer, never a default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quant.calibration.statistics import LayerStats
+from quant.kernels.hadamard import hadamard_block, hadamard_transform
+
+LARGEST_BLOCK = 128
+
+
+def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
+    """The largest power of two that divides `columns`, at most `largest`; 0 where that is 1 and nothing would turn."""
+    block = min(hadamard_block(columns), largest)
+    return block if block > 1 else 0
+
+
+def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
+    """W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
+    return hadamard_transform(weight, block) if block else weight
+
+
+def rotate_stats(stats: LayerStats, block: int) -> LayerStats:
+    """The statistics of H x where `stats` are those of x: H M Hᵀ, and the same for the drift.
+
+    Raises:
+        ValueError: only blocks of the second moment were kept, and rotation mixes them.
+    """
+    if not block:
+        return stats
+    if stats.block_moments is not None and stats.block_moments.shape[-1] % block:
+        width = stats.block_moments.shape[-1]
+        raise ValueError(
+            f"blocks of {width} inputs do not give the second moment of inputs rotated in blocks of {block}; "
+            "collect the whole second moment, or the blocks of rotated inputs"
+        )
+    return replace(
+        stats,
+        second_moment=_both_sides(stats.second_moment, block),
+        drift=_both_sides(stats.drift, block),
+        block_moments=_both_sides(stats.block_moments, block),
+    )
+
+
+def _both_sides(matrix: torch.Tensor | None, block: int) -> torch.Tensor | None:
+    if matrix is None:
+        return None
+    return hadamard_transform(hadamard_transform(matrix, block).mT, block).mT.contiguous()
