@@ -50,7 +50,9 @@ def quantize_like_compressed_tensors(
     if format.scale is E8M0:
         return quantize(weight, format, rule="even")
     assert amax is not None
+    # 1 where the quotient is beyond the dtype, as for a weight of zeros.
     reciprocal = (format.element.max * format.scale.max / amax.to(weight.dtype)).to(weight.dtype).double()
+    reciprocal = torch.where(reciprocal.isinf(), 1.0, reciprocal)
     blocks = weight.unflatten(-1, (-1, format.block[1])).unsqueeze(-3)
     block_amax = amax_over_blocks(blocks)[..., 0, :, 0]
     scale = (block_amax / format.element.max).float() * reciprocal.float()[..., None, None]
