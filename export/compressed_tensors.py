@@ -14,6 +14,7 @@ except the layout's own names. The two directions, `compress` and `decompress`, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -194,7 +195,10 @@ def runtime_warnings(plan: Plan) -> list[str]:
 
 
 def _targets(layers: Sequence[LayerPlan]) -> list[str]:
-    return [f"re:{layer.name.rpartition('.')[0]}\\..*" if layer.kind == "experts" else layer.name for layer in layers]
+    return [
+        f"re:{re.escape(layer.name.rpartition('.')[0])}\\..*" if layer.kind == "experts" else layer.name
+        for layer in layers
+    ]
 
 
 def _weight_arguments(format: Format) -> dict[str, Any]:
