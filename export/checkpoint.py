@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
@@ -41,6 +41,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         FileExistsError: `path` holds files and `overwrite` is False, or it is a file.
     """
     check_destination(path, overwrite=overwrite)
+    path = path.resolve()  # what a link points to is replaced, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -78,13 +79,14 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
+    seen: set[tuple[object, ...]] = set()
     for name, tensor in model.state_dict().items():
         if name.startswith(own) and not name.endswith(".bias"):
             continue
-        if tensor.data_ptr() in seen and tensor.numel() and tensor.data_ptr():
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if view in seen and tensor.numel() and tensor.data_ptr():
             continue
-        seen.add(tensor.data_ptr())
+        seen.add(view)
         tensors[name] = tensor.contiguous()
     for name, module in quantized.items():
         for part, weight in layer_weights(name, module.quantized_weight).items():
@@ -162,6 +164,9 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     first = weights[0]
     if len(weights) == 1:
         return first
+    shared = [w.scale if w.format.block[0] == 0 else w.global_scale for w in weights]
+    if shared[0] is not None and not all(s is not None and torch.equal(s, shared[0]) for s in shared):
+        raise ValueError(f"cannot join {len(weights)} matrices of {first.format}: their per-matrix scales differ")
     scale = first.scale if first.format.block[0] == 0 else torch.cat([w.scale for w in weights])
     rows = sum(w.shape[0] for w in weights)
     codes = torch.cat([w.codes for w in weights])
@@ -194,7 +199,10 @@ def write_tensors(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     hashes = {}
     for name, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / name, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise OSError(f"{directory / name} cannot be written: {error}") from error
         (directory / name).chmod(0o666 & ~_umask())
         hashes[name] = sha256_of(directory / name)
     return hashes
@@ -206,11 +214,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def write_config(directory: Path, config: Any, plan: Plan) -> None:
-    """Writes config.json: the transformers config with the plan's `quantization_config` in it."""
-    config.save_pretrained(directory)
+def write_config(directory: Path, model: Any, plan: Plan) -> None:
+    """Writes config.json: the transformers config with the model's class and dtype, and the `quantization_config`."""
+    model.config.save_pretrained(directory)
     path = directory / "config.json"
     fields = json.loads(path.read_text())
+    # Both may be stale: a model built from a config has no architectures there, and .to(dtype) leaves the dtype.
+    fields["architectures"] = [type(model).__name__]
+    fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
     fields["quantization_config"] = layout.quantization_config(plan)
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
@@ -220,14 +231,20 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     Raises:
         FileNotFoundError: the directory has no safetensors file.
+        ValueError: one of them is damaged; the message names it.
     """
 
     def __init__(self, directory: Path) -> None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
-        handles = [safe_open(file, framework="pt") for file in files]
-        self._where = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118
+        self._where: dict[str, Any] = {}
+        for file in files:
+            try:
+                handle = safe_open(file, framework="pt")
+            except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map an empty file
+                raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
+            self._where.update(dict.fromkeys(handle.keys(), handle))
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._where[name].get_tensor(name)  # type: ignore[no-any-return]

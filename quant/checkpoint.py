@@ -97,7 +97,7 @@ def _write(
         hashes = files.write_tensors(temporary, tensors)
         plan.save(temporary / files.PLAN_FILE)
         if hasattr(config, "save_pretrained"):
-            files.write_config(temporary, config, plan)
+            files.write_config(temporary, model, plan)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
             model.generation_config.save_pretrained(temporary)
         if tokenizer is not None:
