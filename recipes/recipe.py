@@ -222,6 +222,9 @@ def _obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | 
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:
         return layer.obstacle
+    half = layer.shape[-2] // 2
+    if layer.kind == "experts" and layer.name.endswith("gate_up_proj") and weight.block[0] and half % weight.block[0]:
+        return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
     for format in (weight, activation):
         if format is not None and not format.divides(layer.shape):
             return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
