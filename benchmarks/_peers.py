@@ -1,0 +1,256 @@
+"""Other toolkits' quantization, each behind one function that `accuracy.py` can time.
+
+A configuration quantizes a model in place and says what it leaves for run time. Bits are counted by our formats:
+whoever chose the codes, NVFP4 takes 4.5 bits a weight.
+
+ModelOpt and torchao simulate: their modules round on the way through, and are evaluated as they are. llm-compressor
+writes a compressed-tensors checkpoint, which is read back by `quant.load`, so what is measured is what is deployed.
+
+ModelOpt's NVFP4 and MX roundings are Triton and CUDA kernels. `modelopt_on_cpu` puts our PyTorch roundings in their
+place, its calibration and its search unchanged, for a machine without a GPU; a row that ran so says it.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant import checkpoint
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3
+from quant.formats.rounding import round_to
+from quant.formats.tensor import fake_quantize
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """A quantized model, and what it costs beside its codes and scales.
+
+    Attributes:
+        model: what is evaluated.
+        shapes: of the quantized weights.
+        extra_bytes: of what a layer keeps beside codes and scales: input scales, low-rank branches.
+        extra: the same in words; empty for nothing.
+        prepare: run on `model` before it is evaluated, untimed.
+    """
+
+    model: nn.Module
+    shapes: list[tuple[int, ...]]
+    extra_bytes: int = 0
+    extra: str = ""
+    prepare: Callable[[], None] = lambda: None
+
+    def bits_per_weight(self, format: Format) -> float:
+        """Bits of everything stored for a quantized weight, over all of them."""
+        stored = sum(format.nbytes(shape) for shape in self.shapes) + self.extra_bytes
+        return 8 * stored / sum(rows * columns for rows, columns in self.shapes)
+
+
+Run = Callable[[nn.Module, torch.Tensor], Outcome]
+
+
+# Preset of ModelOpt by row name; "-inputs" leaves activations in 16 bit, "+gptq" replaces the algorithm.
+_MODELOPT = {
+    "nvfp4a16 ModelOpt W4A16_NVFP4": "W4A16_NVFP4_CFG",
+    "nvfp4a16 ModelOpt four-over-six": "NVFP4_FOUR_OVER_SIX_CFG -inputs",
+    "nvfp4a16 ModelOpt MSE FP8 sweep": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG -inputs",
+    "nvfp4a16 ModelOpt local Hessian": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG -inputs",
+    "nvfp4a16 ModelOpt AWQ lite": "NVFP4_AWQ_LITE_CFG -inputs",
+    "nvfp4a16 ModelOpt GPTQ": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG -inputs +gptq",
+    "nvfp4 ModelOpt NVFP4_DEFAULT": "NVFP4_DEFAULT_CFG",
+    "nvfp4 ModelOpt four-over-six": "NVFP4_FOUR_OVER_SIX_CFG",
+    "nvfp4 ModelOpt MSE FP8 sweep": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG",
+    "nvfp4 ModelOpt local Hessian": "NVFP4_W4A4_WEIGHT_LOCAL_HESSIAN_CFG",
+    "nvfp4 ModelOpt AWQ lite": "NVFP4_AWQ_LITE_CFG",
+    "nvfp4 ModelOpt GPTQ": "NVFP4_W4A4_WEIGHT_MSE_FP8_SWEEP_CFG +gptq",
+    "nvfp4 ModelOpt SVDQuant": "NVFP4_SVDQUANT_DEFAULT_CFG",
+    "fp8 ModelOpt FP8_DEFAULT": "FP8_DEFAULT_CFG",
+    "fp8_channel ModelOpt FP8_PER_CHANNEL_PER_TOKEN": "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "mxfp8 ModelOpt MXFP8_DEFAULT": "MXFP8_DEFAULT_CFG",
+    "mxfp4a16 ModelOpt MXFP4_DEFAULT, weights only": "MXFP4_DEFAULT_CFG -inputs",
+    "mxfp4 ModelOpt MXFP4_DEFAULT": "MXFP4_DEFAULT_CFG",
+}
+
+
+def modelopt_configurations() -> dict[str, Run]:
+    """ModelOpt's rows; nothing is imported before one runs."""
+    return {name: partial(_run_modelopt, preset=preset) for name, preset in _MODELOPT.items()}
+
+
+def _modelopt_config(preset: str) -> dict[str, Any]:
+    import modelopt.torch.quantization as mtq
+
+    name, *changes = preset.split()
+    config: dict[str, Any] = copy.deepcopy(getattr(mtq, name))
+    if "-inputs" in changes:
+        config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
+    if "+gptq" in changes:
+        # Layer by layer over static block scales, as in ModelOpt's recipe `nvfp4_default-kv_none-gptq`.
+        config["algorithm"] = {"method": "gptq", "layerwise": {"enable": True}}
+    return config
+
+
+def _run_modelopt(model: nn.Module, rows: torch.Tensor, *, preset: str) -> Outcome:
+    import modelopt.torch.quantization as mtq
+
+    device = next(model.parameters()).device
+
+    def forward_loop(model: nn.Module) -> None:
+        for batch in rows.split(8):
+            model(input_ids=batch.to(device), use_cache=False, logits_to_keep=1)
+
+    with torch.no_grad():
+        mtq.quantize(model, _modelopt_config(preset), forward_loop)
+    shapes, scaled, branches, extra_bytes = [], 0, [], 0
+    for module in model.modules():
+        weights = getattr(module, "weight_quantizer", None)
+        if weights is None or not weights.is_enabled:
+            continue
+        shapes.append(tuple(module.weight.shape))
+        scale = getattr(module.input_quantizer, "pre_quant_scale", None)
+        branch = [getattr(weights, f"svdquant_lora_{side}", None) for side in "ab"]
+        if scale is not None:
+            scaled += 1
+            extra_bytes += 2 * scale.numel()
+        if branch[0] is not None:
+            branches.append(branch[0].shape[0])
+            extra_bytes += 2 * sum(part.numel() for part in branch)
+    extra = [f"input scale on {scaled} of {len(shapes)} layers"] if scaled else []
+    extra += [f"16-bit branch of rank {max(branches)} on {len(branches)} layers"] if branches else []
+    return Outcome(model, shapes, extra_bytes, "; ".join(extra))
+
+
+def modelopt_on_cpu() -> None:
+    """Replaces the two fake quantizations that ModelOpt has no CPU code for by ours."""
+    from modelopt.torch.quantization.nn.modules import tensor_quantizer
+
+    tensor_quantizer.dynamic_block_quant = _dynamic_block_quant
+    tensor_quantizer.static_blockwise_fp4_fake_quant = _static_fp4
+
+
+def _dynamic_block_quant(
+    x: torch.Tensor,
+    block_size: int,
+    amax: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    num_bits: tuple[int, int],
+    scale_bits: tuple[int, int],
+    *ignored: object,
+) -> torch.Tensor:
+    """`x` rounded to NVFP4 or an MX format whose block scales are found here."""
+    known = {(f.element.exponent, f.element.mantissa, f.scale.exponent, f.block): f for f in FORMATS.values()}
+    format = known[*num_bits, scale_bits[0], (1, block_size)]
+    global_scale = None if amax is None else amax.amax().float() / (format.element.max * format.scale.max)
+    return fake_quantize(x, format, global_scale=global_scale)
+
+
+def _static_fp4(
+    x: torch.Tensor,
+    amax: torch.Tensor,
+    global_amax: torch.Tensor,
+    quantize_block_scales: bool,
+    fp8_max: float,
+    out_dtype: torch.dtype,
+    *ignored: object,
+) -> torch.Tensor:
+    """`x` rounded to E2M1 in blocks whose amax is given; `fp8_max` is 256 where four-over-six needs headroom."""
+    step = amax.float() / E2M1.max
+    if quantize_block_scales:
+        second = global_amax.float() / (E2M1.max * fp8_max)
+        step = round_to(step / second, E4M3) * second
+    step = step.reshape(-1, 1)
+    blocks = x.float().reshape(len(step), -1)
+    rounded = round_to(blocks / torch.where(step > 0, step, torch.ones_like(step)), E2M1) * step
+    return rounded.reshape(x.shape).to(out_dtype)
+
+
+def torchao_configurations() -> dict[str, Run]:
+    """torchao's weight-only rows."""
+    return {
+        "nvfp4a16 torchao NVFP4WeightOnly": partial(_run_torchao, config="NVFP4WeightOnlyConfig"),
+        "fp8a16 torchao Float8WeightOnly": partial(_run_torchao, config="Float8WeightOnlyConfig"),
+    }
+
+
+def _run_torchao(model: nn.Module, rows: torch.Tensor, *, config: str) -> Outcome:
+    from torchao import quantization
+    from torchao.prototype import mx_formats
+
+    make = getattr(quantization, config, None) or getattr(mx_formats, config)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and not fnmatch(n, "*lm_head")}
+    quantization.quantize_(model, make(), filter_fn=lambda module, name: name in linears)
+
+    def dequantize() -> None:
+        # Weight-only, so the dequantized weights are the whole effect; in FP32 they are exact.
+        for linear in linears.values():
+            linear.weight = nn.Parameter(linear.weight.dequantize(torch.float32), requires_grad=False)
+        model.float()
+
+    return Outcome(model, [tuple(linear.weight.shape) for linear in linears.values()], prepare=dequantize)
+
+
+def llmcompressor_configurations() -> dict[str, Run]:
+    """llm-compressor's schemes."""
+    return {
+        f"{setting} llm-compressor {name}": partial(_run_llmcompressor, scheme=scheme, gptq=gptq)
+        for setting, name, scheme, gptq in (
+            ("nvfp4a16", "NVFP4A16", "NVFP4A16", False),
+            ("nvfp4a16", "GPTQ", "NVFP4A16", True),
+            ("nvfp4", "NVFP4", "NVFP4", False),
+            ("nvfp4", "GPTQ", "NVFP4", True),
+            ("fp8_channel", "FP8_DYNAMIC", "FP8_DYNAMIC", False),
+        )
+    }
+
+
+def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gptq: bool) -> Outcome:
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    modifier = GPTQModifier if gptq else QuantizationModifier
+    tokens = {"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}
+    oneshot(
+        model=model,
+        dataset=Dataset.from_dict(tokens),
+        recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+        max_seq_length=rows.shape[1],
+        num_calibration_samples=len(rows),
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory, save_compressed=True)
+        return ours(checkpoint.load(directory))
+
+
+def ours(model: nn.Module) -> Outcome:
+    """What a model of `QuantLinear`s costs."""
+    from quant.kernels.linear import QuantLinear
+
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    scales = [layer.pre_scale for layer in layers if layer.pre_scale is not None]
+    branches = [
+        (layer.lowrank_down, layer.lowrank_up)
+        for layer in layers
+        if layer.lowrank_down is not None and layer.lowrank_up is not None
+    ]
+    blocks = [layer.hadamard for layer in layers if layer.hadamard]
+    parts = [*scales, *(matrix for branch in branches for matrix in branch)]
+    extra = [f"input scale on {len(scales)} of {len(layers)} layers"] if scales else []
+    extra += [f"Hadamard of block {_span(blocks)} on {len(blocks)} of {len(layers)} layers"] if blocks else []
+    ranks = [down.shape[0] for down, _ in branches]
+    extra += [f"16-bit branch of rank {_span(ranks)} on {len(branches)} of {len(layers)} layers"] if branches else []
+    return Outcome(model, [layer.weight_shape for layer in layers], 2 * sum(p.numel() for p in parts), "; ".join(extra))
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return str(low) if low == high else f"{low}–{high}"

@@ -1,0 +1,371 @@
+"""What quantization costs a language model, ours beside ModelOpt, llm-compressor and torchao in the same run.
+
+Each configuration runs in a fresh process: it loads the model, quantizes it (timed; peak memory taken right after),
+then is compared with the unquantized model on text that no method has seen, both in FP32. So times and memory are a
+configuration's own, and imports, loading and evaluation are in neither. On a GPU the first compilation of a kernel
+is part of the time, for ours as for the peers', except for ModelOpt's CUDA extensions, which are built before.
+
+    perplexity, KL(base‖quantized) in nats, top-1 agreement      means over all next-token predictions
+    bits    of a quantized weight, with every scale, input scale and low-rank branch; the head stays in 16 bit
+    MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
+
+Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for, and
+`--only GLOB` chooses among them. Solvers come from the registry, so a new one appears by itself; `--solver` adds a
+composition. llm-compressor needs an older transformers: run it in its own environment and pass what it wrote with
+`--checkpoint NAME=DIR`.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from _peers import (
+    Outcome,
+    Run,
+    llmcompressor_configurations,
+    modelopt_configurations,
+    modelopt_on_cpu,
+    ours,
+    torchao_configurations,
+)
+from _table import machine, show, versions, write_json
+from torch import nn
+
+import quant
+from quant.calibration.solver import SOLVERS, TRANSFORMS, get_solver
+from quant.errors import UserError
+from quant.evaluate import evaluate
+from quant.formats.format import FORMATS
+from quant.load import open_model
+from quant.recipes.recipe import Recipe
+
+TITLE = "Accuracy after quantization"
+TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What rows are compared under: the formats of weights and activations, of ours and of every peer."""
+
+    title: str
+    weight: str
+    activation: str = "keep"
+
+
+SETTINGS = {
+    "nvfp4a16": Setting("NVFP4 weight-only", "nvfp4"),
+    "nvfp4": Setting("NVFP4 W4A4", "nvfp4", "nvfp4"),
+    "fp8a16": Setting("FP8 weight-only", "fp8_channel"),
+    "fp8": Setting("FP8 W8A8, static", "fp8", "fp8"),
+    "fp8_channel": Setting("FP8 W8A8, per token", "fp8_channel", "fp8_token"),
+    "mxfp8": Setting("MXFP8 W8A8", "mxfp8", "mxfp8"),
+    "mxfp4a16": Setting("MXFP4 weight-only", "mxfp4"),
+    "mxfp4": Setting("MXFP4 W4A4", "mxfp4", "mxfp4"),
+}
+
+# The compositions worth a row at four bits, of which those appear that the registry knows.
+COMPOSITIONS = (
+    "awq+local_hessian", "awq+gptq", "smoothquant+gptq", "rotation+gptq", "hadamard+gptq", "awq+rotation+gptq",
+    "lowrank", "lowrank+gptq", "awq+lowrank+gptq", "awq+autoround", "rotation+autoround",
+)  # fmt: skip
+SIMPLE = ("rtn", "mse", "gptq")
+# They reproduce another toolkit's arithmetic, or are scale rules for MX formats.
+NO_ROW = ("modelopt", "compressed_tensors", "ocp", "even")
+PACKAGES = {
+    "modelopt": ("ModelOpt", modelopt_configurations),
+    "llmcompressor": ("llm-compressor", llmcompressor_configurations),
+    "torchao": ("torchao", torchao_configurations),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options that every process of a run shares.
+
+    Attributes:
+        model: what `quant.open_model` takes.
+        tokens: safetensors with `calibration` and `eval`, token ids `[rows, seqlen]`.
+        rows, calibration_rows: how many of each.
+        device: cpu or cuda.
+        modelopt_cpu: whether ModelOpt's kernels give way to our roundings on a CPU.
+    """
+
+    model: str
+    tokens: Path
+    rows: int
+    calibration_rows: int
+    device: str
+    modelopt_cpu: bool
+
+    def read(self, name: str, count: int) -> torch.Tensor:
+        return quant.token_rows(f"{self.tokens}:{name}", None, samples=count, seqlen=self._seqlen())
+
+    def _seqlen(self) -> int:
+        from safetensors import safe_open
+
+        with safe_open(self.tokens, framework="pt") as file:
+            return int(file.get_slice("eval").get_shape()[1])
+
+
+def our_solvers() -> list[str]:
+    """Every rounding solver of the registry alone, then the known compositions, then new transforms before GPTQ."""
+    alone = [name for name in SOLVERS if name not in NO_ROW]
+    composed = [name for name in COMPOSITIONS if _is_known(name)]
+    covered = {part for name in composed for part in name.split("+")}
+    return alone + composed + [f"{name}+gptq" for name in TRANSFORMS if name not in covered]
+
+
+def _is_known(solver: str) -> bool:
+    try:
+        get_solver(solver)
+    except ValueError:
+        return False
+    return True
+
+
+def all_configurations(
+    solvers: Sequence[str], checkpoints: Mapping[str, Path], settings: Settings
+) -> tuple[dict[str, Run], list[str]]:
+    """Rows by name, and notes on the peers that are not installed."""
+    found: dict[str, Run] = {}
+    for key in SETTINGS:
+        wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
+        for solver in dict.fromkeys(wide):
+            found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
+    notes = []
+    for package, (toolkit, configurations) in PACKAGES.items():
+        if importlib.util.find_spec(package) is None:
+            notes.append(f"{toolkit} is not installed here, so it has no rows.")
+        else:
+            found |= configurations()
+    for name, directory in checkpoints.items():
+        found[name] = partial(run_checkpoint, directory=directory)
+    return dict(sorted(found.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
+
+
+def run_ours(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str) -> Outcome:
+    """Our own row; layers are streamed through the device where `quantize` can do that."""
+    formats = SETTINGS[setting]
+    recipe = Recipe(setting, formats.weight, formats.activation)
+    options = {"device": device} if "device" in inspect.signature(quant.quantize).parameters else {}
+    quant.quantize(model, recipe, rows.to(next(model.parameters()).device), solver=solver, **options)
+    return ours(model)
+
+
+def run_checkpoint(model: nn.Module, rows: torch.Tensor, *, directory: Path) -> Outcome:
+    """What another toolkit wrote, read back; the time is that of reading."""
+    return ours(quant.load(directory))
+
+
+def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
+    """One row, measured in this process."""
+    rows = settings.read("calibration", settings.calibration_rows)
+    model = _open(settings)
+    if settings.device == "cuda":
+        if "ModelOpt" in name:
+            _build_modelopt_extensions()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    elif settings.modelopt_cpu and "ModelOpt" in name:
+        modelopt_on_cpu()
+    start = time.perf_counter()
+    outcome = run(model, rows)
+    if settings.device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    peak = torch.cuda.max_memory_allocated() if settings.device == "cuda" else peak_rss()
+    del model
+    gc.collect()
+    outcome.prepare()
+    quantized = outcome.model.to(settings.device)
+    found = evaluate(quantized, settings.read("eval", settings.rows), _open(settings), batch_size=4)
+    return {
+        "perplexity": found.perplexity,
+        "KL": found.kl,
+        "top-1": found.top1,
+        "s": seconds,
+        "MB": peak / 1e6,
+        "bits": outcome.bits_per_weight(FORMATS[SETTINGS[name.split()[0]].weight]),
+        "extra at run time": outcome.extra or "nothing",
+        "base perplexity": found.baseline_perplexity,
+    }
+
+
+def _open(settings: Settings) -> nn.Module:
+    model = open_model(settings.model).model
+    if model is None:
+        raise UserError(f"{settings.model}: a bare state dict cannot be run; give a model with its config")
+    return model.to(settings.device)
+
+
+def _build_modelopt_extensions() -> None:
+    """Compiles or loads ModelOpt's CUDA extensions, which otherwise happens within the first quantization."""
+    from modelopt.torch.quantization.extensions import precompile
+
+    precompile()
+
+
+def peak_rss() -> int:
+    """Peak resident bytes of this process; the kernel's other counter begins at the parent's."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def measure_in_fresh_process(name: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """One row from a process of its own, or {"error": the last line of what it said}."""
+    command = [sys.executable, "-W", "ignore", __file__, *arguments, "--row", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"error": said[-1] if said else f"exit status {done.returncode}"}
+
+
+def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
+    """The columns of one row; an error stands in the last one."""
+    setting, configuration = name.split(maxsplit=1)
+    columns = ("perplexity", "KL", "top-1", "s", "MB", "bits", "extra at run time")
+    row = {"setting": SETTINGS[setting].title, "configuration": configuration}
+    row |= {column: result.get(column) for column in columns}
+    if "ModelOpt" in configuration and settings.device == "cpu":
+        if settings.modelopt_cpu:
+            row["configuration"] = f"{configuration} (our rounding for its kernels)"
+        elif "error" in result:
+            row["extra at run time"] = f"not on a CPU: {result['error']}"
+            return row
+    if "error" in result:
+        row["extra at run time"] = f"failed: {result['error']}"
+    return row
+
+
+def in_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By setting, then by KL; rows without one come last."""
+    titles = [setting.title for setting in SETTINGS.values()]
+    return sorted(rows, key=lambda row: (titles.index(row["setting"]), math.inf if row["KL"] is None else row["KL"]))
+
+
+def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """One panel a setting: KL of each configuration on a logarithmic axis, ours in another colour."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    settings = [
+        (title, [row for row in rows if row["setting"] == title and row["KL"]])
+        for title in dict.fromkeys(row["setting"] for row in rows)
+    ]
+    settings = [(title, measured) for title, measured in settings if measured]
+    heights = [len(measured) + 1 for _, measured in settings]
+    figure = Figure(figsize=(9, 0.28 * sum(heights) + 1), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(settings), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
+    for axes, (title, measured) in zip(panels[:, 0], settings, strict=True):
+        labels = [f"{row['configuration']}, {row['bits']:.3g} bits" for row in measured]
+        colours = ["C0" if row["configuration"].startswith("Blockscale") else "0.7" for row in measured]
+        bars = axes.barh(range(len(measured)), [row["KL"] for row in measured], color=colours)
+        axes.bar_label(bars, [f"{row['KL']:.3g}" for row in measured], padding=3, fontsize=8)
+        axes.set_yticks(range(len(measured)), labels, fontsize=8)
+        axes.set(xscale="log", title=title)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1, 0].set_xlabel("KL(base‖quantized), nats; lower is better")
+    figure.savefig(path)
+
+
+def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
+    found = {}
+    for text in given:
+        name, separator, directory = text.partition("=")
+        if not separator or name.split(maxsplit=1)[:1] == [name] or name.split()[0] not in SETTINGS:
+            raise click.BadParameter(
+                f"{text!r}: expected 'SETTING NAME=DIR', such as 'nvfp4a16 llm-compressor GPTQ=out/dir'; "
+                f"settings: {', '.join(SETTINGS)}"
+            )
+        found[name] = Path(directory)
+    return found
+
+
+@click.command(help=__doc__)
+@click.option("--model", default="smollm2-135m", show_default=True, help="Alias, directory or file of a causal LM.")
+@click.option("--tokens", default=TOKENS, type=click.Path(path_type=Path, exists=True),
+              help="Safetensors of token ids, `calibration` and `eval`; SmolLM2's WikiText-2 by default.")  # fmt: skip
+@click.option("--rows", default=16, show_default=True, help="Rows to evaluate on.")
+@click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
+@click.option("--threads", type=int, help="CPU threads of torch.")
+@click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches; may be repeated.")
+@click.option("--solver", "solvers", multiple=True, help="One more composition for the NVFP4 settings.")
+@click.option("--checkpoint", "checkpoints", multiple=True, metavar="'SETTING NAME=DIR'",
+              help="A compressed-tensors checkpoint of the model, as one more row.")  # fmt: skip
+@click.option("--modelopt-cpu", is_flag=True, help="On a CPU, replace ModelOpt's GPU kernels by our roundings.")
+@click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Also draw it here: .png or .svg.")
+@click.option("--row", hidden=True, help="Measure one row here and print it as JSON.")
+def main(
+    model: str, tokens: Path, rows: int, calibration_rows: int, device: str | None, threads: int | None,
+    only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
+    list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None,
+) -> None:  # fmt: skip
+    if threads:
+        torch.set_num_threads(threads)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    settings = Settings(model, tokens, rows, calibration_rows, device, modelopt_cpu)
+    configurations, notes = all_configurations(solvers, _parse_checkpoints(checkpoints), settings)
+    if row:
+        print(json.dumps(measure(configurations[row], row, settings)))
+        return
+    names = [name for name in configurations if not only or any(fnmatchcase(name, glob) for glob in only)]
+    if list_only or not names:
+        click.echo("\n".join(names or [f"no row matches; there are: {', '.join(configurations)}"]))
+        return
+    if plot_path and importlib.util.find_spec("matplotlib") is None:
+        raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
+    arguments = [
+        f"--model={model}", f"--tokens={tokens}", f"--rows={rows}", f"--calibration-rows={calibration_rows}",
+        f"--device={device}", *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
+        *(f"--checkpoint={c}" for c in checkpoints), *(["--modelopt-cpu"] if modelopt_cpu else []),
+    ]  # fmt: skip
+    table: list[dict[str, Any]] = []
+    base: float | None = None
+    for name in names:
+        click.echo(f"measuring {name} …", err=True)
+        result = measure_in_fresh_process(name, arguments)
+        base = result.get("base perplexity", base)
+        table.append(table_row(name, result, settings))
+    table = in_order(table)
+    header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
+    predictions = settings.read("eval", rows).numel() - rows
+    said = "none" if base is None else f"{base:.2f}"
+    notes.insert(
+        0, f"{model} on {device}: perplexity {said} before; {predictions} predictions; {calibration_rows} rows of data."
+    )
+    show(TITLE, header, table, notes)
+    if json_path:
+        write_json(json_path, TITLE, header, table, notes)
+    if plot_path:
+        plot(plot_path, table)
+
+
+if __name__ == "__main__":
+    main()
