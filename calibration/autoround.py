@@ -1,0 +1,252 @@
+"""Block-wise reconstruction: rounding and scales of a whole decoder block, learned so that its output is right.
+
+GPTQ solves one layer for its own output. Here all layers of a block move together, against the one output that the
+next block reads, attention and nonlinearities included (SignRound, Cheng et al., 2023; BRECQ, Li et al., 2021). Each
+weight has a latent value z, each block scale a factor exp(d), and the block is run with
+
+    values = step · round(z / step),    step = global_scale · round_E4M3(scale · exp(d))
+
+Rounding lets gradients pass unchanged, so d gets what LSQ gives a step: round(z / step) - z / step, and ±max where z
+saturates. z begins at the unrounded weight where that rounds to the codes that were given, and at the codes' own
+values elsewhere, so the first step starts from exactly the given solution, GPTQ's for instance. Distances are
+counted in steps, so that one learning rate serves all layers, and it falls to zero: z can travel about as far as
+half its sum.
+
+The error is taken token by token relative to the token's size, because a norm follows, and because otherwise the
+few tokens of enormous hidden states (the first of a text) would be all that counts. Held-out rows decide: what is
+returned is the state that was best on them, which at worst is the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Call, output_of
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import decode, round_to
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize_with_scale
+from quant.kernels.linear import RunTimeParts
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayer:
+    """A linear layer of the block as it was solved.
+
+    Attributes:
+        weight: what was rounded, `[out, in]`: after scaling, rotation and branch.
+        quantized: codes and scales to start from.
+        activation: format of the input, or None.
+        input_scale: static scale of that format, where it has one.
+        parts: what the layer does at run time beside its matmul.
+    """
+
+    weight: torch.Tensor
+    quantized: BlockScaledTensor
+    activation: Format | None = None
+    input_scale: torch.Tensor | None = None
+    parts: RunTimeParts = field(default_factory=RunTimeParts)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """How long and how fast.
+
+    Attributes:
+        steps: optimizer steps, each on one call of the block.
+        rate: learning rate of latent values at the start, in grid steps.
+        scale_rate: the same for the logarithms of block scales; 0 leaves scales as they are.
+        held_out: share of the calls that only judge; at least one where there are two.
+        checks: how many times the held-out calls are asked.
+    """
+
+    steps: int = 200
+    rate: float = 0.01
+    scale_rate: float = 0.002
+    held_out: float = 0.125
+    checks: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstructed:
+    """The block as it is now.
+
+    Attributes:
+        weights: by layer name.
+        before, after: error on the held-out calls, as `reconstruction_error` counts it.
+    """
+
+    weights: dict[str, BlockScaledTensor]
+    before: float
+    after: float
+
+
+def reconstruct_block(
+    block: nn.Module,
+    calls: Sequence[Call],
+    targets: Sequence[torch.Tensor],
+    layers: Mapping[str, BlockLayer],
+    settings: Reconstruction = Reconstruction(),
+) -> Reconstructed:
+    """Refines the codes and scales of a block's layers so that the block's output comes closer to `targets`.
+
+    Args:
+        block: with any modules under the names of `layers` (they are put back); run in the dtype of its calls.
+        calls: of the block, on the hidden states that the quantized blocks before it give.
+        targets: output of the original block for each call, `[..., hidden]`.
+        layers: by name within the block.
+        settings: how long and how fast.
+
+    Returns:
+        New weights, on the same global scales, and the errors. On the held-out calls the error is never larger than
+        it was; with a single call, that one is both learned from and judged by.
+
+    Raises:
+        ValueError: no calls, or as many targets.
+    """
+    if not calls or len(calls) != len(targets):
+        raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")
+    learned = {name: _Learned(layer, block.get_submodule(name)) for name, layer in layers.items()}
+    judges = max(round(settings.held_out * len(calls)), 1) if len(calls) > 1 else 0
+    pairs = list(zip(calls, targets, strict=True))
+    training, held_out = (pairs[:-judges], pairs[-judges:]) if judges else (pairs, pairs)
+    with _in_place(block, learned), _frozen(block):
+        before = after = _error(block, held_out)
+        best = {name: layer.state() for name, layer in learned.items()}
+        optimizer = _optimizer(learned.values(), settings)
+        every = max(settings.steps // settings.checks, 1)
+        for step in range(settings.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["first"] * (1 - step / settings.steps)
+            call, target = training[step % len(training)]
+            with torch.enable_grad():
+                reconstruction_error(output_of(block(*call.args, **call.kwargs)), target).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if (step + 1) % every == 0 and (error := _error(block, held_out)) < after:
+                after, best = error, {name: layer.state() for name, layer in learned.items()}
+    weights = {name: layers[name].quantized if after == before else best[name] for name in layers}
+    return Reconstructed(weights, before, after)
+
+
+def reconstruction_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ‖output - target‖² / ‖target‖², float32 scalar."""
+    size = target.float().square().sum(-1)
+    wrong = (output.float() - target.float()).square().sum(-1)
+    return (wrong / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()
+
+
+def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> float:
+    with torch.no_grad():
+        errors = [reconstruction_error(output_of(block(*call.args, **call.kwargs)), target) for call, target in pairs]
+    return float(torch.stack(errors).mean())
+
+
+class _Learned(nn.Module):
+    """A layer in the making: latent values in grid steps, logarithms of scale factors."""
+
+    def __init__(self, layer: BlockLayer, original: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.bias = getattr(original, "bias", None)
+        given = layer.quantized
+        self.format = given.format
+        self.register_buffer("first_scale", decode(given.scale, given.format.scale), persistent=False)
+        self.register_buffer("second", _second(given), persistent=False)
+        self.learns_scale = given.format.scale is E4M3
+        values, weight = given.dequantize(), layer.weight.float()
+        self.step = self._spread(self.first_scale * self.second)
+        kept = round_to(weight / self.step, given.format.element).mul_(self.step) == values
+        self.latent = nn.Parameter(torch.where(kept, weight, values).div_(self.step))
+        self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
+
+    def _spread(self, scale: torch.Tensor) -> torch.Tensor:
+        """Block scales as one value a weight."""
+        rows, columns = self.layer.quantized.shape
+        block_rows, block_columns = self.format.block_shape((rows, columns))
+        return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+
+    def _scale(self) -> torch.Tensor:
+        """Block scales on their grid; the gradient sees no grid."""
+        if not self.learns_scale:
+            return self.first_scale
+        free = self.first_scale * self.factor.exp()
+        nearest = round_to(free.detach(), E4M3).clamp_(min=E4M3.min_subnormal)
+        return free + (nearest - free).detach()
+
+    def weight(self) -> torch.Tensor:
+        """Values on their grid, `[out, in]`, float32."""
+        step = self._spread(self._scale() * self.second)
+        limit = self.format.element.max
+        wanted = (self.latent * self.step / step).clamp(-limit, limit)
+        nearest = round_to(wanted.detach(), self.format.element)
+        return (wanted + (nearest - wanted).detach()) * step
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer.parts.input(x)
+        y = nn.functional.linear(_rounded(x, self.layer), self.weight().to(x.dtype), self.bias)
+        branch = self.layer.parts.branch(x)
+        return y if branch is None else y + branch
+
+    def state(self) -> BlockScaledTensor:
+        """Codes and scales as they stand."""
+        with torch.no_grad():
+            given = self.layer.quantized
+            scale = self._scale().detach()
+            return quantize_with_scale(self.weight(), self.format, scale.contiguous(), given.global_scale)
+
+
+def _second(given: BlockScaledTensor) -> torch.Tensor:
+    return torch.ones((), device=given.codes.device) if given.global_scale is None else given.global_scale.float()
+
+
+def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
+    """The input as the quantized layer sees it; the gradient passes unchanged."""
+    if layer.activation is None:
+        return x
+    static = {"global_scale" if layer.activation.global_scale else "scale": layer.input_scale}
+    return x + (fake_quantize(x.detach(), layer.activation, **static) - x).detach()
+
+
+def _optimizer(layers: Iterator[_Learned] | Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:
+    layers = list(layers)
+    groups = [{"params": [layer.latent for layer in layers], "first": settings.rate}]
+    scales = [layer.factor for layer in layers if layer.learns_scale]
+    if scales and settings.scale_rate > 0:
+        groups.append({"params": scales, "first": settings.scale_rate})
+    return torch.optim.Adam(groups, lr=settings.rate, betas=(0.9, 0.99))
+
+
+@contextmanager
+def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within it, `modules` stand in the block under their names."""
+    put: Callable[[str, nn.Module], None] = lambda name, module: setattr(  # noqa: E731
+        block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module
+    )
+    before = {name: block.get_submodule(name) for name in modules}
+    for name, module in modules.items():
+        put(name, module)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            put(name, module)
+
+
+@contextmanager
+def _frozen(block: nn.Module) -> Iterator[None]:
+    """Within it, nothing of the block but what is being learned takes gradients."""
+    learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
+    changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)
