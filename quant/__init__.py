@@ -12,15 +12,16 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "quant.api": ("Quantized", "apply_plan", "calibrate", "make_plan", "quantize"),
+    "quant.api": ("Quantized", "apply_plan", "calibrate", "quantize"),
     "quant.calibration.data": ("token_rows",),
     "quant.checkpoint": ("load", "save"),
     "quant.errors": ("UserError",),
-    "quant.evaluate": ("Evaluation", "evaluate"),
+    "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
     "quant.kernels.linear": ("QuantExperts", "QuantLinear"),
-    "quant.load": ("Source", "open_model"),
+    "quant.loading": ("Source", "open_model"),
+    "quant.planning": ("make_plan",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report": ("Report", "render_html"),

@@ -1,8 +1,9 @@
-"""The public steps: make a plan, calibrate, apply it; `quantize` is all of them in a row.
+"""`quantize`, and the steps it consists of: calibrate and apply a plan.
 
-Each step is a function a training script can call alone, on any `nn.Module`. Weights are replaced group by group,
-and an original is freed as soon as its quantized form stands in its place, so the peak beyond the model is one
-fusion group.
+Each step is a function a training script can call alone, on any `nn.Module`. Where no solver looks at data, weights
+are replaced group by group, and an original is freed as soon as its quantized form stands in its place, so the peak
+beyond the model is one fusion group. Solvers that do look at data see each layer's inputs as the quantized layers
+before it give them, one decoder block at a time; the peak is then that block and its inputs.
 """
 
 from __future__ import annotations
@@ -16,15 +17,17 @@ import torch
 from torch import nn
 
 from quant.calibration.collect import collect_input_amax
-from quant.calibration.solver import get_solver, shared_global_scale, solve_group
+from quant.calibration.sequential import Settings, Solved, solve_sequentially
+from quant.calibration.solver import get_pipeline, get_solver, shared_global_scale, solve_group
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts, experts_forward
-from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+from quant.planning import check_plan_fits, make_plan
+from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+from quant.recipes.recipe import Recipe
 from quant.report import LayerResult, layer_result
 
 Progress = Callable[[str, int, int], None]
@@ -49,6 +52,7 @@ def quantize(
     exclude: Sequence[str] = (),
     solver: str | None = None,
     run: Callable[[nn.Module], Any] | None = None,
+    device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
     """Quantizes `model` in place.
@@ -56,11 +60,13 @@ def quantize(
     Args:
         model: any module; a transformers model needs nothing else.
         recipe: a preset's name, a recipe, or a finished plan.
-        data: calibration token ids, int64 `[rows, seqlen]`; needed where the plan has static activation scales.
+        data: calibration token ids, int64 `[rows, seqlen]`; needed where the plan has static activation scales or
+            a solver that looks at inputs.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
         run: calls the model on any valid input; how fusion groups are found in models that are not transformers'.
+        device: where solvers that look at data work, one block at a time; by default where the model is.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
@@ -71,6 +77,8 @@ def quantize(
         check_plan_fits(plan, find_layers(model))
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
+    if any(solver_needs_data(layer) for layer in plan.quantized):
+        return _quantize_block_by_block(model, plan, data, torch.device(device) if device else None, progress)
     started = time.perf_counter()
     input_scales = calibrate(model, plan, data, progress=progress)
     calibrated = time.perf_counter()
@@ -80,89 +88,63 @@ def quantize(
     return Quantized(model, plan_of_model(model, plan), layers, seconds)
 
 
-def make_plan(
-    model: nn.Module | Mapping[str, Sequence[int]],
-    recipe: str | Recipe = "nvfp4",
-    *,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    solver: str | None = None,
-    run: Callable[[nn.Module], Any] | None = None,
-    provenance: dict[str, Any] | None = None,
-) -> Plan:
-    """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
+def _quantize_block_by_block(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, device: torch.device | None, progress: Progress | None
+) -> Quantized:
+    """Linear layers by the sequential walk, then fused experts, which no solver that looks at data supports."""
+    if data is None:
+        raise UserError(lacks_data(needs_data(plan)[0]))
+    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.kind == "experts")
+    linear = [layer for layer in plan.quantized if layer.kind == "linear"]
+    rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in linear))
+    started = time.perf_counter()
+    # Before the walk, while every layer still gets its original inputs.
+    input_scales = calibrate(model, rest, data, progress=progress)
+    results: dict[str, LayerResult] = {}
+    noted: list[LayerPlan] = []
 
-    Args:
-        model: a module, or the shapes of a bare state dict by tensor name.
-        recipe: a preset's name or a recipe.
-        include, exclude, solver, run: as in `quantize`.
-        provenance: recorded in the plan.
+    def apply(layer: LayerPlan, solved: Solved) -> None:
+        if solved.notes:
+            layer = replace(layer, reason="; ".join((layer.reason, *solved.notes)))
+            noted.append(layer)
+        results[layer.name] = layer_result(layer, _weight_of(model, layer), solved.weight)
+        install_weight(model, layer, solved.weight, solved.input_scale, RunTimeParts(pre_scale=solved.pre_scale))
 
-    Raises:
-        ValueError: unknown format or solver, or a glob that matches no layer.
-    """
-    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
-    if solver is not None:
-        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
-    if include:
-        recipe = recipe.with_rules(Rule("*", KEEP, reason="matched by no --include"))
-        recipe = recipe.with_rules(*(Rule(glob, recipe.weight, reason=f"--include {glob}") for glob in include))
-    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
-    for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
-        get_solver(name)
-    layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
-    plan = resolve(layers, recipe, provenance=provenance)
-    if not plan.quantized:
-        raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
-    return plan
+    report = (lambda done, total: progress("solve", done, total)) if progress else None
+    solve_sequentially(model, plan, data, apply=apply, settings=Settings(device=device), progress=report)
+    results |= {result.name: result for result in apply_plan(model, rest, input_scales)}
+    plan = plan.replace_layers(noted)
+    layers = [results[layer.name] for layer in plan.layers]
+    return Quantized(model, plan_of_model(model, plan), layers, {"solve": time.perf_counter() - started})
 
 
-def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> list[Layer]:
-    layers = group_experts(find_layers(model))
-    for attempt in [run] if run else [_run_on_meta, _run_one_row]:
-        try:
-            return find_groups(model, layers, attempt)
-        except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
-            if attempt is run:
-                raise UserError(f"the model failed on the given example input: {error}") from error
-    return layers
-
-
-def _run_on_meta(model: nn.Module) -> None:
-    """One forward pass over shapes alone: no weight is read and no arithmetic done."""
-    state = dict(model.named_parameters()) | dict(model.named_buffers())
-    on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
-    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    torch.func.functional_call(model, on_meta, (ids,))
-
-
-def _run_one_row(model: nn.Module) -> None:
-    """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
-    model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
-
-
-def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
-    """Raises UserError where `plan` was made for another model: layers missing, extra or of another shape."""
-    have = {layer.name: layer.shape for layer in layers}
-    missing = [layer.name for layer in plan.layers if layer.name not in have]
-    extra = sorted(set(have) - set(plan.by_name))
-    wrong = [n for n, layer in plan.by_name.items() if n in have and have[n] != layer.shape]
-    if wrong:
-        name = wrong[0]
-        shapes = f"{list(have[name])} in the model, {list(plan.by_name[name].shape)} in the plan"
-        raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
-    for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
-        if names:
-            raise UserError(f"the plan does not fit this model: {len(names)} layer(s) {what}: {', '.join(names[:5])}")
+def _without_data(layer: LayerPlan) -> LayerPlan:
+    if not solver_needs_data(layer):
+        return layer
+    reason = f"{layer.reason}; solved with mse: {layer.solver} does not take fused experts"
+    return replace(layer, solver="mse", reason=reason)
 
 
 def needs_data(plan: Plan) -> list[LayerPlan]:
-    """The layers whose activation scale is static and must be measured on a calibration text."""
-    return [layer for layer in plan.quantized if layer.activation is not None and _is_static(layer.activation)]
+    """The layers that need a calibration text: for a static activation scale, or for their solver."""
+    return [layer for layer in plan.quantized if has_static_scale(layer) or solver_needs_data(layer)]
 
 
-def _is_static(activation: Format) -> bool:
-    return activation.global_scale or activation.block == (0, 0)
+def has_static_scale(layer: LayerPlan) -> bool:
+    """Whether the layer's activation format has a scale that is measured beforehand."""
+    return layer.activation is not None and (layer.activation.global_scale or layer.activation.block == (0, 0))
+
+
+def solver_needs_data(layer: LayerPlan) -> bool:
+    """Whether the layer's solver looks at its inputs."""
+    return get_pipeline(layer.solver).needs_data
+
+
+def lacks_data(layer: LayerPlan) -> str:
+    """What to tell a user who gave no text for a layer that needs one."""
+    if solver_needs_data(layer):
+        return f"{layer.name}: solver {layer.solver} looks at inputs; pass a text: --calib FILE, or data= in Python"
+    return f"{layer.name}: {layer.activation} inputs have a static scale; pass a text: --calib FILE, or data= in Python"
 
 
 def calibrate(
@@ -173,12 +155,11 @@ def calibrate(
     Raises:
         UserError: the plan needs data and there is none.
     """
-    static = needs_data(plan)
+    static = [layer for layer in plan.quantized if has_static_scale(layer)]
     if not static:
         return {}
     if data is None:
-        layer = static[0]
-        raise UserError(f"{layer.name}: {layer.activation} inputs have a static scale; pass a text with --calib FILE")
+        raise UserError(lacks_data(static[0]))
     report = (lambda done, total: progress("calibrate", done, total)) if progress else None
     amax = collect_input_amax(model, [layer.name for layer in static], data, report)
     scales = {}

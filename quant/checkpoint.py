@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 from quant import load_huggingface
-from quant.api import check_plan_fits, install_weight, use_expert_modules
+from quant.api import install_weight, use_expert_modules
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
 from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
+from quant.planning import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 

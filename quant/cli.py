@@ -118,7 +118,7 @@ def evaluate_command(
 ) -> None:
     """Perplexity of MODEL, and its KL and top-1 agreement with a baseline. MODEL may be quantized or not."""
     from quant.console import bar, print_evaluation
-    from quant.evaluate import evaluate
+    from quant.evaluation import evaluate
     from quant.pipeline import open_any, read_rows
 
     source = open_any(model, model_factory=model_factory, unsafe_load=unsafe_load)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from quant.evaluate import Evaluation
+from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets

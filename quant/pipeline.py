@@ -19,12 +19,13 @@ from torch import nn
 from quant import api, checkpoint, console
 from quant.calibration.data import token_rows
 from quant.errors import UserError
-from quant.evaluate import Evaluation, evaluate
+from quant.evaluation import Evaluation, evaluate
 from quant.export.checkpoint import check_destination
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.extras import versions
-from quant.load import Source, open_model
 from quant.load_huggingface import load_tokenizer
+from quant.loading import Source, open_model
+from quant.planning import check_plan_fits, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
@@ -106,7 +107,7 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
             layers = find_layers(source.model)
         else:
             layers = layers_of_state_dict(_shapes(source))
-        api.check_plan_fits(recipe, layers)
+        check_plan_fits(recipe, layers)
         return recipe
     model = source.model if source.model is not None else _shapes(source)
     provenance = {
@@ -117,9 +118,7 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
         "calibration": str(job.calib) if job.calib else None,
         "versions": versions(),
     }
-    plan = api.make_plan(
-        model, recipe, include=job.include, exclude=job.exclude, solver=job.solver, provenance=provenance
-    )
+    plan = make_plan(model, recipe, include=job.include, exclude=job.exclude, solver=job.solver, provenance=provenance)
     if source.model is None:
         # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
         plan = plan.replace_layers(
@@ -141,8 +140,7 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     data = None
     if api.needs_data(plan):
         if job.calib is None:
-            layer = api.needs_data(plan)[0]
-            raise UserError(f"{layer.name}: {layer.activation} inputs have a static scale; pass a text: --calib FILE")
+            raise UserError(api.lacks_data(api.needs_data(plan)[0]))
         data = read_rows(source, job.calib, job.calib_samples, job.seqlen)
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = copy.deepcopy(model) if eval_rows is not None else None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quant.evaluate import Evaluation
+from quant.evaluation import Evaluation
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
 

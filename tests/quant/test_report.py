@@ -19,7 +19,7 @@ import torch
 from rich.console import Console
 
 from quant import report as report_module
-from quant.evaluate import Evaluation
+from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.recipes.plan import LayerPlan, Plan

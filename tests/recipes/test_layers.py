@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant.api import make_plan
+from quant.planning import make_plan
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 
 transformers = pytest.importorskip("transformers")

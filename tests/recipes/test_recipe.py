@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from quant.api import make_plan
 from quant.formats.format import FORMATS
-from quant.load import open_model
+from quant.loading import open_model
+from quant.planning import make_plan
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quant import evaluate as evaluate_module
-from quant.evaluate import Evaluation, evaluate
+from quant.evaluation import Evaluation, evaluate
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear import QuantLinear

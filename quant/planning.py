@@ -1,0 +1,95 @@
+"""Making a plan for a model: which layers there are, which are fused, what the recipe says of each.
+
+Nothing here reads a weight, so a model on the meta device, or the shapes in a state dict's header, will do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.solver import get_solver
+from quant.errors import UserError
+from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+
+
+def make_plan(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    recipe: str | Recipe = "nvfp4",
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    solver: str | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Plan:
+    """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
+
+    Args:
+        model: a module, or the shapes of a bare state dict by tensor name.
+        recipe: a preset's name or a recipe.
+        include, exclude, solver, run: as in `quantize`.
+        provenance: recorded in the plan.
+
+    Raises:
+        ValueError: unknown format or solver, or a glob that matches no layer.
+    """
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    if solver is not None:
+        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
+    if include:
+        recipe = recipe.with_rules(Rule("*", KEEP, reason="matched by no --include"))
+        recipe = recipe.with_rules(*(Rule(glob, recipe.weight, reason=f"--include {glob}") for glob in include))
+    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
+        get_solver(name)
+    layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
+    plan = resolve(layers, recipe, provenance=provenance)
+    if not plan.quantized:
+        raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
+    return plan
+
+
+def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> list[Layer]:
+    layers = group_experts(find_layers(model))
+    for attempt in [run] if run else [_run_on_meta, _run_one_row]:
+        try:
+            return find_groups(model, layers, attempt)
+        except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
+            if attempt is run:
+                raise UserError(f"the model failed on the given example input: {error}") from error
+    return layers
+
+
+def _run_on_meta(model: nn.Module) -> None:
+    """One forward pass over shapes alone: no weight is read and no arithmetic done."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    torch.func.functional_call(model, on_meta, (ids,))
+
+
+def _run_one_row(model: nn.Module) -> None:
+    """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
+    model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+
+
+def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` was made for another model: layers missing, extra or of another shape."""
+    have = {layer.name: layer.shape for layer in layers}
+    missing = [layer.name for layer in plan.layers if layer.name not in have]
+    extra = sorted(set(have) - set(plan.by_name))
+    wrong = [n for n, layer in plan.by_name.items() if n in have and have[n] != layer.shape]
+    if wrong:
+        name = wrong[0]
+        shapes = f"{list(have[name])} in the model, {list(plan.by_name[name].shape)} in the plan"
+        raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
+    for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
+        if names:
+            raise UserError(f"the plan does not fit this model: {len(names)} layer(s) {what}: {', '.join(names[:5])}")
