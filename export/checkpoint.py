@@ -90,7 +90,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         tensors[name] = tensor.contiguous()
     for name, module in quantized.items():
         for part, weight in layer_weights(name, module.quantized_weight).items():
-            for suffix, tensor in layout.compress(weight, module.input_scale, dtype).items():
+            for suffix, tensor in layout.compress(weight, module.input_scale, dtype, module.activation_format).items():
                 tensors[f"{part}.{suffix}"] = tensor.contiguous()
         for suffix in _BESIDE:
             beside = getattr(module, suffix, None)

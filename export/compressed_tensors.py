@@ -50,7 +50,10 @@ def check_plan(plan: Plan) -> None:
 
 
 def compress(
-    weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype,
+    activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
     """The tensors of one linear layer, by their names below the layer's.
 
@@ -58,6 +61,7 @@ def compress(
         weight: `[out, in]`.
         input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
         dtype: the model's dtype, in which float scales are stored; they are representable in it.
+        activation: format that `input_scale` belongs to; by default the weight's.
     """
     format, tensors = weight.format, {}
     scale = weight.scale
@@ -76,7 +80,7 @@ def compress(
     tensors["weight_scale"] = scale
     if weight.global_scale is not None:
         tensors["weight_global_scale"] = _reciprocal(weight.global_scale)
-    if input_scale is not None and format.global_scale:
+    if input_scale is not None and (activation or format).global_scale:
         tensors["input_global_scale"] = _reciprocal(input_scale)
     elif input_scale is not None:
         tensors["input_scale"] = input_scale.reshape(1).to(dtype)

@@ -69,6 +69,15 @@ def test_compress_and_decompress_are_inverses(format: str, dtype: torch.dtype) -
     )
 
 
+@pytest.mark.parametrize(("format", "activation"), [("nvfp4", "fp8"), ("fp8_channel", "nvfp4")])
+def test_the_name_of_an_input_scale_is_that_of_the_inputs_format(format: str, activation: str) -> None:
+    weight, scale = quantize(torch.randn(32, 64), FORMATS[format]), 1 / (1 / torch.tensor(0.0123))
+    stored = compress(weight, scale, torch.float32, FORMATS[activation])
+    assert ("input_global_scale" in stored, "input_scale" in stored) == (activation == "nvfp4", activation == "fp8")
+    back = decompress(stored, FORMATS[format])[1]
+    assert back is not None and torch.equal(back.double(), scale.double())
+
+
 def test_any_reciprocal_in_a_file_is_kept() -> None:
     """Also those that no float32 is the inverse of, which another toolkit may have written."""
     weight = quantize(torch.randn(32, 64), FORMATS["nvfp4"])
