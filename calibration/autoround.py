@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,7 +119,7 @@ def reconstruct_block(
     with _in_place(block, learned), _frozen(block):
         before = after = _error(block, held_out)
         best = {name: layer.state() for name, layer in learned.items()}
-        optimizer = _optimizer(learned.values(), settings)
+        optimizer = _optimizer(list(learned.values()), settings)
         every = max(settings.steps // settings.checks, 1)
         for step in range(settings.steps):
             for group in optimizer.param_groups:
@@ -149,6 +150,9 @@ def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> floa
 
 class _Learned(nn.Module):
     """A layer in the making: latent values in grid steps, logarithms of scale factors."""
+
+    first_scale: torch.Tensor
+    second: torch.Tensor
 
     def __init__(self, layer: BlockLayer, original: nn.Module) -> None:
         super().__init__()
@@ -197,8 +201,9 @@ class _Learned(nn.Module):
         """Codes and scales as they stand."""
         with torch.no_grad():
             given = self.layer.quantized
-            scale = self._scale().detach()
-            return quantize_with_scale(self.weight(), self.format, scale.contiguous(), given.global_scale)
+            # Straight-through sums may miss the grid by a last place, which must not reach the codes.
+            scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale
+            return quantize_with_scale(self.weight(), self.format, scale, given.global_scale)
 
 
 def _second(given: BlockScaledTensor) -> torch.Tensor:
@@ -213,9 +218,8 @@ def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
     return x + (fake_quantize(x.detach(), layer.activation, **static) - x).detach()
 
 
-def _optimizer(layers: Iterator[_Learned] | Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:
-    layers = list(layers)
-    groups = [{"params": [layer.latent for layer in layers], "first": settings.rate}]
+def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [layer.latent for layer in layers], "first": settings.rate}]
     scales = [layer.factor for layer in layers if layer.learns_scale]
     if scales and settings.scale_rate > 0:
         groups.append({"params": scales, "first": settings.scale_rate})
