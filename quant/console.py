@@ -16,7 +16,7 @@ from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
 
-CONSOLE = Console(stderr=True)
+CONSOLE = Console(stderr=True, markup=False)
 _STAGES = {"calibrate": "calibrating", "solve": "quantizing", "evaluate": "evaluating"}
 
 
@@ -65,7 +65,7 @@ def print_layers(plan: Plan, report: Mapping[str, Any] | None) -> None:
             *measured,
             layer.reason,
         )
-    out = Console()
+    out = Console(markup=False)
     out.print(table)
     kept = [layer for layer in plan.layers if layer.weight is None]
     for reason, count in Counter(layer.reason for layer in kept).items():
@@ -93,7 +93,7 @@ def print_evaluation(result: Evaluation) -> None:
         ]
     for name, value in (*rows, ("predictions", f"{result.tokens:,}"), ("seconds", f"{result.seconds:.1f}")):
         table.add_row(name, value)
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def format_tables() -> dict[str, Any]:
@@ -119,7 +119,7 @@ def format_tables() -> dict[str, Any]:
 def print_formats() -> None:
     """The two tables of `quant formats`."""
     tables = format_tables()
-    out = Console()
+    out = Console(markup=False)
     for title, first, rows in (
         ("Presets (--format)", "preset", tables["presets"]),
         ("Number formats (recipes and plans; block 0 is the whole axis)", "format", tables["formats"]),

@@ -48,7 +48,7 @@ def examine() -> dict[str, Any]:
 
 def print_findings(findings: dict[str, Any]) -> None:
     """Prints `examine()`."""
-    out = Console()
+    out = Console(markup=False)
     for name, version in findings["versions"].items():
         out.print(f"{name} {version}", highlight=False)
     cpu = findings["cpu"]
