@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.export import compressed_tensors as layout
+from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
@@ -343,7 +344,8 @@ def plan_of_checkpoint(directory: Path, shapes: Mapping[str, tuple[int, ...]], c
             chosen = next(((w, a) for targets, w, a in groups if any(_matches(name, t) for t in targets)), None)
         weight, activation = chosen or (None, None)
         layers.append(LayerPlan(name, "linear", shape, weight, activation, reason=f"as {directory.name} was written"))
-    return Plan(tuple(layers), provenance={"checkpoint": str(directory)})
+    kv_cache = FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+    return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
 
 
 def _matches(name: str, target: str) -> bool:

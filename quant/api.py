@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.collect import collect_input_amax
+from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.sequential import Settings, Solved, solve_sequentially
 from quant.calibration.solver import get_pipeline, get_solver, shared_global_scale, solve_group
 from quant.errors import UserError
@@ -77,8 +78,22 @@ def quantize(
         check_plan_fits(plan, find_layers(model))
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
+    if data is None and (lacking := lacks_data(plan)):
+        raise UserError(lacking)
     if any(solver_needs_data(layer) for layer in plan.quantized):
-        return _quantize_block_by_block(model, plan, data, torch.device(device) if device else None, progress)
+        assert data is not None
+        quantized = _quantize_block_by_block(model, plan, data, torch.device(device) if device else None, progress)
+    else:
+        quantized = _quantize_at_once(model, plan, data, progress)
+    if plan.kv_cache is not None:
+        assert data is not None
+        scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
+        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", _dtype_of(model)))
+    return quantized
+
+
+def _quantize_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None) -> Quantized:
+    """Solvers that look at nothing but the weight."""
     started = time.perf_counter()
     input_scales = calibrate(model, plan, data, progress=progress)
     calibrated = time.perf_counter()
@@ -89,11 +104,9 @@ def quantize(
 
 
 def _quantize_block_by_block(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, device: torch.device | None, progress: Progress | None
+    model: nn.Module, plan: Plan, data: torch.Tensor, device: torch.device | None, progress: Progress | None
 ) -> Quantized:
     """Linear layers by the sequential walk, then fused experts, which no solver that looks at data supports."""
-    if data is None:
-        raise UserError(lacks_data(needs_data(plan)[0]))
     plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.kind == "experts")
     linear = [layer for layer in plan.quantized if layer.kind == "linear"]
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in linear))
@@ -125,11 +138,6 @@ def _without_data(layer: LayerPlan) -> LayerPlan:
     return replace(layer, solver="mse", reason=reason)
 
 
-def needs_data(plan: Plan) -> list[LayerPlan]:
-    """The layers that need a calibration text: for a static activation scale, or for their solver."""
-    return [layer for layer in plan.quantized if has_static_scale(layer) or solver_needs_data(layer)]
-
-
 def has_static_scale(layer: LayerPlan) -> bool:
     """Whether the layer's activation format has a scale that is measured beforehand."""
     return layer.activation is not None and (layer.activation.global_scale or layer.activation.block == (0, 0))
@@ -140,11 +148,15 @@ def solver_needs_data(layer: LayerPlan) -> bool:
     return get_pipeline(layer.solver).needs_data
 
 
-def lacks_data(layer: LayerPlan) -> str:
-    """What to tell a user who gave no text for a layer that needs one."""
-    if solver_needs_data(layer):
-        return f"{layer.name}: solver {layer.solver} looks at inputs; pass a text: --calib FILE, or data= in Python"
-    return f"{layer.name}: {layer.activation} inputs have a static scale; pass a text: --calib FILE, or data= in Python"
+def lacks_data(plan: Plan) -> str | None:
+    """What to tell a user who gave no calibration text for a plan that needs one; None where it needs none."""
+    way_out = "pass a text: --calib FILE, or data= in Python"
+    for layer in plan.quantized:
+        if solver_needs_data(layer):
+            return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
+        if has_static_scale(layer):
+            return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}"
+    return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
 
 
 def calibrate(
@@ -159,7 +171,7 @@ def calibrate(
     if not static:
         return {}
     if data is None:
-        raise UserError(lacks_data(static[0]))
+        raise UserError(lacks_data(plan) or "no calibration data")
     report = (lambda done, total: progress("calibrate", done, total)) if progress else None
     amax = collect_input_amax(model, [layer.name for layer in static], data, report)
     scales = {}
@@ -285,6 +297,13 @@ def install_weight(
         new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts or RunTimeParts()))
     new.train(parent.training)
     setattr(parent, last, new)
+
+
+def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout."""
+    for name, tensor in tensors.items():
+        attention, _, operand = name.rpartition(".")
+        model.get_submodule(attention).register_buffer(operand, tensor)
 
 
 def use_expert_modules(model: nn.Module, plan: Plan) -> None:

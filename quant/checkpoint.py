@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant import load_huggingface
-from quant.api import install_weight, use_expert_modules
+from quant.api import install_kv_scales, install_weight, use_expert_modules
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
@@ -140,6 +140,8 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
             raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
         install_weight(model, layer, weight, input_scale, files.read_parts(tensors, layer))
         owned.update(files.layer_tensor_names(tensors, layer))
+    if plan.kv_cache is not None:
+        install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith((".k_scale", ".v_scale"))})
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)
     return model.eval()

@@ -55,6 +55,7 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, perhaps edited.")
 @click.option("--solver", help="How weights are rounded; replaces the recipe's.")
+@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8. Its scales need --calib.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")

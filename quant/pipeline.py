@@ -41,6 +41,7 @@ class Job:
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
+    kv_cache: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     out: Path | None = None
@@ -92,13 +93,17 @@ def _recipe(job: Job) -> Recipe | Plan:
     if sum(g is not None for g in given) != 1:
         raise UserError("give exactly one of --format, --recipe and --plan")
     if job.plan_file is not None:
-        if job.solver or job.include or job.exclude:
-            raise UserError("--plan says everything already: edit the plan instead of --solver, --include, --exclude")
+        if job.solver or job.kv_cache or job.include or job.exclude:
+            raise UserError(
+                "--plan says everything already: edit it instead of using --solver, --kv-cache, --include, --exclude"
+            )
         return Plan.load(job.plan_file)
     if job.recipe_file is not None:
-        return Recipe.load(job.recipe_file)
-    assert job.format_name is not None
-    return get_recipe(job.format_name)
+        recipe = Recipe.load(job.recipe_file)
+    else:
+        assert job.format_name is not None
+        recipe = get_recipe(job.format_name)
+    return replace(recipe, kv_cache=job.kv_cache) if job.kv_cache else recipe
 
 
 def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
@@ -138,9 +143,9 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     assert source.model is not None and job.out is not None
     model = source.model
     data = None
-    if api.needs_data(plan):
+    if lacking := api.lacks_data(plan):
         if job.calib is None:
-            raise UserError(api.lacks_data(api.needs_data(plan)[0]))
+            raise UserError(lacking)
         data = read_rows(source, job.calib, job.calib_samples, job.seqlen)
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = copy.deepcopy(model) if eval_rows is not None else None
