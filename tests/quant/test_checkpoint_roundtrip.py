@@ -271,6 +271,19 @@ def test_experts_are_saved_one_by_one_and_load_bit_for_bit(preset: str, tmp_path
     assert relative(logits(loaded), logits(moe())) < 0.5
 
 
+@pytest.mark.skipif(
+    tuple(int(n) for n in transformers.__version__.split(".")[:2]) < (5, 23), reason="older releases cannot load these"
+)
+@pytest.mark.parametrize(("preset", "limit"), [("mxfp4a16", 0.0), ("fp8_channel", 0.06)])
+def test_transformers_loads_experts(preset: str, limit: float, tmp_path: Path) -> None:
+    """Formats whose experts transformers can unpack. It drops the global scale of NVFP4's and refuses MXFP8's."""
+    pytest.importorskip("compressed_tensors")
+    model = copy.deepcopy(moe())
+    save(model, quantize(model, preset).plan, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    assert relative(logits(theirs), logits(model)) <= limit
+
+
 # Without transformers, and what cannot be loaded
 
 
