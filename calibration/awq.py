@@ -54,6 +54,7 @@ def search_scale(
     round_weight: RoundWeight,
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
     owner: torch.Tensor | None = None,
+    token_weight: torch.Tensor | None = None,
     powers: Sequence[tuple[float, float]] = tuple((p, 0.0) for p in POWERS),
 ) -> tuple[torch.Tensor, tuple[float, float]]:
     """AWQ's search.
@@ -65,6 +66,7 @@ def search_scale(
         round_weight: rounds a scaled weight.
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
         owner: see `channel_scale`.
+        token_weight: what each token of the sample counts, `[tokens]`; None for all alike.
         powers: pairs (power, weight_power) to try.
 
     Returns:
@@ -79,7 +81,8 @@ def search_scale(
         if round_input is not None:
             scaled = round_input(scaled)
         values = round_weight(weight * scale, scaled)
-        error = float((scaled @ values.t() - wanted).square().mean())
+        errors = (scaled @ values.t() - wanted).square().mean(1)
+        error = float((errors if token_weight is None else errors * token_weight).mean())
         if error < least:
             best, least = (scale, (power, weight_power)), error
     assert best is not None

@@ -12,7 +12,7 @@ the model is run again up to the next block. A model with no such blocks is one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,7 +62,9 @@ class Call:
 
 
 def output_of(result: Any) -> torch.Tensor:
-    """The hidden state in what a block returns: the tensor, or the first of a tuple."""
+    """The hidden state in what a block returns: the tensor, or the first of a tuple or of a model output."""
+    if isinstance(result, Mapping):
+        result = tuple(result.values())
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
 
 
@@ -73,7 +75,7 @@ def block_names(model: nn.Module) -> list[str]:
         if not isinstance(module, nn.ModuleList | nn.Sequential) or any(name.startswith(f"{f}.") for f in found):
             continue
         children = list(module.named_children())
-        alike = len({type(child) for _, child in children}) == 1 and len(children) > 1
+        alike = len({type(child) for _, child in children}) == 1
         if alike and all(_holds_linear(child) for _, child in children):
             found.extend(f"{name}.{child_name}".lstrip(".") for child_name, _ in children)
     return found

@@ -78,20 +78,17 @@ def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
     raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
 
 
-def corrected_weight(
-    weight: torch.Tensor, drift: torch.Tensor | None, factor: Factor, strength: float = 1.0
-) -> torch.Tensor:
-    """W + strength · W drift M⁻¹: the weight that maps the drifted inputs closest to the original outputs.
+def corrected_weight(weight: torch.Tensor, drift: torch.Tensor | None, factor: Factor) -> torch.Tensor:
+    """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
 
     Args:
         weight: `[out, in]`.
         drift: mean of (r - x) xᵀ, `[in, in]`; None leaves the weight.
         factor: of the second moment.
-        strength: 1 is the least-squares answer; less trusts the calibration text less.
     """
-    if drift is None or strength == 0:
+    if drift is None:
         return weight
-    return weight + strength * (weight @ drift) @ factor.inverse.t() @ factor.inverse
+    return weight + (weight @ drift) @ factor.inverse.t() @ factor.inverse
 
 
 def gptq(

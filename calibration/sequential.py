@@ -30,7 +30,7 @@ from torch import nn
 from quant.calibration.blocks import Call, Stop, block_names, calls_of_chain, find_chains, output_of, streamed
 from quant.calibration.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.solver import GroupInputs, Pipeline, Solver, get_pipeline, solve_group
-from quant.calibration.statistics import LayerStats, MomentSum, static_input_scale
+from quant.calibration.statistics import LayerStats, MomentSum, static_input_scale, token_weights
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.recipes.plan import LayerPlan, Plan
@@ -70,6 +70,7 @@ class Settings:
         device: where blocks are worked on, one at a time; None is where the model is.
         online: keep an input scale that cannot be folded as `pre_scale`; otherwise such a group stays unscaled.
         sample: tokens that transforms look at.
+        limit: largest squared norm of a token that counts in full, in units of the median; see `MomentSum`.
     """
 
     batch: int = 4
@@ -77,6 +78,7 @@ class Settings:
     device: torch.device | None = None
     online: bool = False
     sample: int = 1024
+    limit: float | None = 4.0
 
 
 @dataclass(eq=False)
@@ -291,7 +293,7 @@ class _BlockWork:
         for group in self.groups:
             self._fix_input_scale(group)
         for stage in self._stages():
-            self._solve_stage(stage, current, reference is not None)
+            self._solve_stage(stage, current)
         outputs = self._outputs(current) if needs_output else []
         return outputs, reference
 
@@ -320,7 +322,10 @@ class _BlockWork:
                     return
                 magnitude = x.abs()
                 self._check(magnitude, args[0], group)
-                amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
+                amax = magnitude.amax(0).float()
+                if self.settings.limit is not None:
+                    magnitude *= token_weights(x, self.settings.limit).sqrt_()[:, None].to(x)
+                total = magnitude.sum(0, dtype=torch.float32)
                 group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
                 group.total = total if group.total is None else group.total + total
                 group.tokens += len(x)
@@ -359,10 +364,13 @@ class _BlockWork:
                 continue
             assert group.total is not None and group.amax is not None
             sample = torch.cat([x[:: max(group.tokens // self.settings.sample, 1)].float() for x in group.kept])
+            weight_of = sample.new_ones(len(sample))
+            if self.settings.limit is not None:
+                weight_of = token_weights(sample, self.settings.limit)
             for transform in group.pipeline.transforms:
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
-                inputs = GroupInputs(sample / divisor, group.total / group.tokens / divisor, group.amax / divisor)
+                inputs = GroupInputs(sample / divisor, weight_of, group.total / group.tokens / divisor, group.amax / divisor)
                 owner = None if found is None else found.owner
                 scale = transform(weight, inputs, group.weight_format, group.activation, owner)
                 if found is not None:
@@ -413,19 +421,15 @@ class _BlockWork:
             stages.setdefault(group.pattern, []).append(group)
         return list(stages.values())
 
-    def _solve_stage(self, stage: list[_Group], calls: Sequence[Call], corrected: bool) -> None:
-        sums = [MomentSum() for _ in stage]
+    def _solve_stage(self, stage: list[_Group], calls: Sequence[Call]) -> None:
+        sums = [MomentSum(self.settings.limit) for _ in stage]
 
         def watch(group: _Group, moment: MomentSum) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                x = group.round_input(args[0]).reshape(-1, args[0].shape[-1])
+                x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
                     return
-                reference = None
-                if corrected and group.calls == 1 and len(group.kept[self.clock[0]]) == len(x):
-                    reference = group.kept[self.clock[0]]
-                    reference = reference if group.divisor is None else reference / group.divisor.to(reference)
-                moment.add(x, reference)
+                moment.add(group.round_input(x), self._reference(group, x))
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
@@ -449,6 +453,18 @@ class _BlockWork:
             if stats is None:
                 group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
             self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
+
+    def _reference(self, group: _Group, x: torch.Tensor) -> torch.Tensor | None:
+        """The input that the outputs should be right for: `x` before rounding, moved towards the original input."""
+        correction = group.pipeline.correction
+        aligned = group.calls == 1 and len(group.kept[self.clock[0]]) == len(x)
+        if group.pre_scale is not None:
+            x = x * group.pre_scale.to(x)
+        if correction and aligned:
+            original = group.kept[self.clock[0]]
+            original = original if group.divisor is None else original / group.divisor.to(original)
+            return x + correction * (original - x)
+        return None if group.activation is None else x
 
     def _solve_group(self, group: _Group, stats: LayerStats | None, tokens: int) -> None:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
@@ -482,7 +498,7 @@ class _BlockWork:
 
         hooks = {}
         for group in self.groups:
-            sums[group.names[0]] = MomentSum(group.weight_format.block[1] or None)
+            sums[group.names[0]] = MomentSum(self.settings.limit, group.weight_format.block[1] or None)
             hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)

@@ -101,13 +101,14 @@ class Gptq:
 
     Attributes:
         damping: added to the diagonal of the second moment, as a fraction of its mean.
-        correction: how much of the accumulated input error is made up for; 0 for none, 1 for all.
+        correction: how much of the input error that earlier layers left is made up for; 0 for none, 1 for all. The
+            error of rounding this layer's own inputs is always made up for.
         sweeps: rounds of coordinate descent.
         shortlist: scales of a block that are tried with feedback.
     """
 
     damping: float = 0.01
-    correction: float = 1.0
+    correction: float = 0.0
     sweeps: int = 2
     shortlist: int = 4
     rule: str = "mse"
@@ -120,7 +121,7 @@ class Gptq:
             factor = factorize(stats.second_moment, self.damping)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-        target = corrected_weight(weight.float(), stats.drift, factor, self.correction)
+        target = corrected_weight(weight.float(), stats.drift, factor)
         return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
 
 
@@ -148,11 +149,13 @@ class GroupInputs:
 
     Attributes:
         sample: some tokens, `[tokens, in]`, float32.
+        token_weight: what each of them counts, `[tokens]`.
         mean_abs: mean magnitude of each channel over all tokens, `[in]`.
         amax: largest magnitude of each channel, `[in]`.
     """
 
     sample: torch.Tensor
+    token_weight: torch.Tensor
     mean_abs: torch.Tensor
     amax: torch.Tensor
 
@@ -204,12 +207,15 @@ class Awq:
         solver = SOLVERS[self.trial]
 
         def round_weight(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-            stats = LayerStats(len(x), x.t() @ x / len(x)) if self.trial not in ("rtn", "mse") else None
+            weighted = x * inputs.token_weight[:, None]
+            stats = LayerStats(len(x), weighted.t() @ x / len(x)) if self.trial not in ("rtn", "mse") else None
             return solve_group({"awq": scaled}, {"awq": stats}, format, solver)["awq"].dequantize()
 
         part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: fake_quantize(x, activation)) if activation else None
-        scale, _ = search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.powers)
+        scale, _ = search_scale(
+            part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, inputs.token_weight, self.powers
+        )
         return scale
 
 
@@ -246,6 +252,11 @@ class Pipeline:
     def needs_data(self) -> bool:
         """Whether it works from calibration inputs."""
         return bool(self.transforms) or isinstance(self.rounding, Gptq | LocalHessian)
+
+    @property
+    def correction(self) -> float:
+        """How much of the error of earlier layers this one makes up for."""
+        return self.rounding.correction if isinstance(self.rounding, Gptq) else 0.0
 
     @property
     def at_once(self) -> bool:
