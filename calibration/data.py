@@ -1,22 +1,104 @@
-"""Text to token rows: what calibration and evaluation feed to a model.
+"""Token rows: what calibration and evaluation feed to a model.
 
-A text is tokenized whole, in one go, and cut into consecutive rows of the same length. Nothing is padded, no
-separator and no extra start token is put in, and what is left at the end is dropped. So a row may begin in the
-middle of a sentence, every position counts, and the same file gives the same rows everywhere: a perplexity means
-something only together with such a cut.
+`token_rows` is the strict cut. A text is tokenized whole, in one go, and cut into consecutive rows of the same
+length. Nothing is padded, no separator and no extra start token is put in, and what is left at the end is dropped. So
+a row may begin in the middle of a sentence, every position counts, and the same file gives the same rows everywhere:
+a perplexity means something only together with such a cut. Token ids that were made elsewhere come in as a tensor or
+a safetensors file and are cut in the same way.
 
-Token ids that were made elsewhere come in as a tensor or a safetensors file and are cut in the same way.
+`calibration_rows` takes these, and whatever else a calibration text may be:
+
+    text.txt  ids.safetensors  tensor      token_rows
+    data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.corpus
+    a data loader, a list of texts, …      batches and documents                   quant.calibration.documents
+    self, or nothing                       text that the model itself writes       quant.calibration.generate
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quant.calibration.corpus import parse_corpus, read_records
+from quant.calibration.documents import pack_rows, read_documents, shuffled, whole_rows
+from quant.calibration.generate import generate_rows
 
 Text = str | Path | torch.Tensor
+
+
+def calibration_rows(
+    source: Text | Iterable[Any] | None,
+    tokenizer: Any | None = None,
+    *,
+    samples: int | None,
+    seqlen: int,
+    seed: int = 0,
+    shuffle: bool = False,
+    pack: bool = True,
+    config: str | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    model: nn.Module | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """Calibration rows from any source.
+
+    Args:
+        source: None or `"self"` for text that `model` writes; a text, a token or a data set file, a folder of these,
+            `"hf:NAME[:CONFIG][:SPLIT][#COLUMN]"`; a tensor of token ids; or an iterable of texts, chats, records or
+            batches, such as the training script's data loader, which is read only as far as the rows need.
+        tokenizer: a Hugging Face tokenizer; None will do for token ids.
+        samples: number of rows; None takes all that there are, and is not for `"self"`.
+        seqlen: tokens in a row.
+        seed: of the shuffling and of what the model writes.
+        shuffle: draws rows from a whole text, and documents of the rest within a window, instead of the first ones.
+        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
+            text or token file is cut by `token_rows` either way.
+        config, split, column: of a data set; they go before what the source's name says.
+        model: writes the text of `"self"`.
+        progress: called as `progress(tokens done, tokens in all)` while the model writes.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source cannot be used: the message says why, and the way out.
+    """
+    _check_size(samples, seqlen)
+    if source is None or (isinstance(source, str) and source == "self"):
+        if model is None or samples is None:
+            raise ValueError("self: text that a model writes itself needs the model and a number of samples")
+        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=progress)
+    items: Iterable[Any]
+    corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
+    if corpus is not None:
+        given = {"config": config, "split": split, "column": column}
+        corpus = replace(corpus, **{key: value for key, value in given.items() if value is not None})
+        name, column = str(source), corpus.column
+        items = read_records(corpus, seed=seed if shuffle else None)
+    elif isinstance(source, str | Path | torch.Tensor):
+        _check_name(source)
+        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
+    else:
+        name, items = f"calibration data ({type(source).__name__})", source
+    documents = read_documents(items, tokenizer, name, column)
+    if shuffle and corpus is None:
+        documents = shuffled(documents, seed)
+    if pack:
+        rows = pack_rows(documents, getattr(tokenizer, "eos_token_id", None), samples, seqlen, name)
+    else:
+        rows = whole_rows(documents, samples, seqlen, name)
+    if tokenizer is not None:
+        _check_vocabulary(rows, len(tokenizer), name)
+    return rows
 
 
 def token_rows(
@@ -45,8 +127,7 @@ def token_rows(
         ValueError: the file is empty, not UTF-8 or not token ids; it gives fewer rows than `samples`; an id lies
             outside the tokenizer's vocabulary.
     """
-    if seqlen < 1 or (samples is not None and samples < 1):
-        raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+    _check_size(samples, seqlen)
     name = "token tensor" if isinstance(text, torch.Tensor) else str(text)
     ids = _read_ids(text, tokenizer, name)
     if tokenizer is not None:
@@ -123,3 +204,14 @@ def _check_vocabulary(ids: torch.Tensor, size: int, name: str) -> None:
             f"{name}: token id {bad} is outside the tokenizer's vocabulary of {size}; "
             "the ids were made with another tokenizer"
         )
+
+
+def _check_size(samples: int | None, seqlen: int) -> None:
+    if seqlen < 1 or (samples is not None and samples < 1):
+        raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+
+
+def _check_name(source: Text) -> None:
+    """Tells the user who names a data set of the hub like a file how to name it."""
+    if isinstance(source, str) and re.fullmatch(r"[\w-]+/[\w-]+", source) and not Path(source).exists():
+        raise FileNotFoundError(f"{source}: no such text file; a data set of the Hugging Face hub is hf:{source}")

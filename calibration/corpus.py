@@ -1,0 +1,127 @@
+"""Records of data sets, on disk and on the Hugging Face hub, read one after the other by the `datasets` package.
+
+    notes.jsonl                    a .json, .jsonl, .csv, .tsv or .parquet file, perhaps compressed (.jsonl.gz)
+    notes.jsonl#body               the column named body
+    hf:org/name                    a data set of the hub, or a folder of such files, or of `Dataset.save_to_disk`
+    hf:org/name:config:split#body  with its configuration, split and column; config may be empty: hf:org/name::test
+
+Everything is streamed: of a data set of terabytes, as much is fetched as the rows need. Shuffling is then approximate:
+the order of the shards, and within a window of `SHUFFLE_WINDOW` records.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SHUFFLE_WINDOW = 1024
+
+_READERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+_COMPRESSED = {".gz", ".bz2", ".xz", ".zst"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Where records come from.
+
+    Attributes:
+        path: a file, a folder, or a name on the hub.
+        reader: "json", "csv" or "parquet" for a file; None for a folder and for the hub.
+        config, split, column: what to take of it; None is the only one there is, or the usual one.
+    """
+
+    path: str
+    reader: str | None = None
+    config: str | None = None
+    split: str | None = None
+    column: str | None = None
+
+
+def parse_corpus(spec: str) -> Corpus | None:
+    """What a string names, as the module docstring lists it; None for anything else, such as a text file.
+
+    Raises:
+        ValueError: `hf:` without a name.
+    """
+    if spec.startswith("hf:"):
+        rest, _, column = spec[3:].partition("#")
+        name, config, split = [*rest.split(":", 2), "", ""][:3]
+        if not name:
+            raise ValueError(f"{spec}: name the data set as hf:NAME[:CONFIG][:SPLIT][#COLUMN]")
+        return Corpus(name, None, config or None, split or None, column or None)
+    path, column = (spec, "") if Path(spec).exists() else (spec.partition("#")[0], spec.partition("#")[2])
+    if Path(path).is_dir():
+        return Corpus(path, column=column or None)
+    suffixes = [suffix.lower() for suffix in Path(path).suffixes]
+    if suffixes and suffixes[-1] in _COMPRESSED:
+        suffixes.pop()
+    reader = _READERS.get(suffixes[-1]) if suffixes else None
+    return Corpus(path, reader, column=column or None) if reader else None
+
+
+def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[str, Any]]:
+    """The records in order, or shuffled by `seed`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the package `datasets` is missing, the data set cannot be reached or read, or has several splits.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"{corpus.path}: reading it needs the package `datasets`: pip install 'blockscale[hf]'; "
+            "a plain UTF-8 text file needs nothing"
+        ) from error
+    if corpus.reader and not Path(corpus.path).is_file():
+        raise FileNotFoundError(f"{corpus.path}: no such file")
+    with _explained(corpus):
+        found = _open(datasets, corpus)
+    if isinstance(found, dict):
+        found = found[_choose_split(corpus, list(found))]
+    with _explained(corpus):
+        yield from found if seed is None else found.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
+
+
+@contextmanager
+def _explained(corpus: Corpus) -> Iterator[None]:
+    """Turns what goes wrong inside `datasets` into one line."""
+    try:
+        yield
+    except ConnectionError as error:
+        raise ValueError(
+            f"{corpus.path}: the data set cannot be reached ({_one_line(error)}). Without a network, pass a local file "
+            "in its place: a .txt, .jsonl, .csv or .parquet, or a folder that `hf download --repo-type dataset` filled"
+        ) from error
+    except Exception as error:  # readers of several formats and a network client, with no common class of errors
+        raise ValueError(f"{corpus.path}: cannot be read as a data set: {_one_line(error)}") from error
+
+
+def _open(datasets: Any, corpus: Corpus) -> Any:
+    """An iterable of records, or a dict of them by split."""
+    if corpus.reader:
+        options = {"sep": "\t"} if ".tsv" in corpus.path.lower() else {}
+        return datasets.load_dataset(corpus.reader, data_files=corpus.path, streaming=True, **options)
+    saved = Path(corpus.path)
+    if (saved / "state.json").is_file():
+        return datasets.load_from_disk(corpus.path).to_iterable_dataset()
+    if (saved / "dataset_dict.json").is_file():
+        return {split: part.to_iterable_dataset() for split, part in datasets.load_from_disk(corpus.path).items()}
+    return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
+
+
+def _choose_split(corpus: Corpus, splits: list[str]) -> str:
+    split = corpus.split or ("train" if "train" in splits else splits[0] if len(splits) == 1 else None)
+    if split not in splits:
+        wanted = f"no split {split!r}" if split else "several splits, none of them called train"
+        raise ValueError(
+            f"{corpus.path}: {wanted}; name one of {', '.join(splits)} as hf:NAME:CONFIG:SPLIT (CONFIG may be empty)"
+        )
+    return split
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

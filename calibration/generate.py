@@ -1,0 +1,211 @@
+"""Calibration text that the model writes itself: no data set, no network, the model's own distribution.
+
+    position    0        1         2        …
+    input      BOS       t1        t2
+    logits     ↓         ↓         ↓
+    drawn      t1        t2        t3                 t ~ softmax(logits), temperature 1
+
+A language model is a distribution over texts, close to that of its training data, and drawing from it token by token
+needs nothing else. LLM-QAT (Liu et al., arXiv 2305.17888) trains on such text; "Self-calibration" (Williams et al.,
+NAACL 2025, arXiv 2410.17170) calibrates quantizers and pruners with it and finds it on a par with real text. The
+temperature stays 1: then second moments over these rows estimate the expectation under the model itself.
+
+A model without a start token begins at a random one. After that token the most likely continuation is taken for a few
+positions before drawing begins, LLM-QAT's remedy: one random token says little, and drawing from what follows it
+would begin in nonsense.
+
+Special tokens are never drawn. One in the middle (an end of text, a chat turn) would start a new document, and a
+model that ends early would fill the rest of the row with padding.
+
+All rows grow together, one forward pass a position over the key-value cache, `ROWS_AT_ONCE` at a time so that the
+cache stays bounded. Each row is drawn with its own stream of uniform numbers, through the inverse of the cumulative
+distribution: asking for more rows does not change the first ones, beyond what a model's matrix products round
+differently for a larger batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+ROWS_AT_ONCE = 32
+_NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
+_LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
+
+
+def generate_rows(
+    model: nn.Module,
+    tokenizer: Any | None = None,
+    *,
+    samples: int,
+    seqlen: int,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """Rows of tokens drawn from a causal language model.
+
+    Args:
+        model: transformers' or any module that maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`.
+            One that returns no key-value cache is run on the whole prefix at every position.
+        tokenizer: names the special tokens and the true size of the vocabulary; None takes what the config says.
+        samples: number of rows.
+        seqlen: tokens in a row, the start token included.
+        seed: the same rows for the same seed, model and machine. Torch's global generators are left alone.
+        progress: called as `progress(tokens done, tokens in all)`.
+
+    Returns:
+        int64 `[samples, seqlen]` on the CPU.
+
+    Raises:
+        ValueError: the model does not predict next tokens, cannot take `seqlen` positions, or gives NaN.
+    """
+    if seqlen < 1 or samples < 1:
+        raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+    _check_length(model, seqlen)
+    start, allowed = _start_token(model, tokenizer), _drawable(model, tokenizer)
+    rows = torch.empty(samples, seqlen, dtype=torch.int64)
+    with torch.inference_mode(), _in_eval_mode(model), _plain_attention(model):
+        for first in range(0, samples, ROWS_AT_ONCE):
+            part = rows[first : first + ROWS_AT_ONCE]
+            uniform = torch.stack([_uniform(seed, first + i, seqlen) for i in range(len(part))])
+            for position in _fill(model, part, uniform, start, allowed):
+                if progress:
+                    progress(first * seqlen + len(part) * (position + 1), samples * seqlen)
+    return rows
+
+
+def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
+    """The numbers in [0, 1) that decide row `row`, whatever the other rows are."""
+    # A multiplicative hash: neighbouring seeds and rows get streams that do not overlap.
+    generator = torch.Generator().manual_seed((seed * 0x9E3779B97F4A7C15 + row * 0xD1B54A32D192ED03) % 2**63)
+    return torch.rand(seqlen, generator=generator)
+
+
+def _fill(
+    model: nn.Module, rows: torch.Tensor, uniform: torch.Tensor, start: int | None, allowed: torch.Tensor
+) -> Iterator[int]:
+    """Writes `rows` position by position; gives every position as soon as it is written."""
+    if start is None:
+        rows[:, 0] = _draw(torch.where(allowed, 0.0, -torch.inf).expand(len(rows), -1), uniform[:, 0])
+    else:
+        rows[:, 0] = start
+    yield 0
+    cache: Any = None
+    opening: torch.Tensor | None = None
+    for position in range(1, rows.shape[1]):
+        logits, cache = _step(model, rows[:, :position].to(allowed.device), cache)
+        if cache is None:
+            opening = logits[:, 0] if opening is None else opening
+            _check_causal(model, opening, logits[:, 0])
+        last = logits[:, -1, : len(allowed)].float()
+        if not bool(torch.isfinite(last).all()):
+            raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {position - 1}")
+        last = last.masked_fill(~allowed[: last.shape[1]], -torch.inf)
+        likeliest = start is None and position <= _LIKELIEST
+        rows[:, position] = last.argmax(dim=-1) if likeliest else _draw(last, uniform[:, position])
+        yield position
+
+
+def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token a row: the first whose cumulative probability exceeds that row's uniform number.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, -inf where a token must not come.
+        uniform: `[rows]` in [0, 1).
+    """
+    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # Rounding may carry u·total up to total itself, past the last token.
+    target = torch.minimum(uniform[:, None].to(total) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def _step(model: nn.Module, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+    """Logits of the positions that are new, and the cache, None where the model keeps none."""
+    if hasattr(model, "prepare_inputs_for_generation"):
+        new = prefix if cache is None else prefix[:, -1:]
+        output = model(input_ids=new, past_key_values=cache, use_cache=True)
+    else:
+        output = model(prefix)
+    if isinstance(output, torch.Tensor):
+        logits = output
+    else:
+        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
+        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it does not give logits [rows, tokens, vocabulary]")
+    return logits, getattr(output, "past_key_values", None)
+
+
+def _check_causal(model: nn.Module, opening: torch.Tensor, again: torch.Tensor) -> None:
+    """Whether the first position's logits stayed what they were when more tokens followed."""
+    # A tenth is far above what a batch's shape does to the rounding, and far below what seeing the next token does.
+    if float((opening - again).float().norm()) > 0.1 * float(opening.float().norm()):
+        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: what it says at a position depends on later tokens")
+
+
+def _check_length(model: nn.Module, seqlen: int) -> None:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it is an encoder with a decoder")
+    limit = getattr(config, "max_position_embeddings", None)
+    if isinstance(limit, int) and 0 < limit < seqlen:
+        raise ValueError(f"seqlen={seqlen}: {type(model).__name__} has {limit} positions; lower seqlen")
+
+
+def _start_token(model: nn.Module, tokenizer: Any | None) -> int | None:
+    for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
+        token = getattr(source, "bos_token_id", None)
+        if isinstance(token, int):
+            return token
+    return None
+
+
+def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
+    """Bool `[vocabulary]`, on the device of the embedding: tokens that may stand in the middle of a text."""
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if embedding is None:
+        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it has no embedding of token ids")
+    allowed = torch.ones(embedding.num_embeddings, dtype=torch.bool)
+    if tokenizer is not None:
+        allowed[len(tokenizer) :] = False  # rows that only pad the embedding to a round size
+    special = set(getattr(tokenizer, "all_special_ids", ()))
+    for source in (getattr(model, "generation_config", None), getattr(model, "config", None)):
+        for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            ids = getattr(source, key, None)
+            special.update(ids if isinstance(ids, list) else [ids])
+    allowed[[i for i in special if isinstance(i, int) and 0 <= i < len(allowed)]] = False
+    if not bool(allowed.any()):
+        raise ValueError(f"{type(model).__name__} {_NO_TEXT}: every token of its vocabulary is special")
+    return allowed.to(embedding.weight.device)
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def _plain_attention(model: Any) -> Iterator[None]:
+    """Matrix products and a softmax instead of fused attention while the block runs, on a CPU.
+
+    With one query a row there is nothing to fuse, and torch's CPU kernel takes about twice as long over it.
+    """
+    before = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if before != "sdpa" or next(model.parameters()).device.type != "cpu":
+        yield
+        return
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
