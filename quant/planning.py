@@ -43,14 +43,11 @@ def make_plan(
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     if solver is not None:
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
-    if include:
-        recipe = recipe.with_rules(Rule("*", KEEP, reason="matched by no --include"))
-        recipe = recipe.with_rules(*(Rule(glob, recipe.weight, reason=f"--include {glob}") for glob in include))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
         get_solver(name)
     layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
-    plan = resolve(layers, recipe, provenance=provenance)
+    plan = resolve(layers, recipe, only=include, provenance=provenance)
     if not plan.quantized:
         raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
     return plan

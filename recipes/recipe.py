@@ -6,7 +6,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms and vision towers stay in 16 bit;
     3. the recipe's rules, in the order of the file;
-    4. `--include` and `--exclude`, which are rules too.
+    4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
@@ -148,22 +148,29 @@ def get_recipe(name: str) -> Recipe:
     return known[name]
 
 
-def resolve(layers: Sequence[Layer], recipe: Recipe, *, provenance: dict[str, Any] | None = None) -> Plan:
+def resolve(
+    layers: Sequence[Layer],
+    recipe: Recipe,
+    *,
+    only: Sequence[str] = (),
+    provenance: dict[str, Any] | None = None,
+) -> Plan:
     """Applies `recipe` to the layers of a model.
 
     Args:
         layers: every layer that owns a weight, as `find_layers` gives them.
         recipe: the rules.
+        only: globs; if given, a layer that matches none of them stays in 16 bit.
         provenance: recorded in the plan.
 
     Raises:
-        ValueError: a rule's glob matches no layer, or rules give members of one fusion group different formats.
+        ValueError: a glob matches no layer, or rules give members of one fusion group different formats.
     """
-    for rule in recipe.rules:
-        if not any(fnmatchcase(layer.name, rule.match) for layer in layers):
+    for glob in (*(rule.match for rule in recipe.rules), *only):
+        if not any(fnmatchcase(layer.name, glob) for layer in layers):
             names = ", ".join(layer.name for layer in layers[:3])
-            raise ValueError(f"glob {rule.match!r} matches no layer; this model's layers are called {names}, …")
-    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe) for layer in layers]))
+            raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
+    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe, only) for layer in layers]))
     plan = Plan(
         layers=tuple(planned),
         kv_cache=_format_of(recipe.kv_cache, recipe.name),
@@ -174,7 +181,7 @@ def resolve(layers: Sequence[Layer], recipe: Recipe, *, provenance: dict[str, An
     return plan
 
 
-def _plan_layer(layer: Layer, recipe: Recipe) -> LayerPlan:
+def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str]) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     if layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
@@ -184,6 +191,8 @@ def _plan_layer(layer: Layer, recipe: Recipe) -> LayerPlan:
     for rule in recipe.rules:
         if fnmatchcase(layer.name, rule.match):
             choice = _override(choice, rule, recipe)
+    if only and choice.weight != KEEP and not any(fnmatchcase(layer.name, glob) for glob in only):
+        choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
     weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
     reason = choice.reason or ""
     if weight is not None and (obstacle := _obstacle(layer, weight, activation)):

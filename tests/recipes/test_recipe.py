@@ -199,13 +199,24 @@ def test_include_and_exclude(base) -> None:
     attention = make_plan(base, "nvfp4a16", include=["*self_attn*"])
     assert [n for n, f in formats(attention).items() if f] == [n for n in formats(attention) if "self_attn" in n]
     assert attention.by_name["model.layers.0.mlp.up_proj"].reason == "matched by no --include"
-    assert attention.by_name["model.layers.0.self_attn.q_proj"].reason == "--include *self_attn*"
+    assert attention.by_name["model.layers.0.self_attn.q_proj"].reason == "recipe nvfp4a16"
     both = make_plan(base, "nvfp4", include=["*self_attn*", "*.1.mlp*"], exclude=["*o_proj"])
     assert sum(f is not None for f in formats(both).values()) == 6 + 3
     o_proj = both.by_name["model.layers.0.self_attn.o_proj"]
     assert o_proj.reason == "--exclude *o_proj" and o_proj.activation is None
-    # A layer that --include brings back keeps the recipe's activation format.
     assert all(layer.activation is FORMATS["nvfp4"] for layer in both.quantized)
+
+
+def test_include_only_ever_narrows(base) -> None:
+    """Neither what the house keeps nor the formats of a recipe's rules are changed by it."""
+    assert make_plan(base, "nvfp4", include=["*"]) == make_plan(base, "nvfp4")
+    recipe = NVFP4.with_rules(Rule("*down_proj", "mxfp8", "mxfp8"), Rule("*o_proj", KEEP, reason="sensitive"))
+    narrowed = make_plan(base, recipe, include=["*.0.*"])
+    full = make_plan(base, recipe)
+    assert [x for x in narrowed.layers if ".1." not in x.name] == [x for x in full.layers if ".1." not in x.name]
+    assert {x.weight for x in narrowed.layers if ".1." in x.name} == {None}
+    with pytest.raises(ValueError, match="glob 'nope' matches no layer"):
+        make_plan(base, recipe, include=["*.0.*", "nope"])
 
 
 def test_excluding_everything_or_nothing_is_an_error(base) -> None:
