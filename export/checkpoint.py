@@ -57,9 +57,10 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
-    """Raises FileExistsError unless `path` is free, an empty directory, or may be overwritten."""
-    if path.exists() and not path.is_dir():
-        raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
+    """Raises FileExistsError unless `path` is free, an empty directory or may be overwritten, and below no file."""
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise FileExistsError(f"{place} is a file; name a directory for the checkpoint")
     if path.is_dir() and any(path.iterdir()) and not overwrite:
         raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
 

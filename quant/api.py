@@ -74,6 +74,8 @@ def quantize(
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
     if isinstance(recipe, Plan):
+        if include or exclude or solver:
+            raise UserError("a plan says everything already: edit it instead of passing include, exclude or solver")
         plan = recipe
         check_plan_fits(plan, find_layers(model))
     else:

@@ -182,7 +182,10 @@ def _quantization_config(directory: Path) -> dict[str, Any] | None:
     file = directory / "config.json"
     if not file.is_file():
         return None
-    found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
     return found if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" else None
 
 

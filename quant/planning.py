@@ -47,6 +47,8 @@ def make_plan(
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
         get_solver(name)
     layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
+    if any(layer.name == "" for layer in layers):
+        raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     plan = resolve(layers, recipe, only=include, provenance=provenance)
     if not plan.quantized:
         raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
