@@ -113,6 +113,8 @@ def test_what_may_be_written_to(tmp_path: Path) -> None:
     for overwrite in (False, True):
         with pytest.raises(FileExistsError, match="file is a file; name a directory"):
             check_destination(tmp_path / "file", overwrite=overwrite)
+        with pytest.raises(FileExistsError, match="file is a file; name a directory"):
+            check_destination(tmp_path / "file" / "below" / "it", overwrite=overwrite)
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])

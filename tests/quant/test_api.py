@@ -145,6 +145,18 @@ def test_a_plan_that_does_not_fit(change, message: str) -> None:
         quantize(net, plan)
 
 
+def test_a_plan_and_globs_contradict_each_other() -> None:
+    plan = make_plan(Net(), "nvfp4a16", run=example)
+    for option in ({"include": ["*"]}, {"exclude": ["out"]}, {"solver": "mse"}):
+        with pytest.raises(UserError, match="a plan says everything already"):
+            quantize(Net(), plan, **option)
+
+
+def test_a_single_layer_has_no_place_to_be_replaced_in() -> None:
+    with pytest.raises(UserError, match="the model is a single Linear: put it in a module"):
+        quantize(nn.Linear(64, 64), "nvfp4a16")
+
+
 def test_a_model_that_fails_on_the_example_is_an_error_with_its_reason() -> None:
     with pytest.raises(UserError, match=r"the model failed on the given example input: .*shapes cannot be multiplied"):
         make_plan(Net(), "nvfp4a16", run=lambda m: m(torch.zeros(1, 3)))

@@ -156,7 +156,7 @@ def test_transformers_gives_the_same_logits_in_float32(preset: str, saved: Any) 
     assert relative(logits(theirs), logits(load(out).float())) <= FLOAT32_LIMIT[preset]
 
 
-@pytest.mark.parametrize("golden", [g for g in GOLDEN_PRESETS if g != "FP8"])
+@pytest.mark.parametrize("golden", GOLDEN_PRESETS)
 def test_a_foreign_checkpoint_loads_without_a_plan(golden: str) -> None:
     """What llm-compressor wrote, its own logits through transformers and ours; limits as above."""
     pytest.importorskip("compressed_tensors")
@@ -314,6 +314,9 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
         load(tmp_path)
     with pytest.raises(UserError, match="no quantized checkpoint"):
         load(GOLDENS / "base")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json: not a valid config"):
+        load(tmp_path)
 
 
 def test_a_checkpoint_of_another_model_is_refused(saved: Any) -> None:
