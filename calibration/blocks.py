@@ -137,7 +137,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
 
     def watch(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            calls[name] = Call(args, dict(kwargs), _hidden_slot(args, kwargs))
+            calls[name] = _without_cache(Call(args, dict(kwargs), _hidden_slot(args, kwargs)))
             if len(calls) == len(names):
                 raise Stop
 
@@ -152,6 +152,15 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
     finally:
         _remove(handles)
     return calls
+
+
+def _without_cache(call: Call) -> Call:
+    """The call without a key-value cache, in which one pass would find the keys of the passes before it."""
+
+    def drop(value: Any) -> Any:
+        return None if hasattr(value, "get_seq_length") else value
+
+    return replace(call, args=tuple(map(drop, call.args)), kwargs={k: drop(v) for k, v in call.kwargs.items()})
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:

@@ -74,7 +74,7 @@ def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
             eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
             inverse = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
             return Factor(moment, inverse, used)
-        used = max(10 * used, 1e-6)
+        used = max(10 * used, 1e-4)
     raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -110,8 +110,8 @@ class _Group:
 
     @property
     def pattern(self) -> str:
-        """The same for the same layer of sibling experts: names with their numbers left out."""
-        return re.sub(r"\d+", "#", "|".join(self.names))
+        """The same for the same layer of sibling experts: names with their numbers left out, and the input size."""
+        return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as the quantized layer sees it."""
@@ -170,8 +170,16 @@ def solve_sequentially(
             has no likes; a solver that does not support a format.
     """
     walk = _Walk(model, plan, rows, apply, settings, progress)
-    with torch.no_grad():
-        walk.run()
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    try:
+        if use_cache:
+            config.use_cache = False
+        with torch.no_grad():
+            walk.run()
+    finally:
+        if use_cache:
+            config.use_cache = use_cache
 
 
 class _Walk:
@@ -288,6 +296,9 @@ class _BlockWork:
         if all(group.pipeline.at_once for group in self.groups):
             outputs = self._observe_at_once(original)
             return outputs, outputs
+        self.tokens = sum(_token_count(call.hidden) for call in original)
+            call.hidden[..., 0].numel() if call.hidden.is_floating_point() else call.hidden.numel() for call in original
+        )
         reference = self._observe(original)
         self._transform(small)
         for group in self.groups:
@@ -370,7 +381,9 @@ class _BlockWork:
             for transform in group.pipeline.transforms:
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
-                inputs = GroupInputs(sample / divisor, weight_of, group.total / group.tokens / divisor, group.amax / divisor)
+                inputs = GroupInputs(
+                    sample / divisor, weight_of, group.total / group.tokens / divisor, group.amax / divisor
+                )
                 owner = None if found is None else found.owner
                 scale = transform(weight, inputs, group.weight_format, group.activation, owner)
                 if found is not None:
@@ -415,10 +428,11 @@ class _BlockWork:
         group.input_scale = static_input_scale(amax.amax(), group.activation, self.stored)
 
     def _stages(self) -> list[list[_Group]]:
-        """Groups that are collected in one pass: sibling experts together, everything else alone."""
+        """Groups that are collected in one pass: sibling experts, who get some tokens each; all others alone."""
+        routed = {group.pattern for group in self.groups if group.tokens < self.tokens}
         stages: dict[str, list[_Group]] = {}
-        for group in self.groups:
-            stages.setdefault(group.pattern, []).append(group)
+        for index, group in enumerate(self.groups):
+            stages.setdefault(group.pattern if group.pattern in routed else str(index), []).append(group)
         return list(stages.values())
 
     def _solve_stage(self, stage: list[_Group], calls: Sequence[Call]) -> None:
@@ -438,17 +452,18 @@ class _BlockWork:
         hooks = {g.names[0]: watch(g, m) for g, m in zip(stage, sums, strict=True)}
         with _hooks(self.block, hooks):
             for self.clock[0], call in enumerate(calls):
-                try:
+                with suppress(Stop):
                     self.block(*call.args, **call.kwargs)
-                except Stop:
-                    pass
-        found = [moment.stats() for moment in sums]
+        self._solve_collected(stage, [moment.stats() for moment in sums])
+
+    def _solve_collected(self, stage: list[_Group], found: list[LayerStats | None]) -> None:
+        """Solves groups of a kind; one that no token reached gets the statistics of all the others together."""
         pooled = _pooled([stats for stats in found if stats is not None])
         for group, stats in zip(stage, found, strict=True):
             group.kept.clear()
             if stats is None and pooled is None:
                 raise ValueError(
-                    f"{group.members[0].name}: never called on the calibration text; give more text or exclude it"
+                    f"{group.members[0].name}: no calibration token reached it; give more text, or exclude the layer"
                 )
             if stats is None:
                 group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
@@ -457,7 +472,7 @@ class _BlockWork:
     def _reference(self, group: _Group, x: torch.Tensor) -> torch.Tensor | None:
         """The input that the outputs should be right for: `x` before rounding, moved towards the original input."""
         correction = group.pipeline.correction
-        aligned = group.calls == 1 and len(group.kept[self.clock[0]]) == len(x)
+        aligned = group.calls == 1 and group.tokens == self.tokens
         if group.pre_scale is not None:
             x = x * group.pre_scale.to(x)
         if correction and aligned:
@@ -502,12 +517,12 @@ class _BlockWork:
             hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
-        for stage in self._stages():
-            found = [sums[group.names[0]].stats() for group in stage]
-            pooled = _pooled([stats for stats in found if stats is not None])
-            for group, stats in zip(stage, found, strict=True):
-                self._fix_input_scale(group)
-                self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
+        likes: dict[str, list[_Group]] = {}
+        for group in self.groups:
+            self._fix_input_scale(group)
+            likes.setdefault(group.pattern, []).append(group)
+        for stage in likes.values():
+            self._solve_collected(stage, [sums[group.names[0]].stats() for group in stage])
         return outputs
 
 
@@ -541,6 +556,11 @@ def _pooled(found: Sequence[LayerStats]) -> LayerStats | None:
         return sum(t * (s.tokens / tokens) for t, s in zip(tensors, found, strict=True))  # type: ignore[operator,return-value]
 
     return LayerStats(tokens, mean([s.second_moment for s in found]), None, mean([s.block_moments for s in found]))
+
+
+def _token_count(hidden: torch.Tensor) -> int:
+    """Tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
+    return hidden.numel() // hidden.shape[-1] if hidden.is_floating_point() else hidden.numel()
 
 
 def _is_vector(module: nn.Module) -> bool:

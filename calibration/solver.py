@@ -10,6 +10,7 @@ first, one rounding solver last, as in `awq+gptq`; a transform alone is followed
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,6 +122,8 @@ class Gptq:
             factor = factorize(stats.second_moment, self.damping)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        if factor.damping > self.damping:
+            warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=2)
         target = corrected_weight(weight.float(), stats.drift, factor)
         return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
 
