@@ -11,6 +11,7 @@ the order of the shards, and within a window of `SHUFFLE_WINDOW` records.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,7 +68,8 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
 
     Raises:
         FileNotFoundError: no such file.
-        ValueError: the package `datasets` is missing, the data set cannot be reached or read, or has several splits.
+        ValueError: the file is empty, the package `datasets` is missing, the data set cannot be reached or read, or it
+            has several splits.
     """
     try:
         import datasets
@@ -78,6 +80,8 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
         ) from error
     if corpus.reader and not Path(corpus.path).is_file():
         raise FileNotFoundError(f"{corpus.path}: no such file")
+    if corpus.reader and not Path(corpus.path).stat().st_size:
+        raise ValueError(f"{corpus.path}: empty, it holds no text")
     with _explained(corpus):
         found = _open(datasets, corpus)
     if isinstance(found, dict):
@@ -88,7 +92,10 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
 
 @contextmanager
 def _explained(corpus: Corpus) -> Iterator[None]:
-    """Turns what goes wrong inside `datasets` into one line."""
+    """Turns what goes wrong inside `datasets` into one line, and keeps it from logging the same again."""
+    logger = logging.getLogger("datasets")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         yield
     except ConnectionError as error:
@@ -98,6 +105,8 @@ def _explained(corpus: Corpus) -> Iterator[None]:
         ) from error
     except Exception as error:  # readers of several formats and a network client, with no common class of errors
         raise ValueError(f"{corpus.path}: cannot be read as a data set: {_one_line(error)}") from error
+    finally:
+        logger.setLevel(level)
 
 
 def _open(datasets: Any, corpus: Corpus) -> Any:

@@ -99,8 +99,9 @@ def _fill(
     for position in range(1, rows.shape[1]):
         logits, cache = _step(model, rows[:, :position].to(allowed.device), cache)
         if cache is None:
-            opening = logits[:, 0] if opening is None else opening
-            _check_causal(model, opening, logits[:, 0])
+            first = logits[:, 0]
+            opening = first if opening is None else opening
+            _check_causal(model, opening, first)
         last = logits[:, -1, : len(allowed)].float()
         if not bool(torch.isfinite(last).all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {position - 1}")
@@ -124,17 +125,14 @@ def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _step(model: nn.Module, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
     """Logits of the positions that are new, and the cache, None where the model keeps none."""
     if hasattr(model, "prepare_inputs_for_generation"):
         new = prefix if cache is None else prefix[:, -1:]
         output = model(input_ids=new, past_key_values=cache, use_cache=True)
     else:
         output = model(prefix)
-    if isinstance(output, torch.Tensor):
-        logits = output
-    else:
-        logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", None)
+    logits: Any = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it does not give logits [rows, tokens, vocabulary]")
     return logits, getattr(output, "past_key_values", None)
@@ -201,7 +199,8 @@ def _plain_attention(model: Any) -> Iterator[None]:
     With one query a row there is nothing to fuse, and torch's CPU kernel takes about twice as long over it.
     """
     before = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    if before != "sdpa" or next(model.parameters()).device.type != "cpu":
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    if before != "sdpa" or not on_cpu or not hasattr(model, "set_attn_implementation"):
         yield
         return
     model.set_attn_implementation("eager")
