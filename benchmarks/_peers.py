@@ -212,16 +212,20 @@ def llmcompressor_configurations() -> dict[str, Run]:
 
 
 def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gptq: bool) -> Outcome:
-    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.gptq import GPTQModifier
     from llmcompressor.modifiers.quantization import QuantizationModifier
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import DataLoader
+    from transformers import PreTrainedTokenizerFast
 
     modifier = GPTQModifier if gptq else QuantizationModifier
-    tokens = {"input_ids": rows.tolist(), "attention_mask": torch.ones_like(rows).tolist()}
+    batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows]
     oneshot(
         model=model,
-        dataset=Dataset.from_dict(tokens),
+        dataset=DataLoader(batches, batch_size=None),
+        # It wants a tokenizer even for tokens, and does not use it.
+        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())),
         recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
         max_seq_length=rows.shape[1],
         num_calibration_samples=len(rows),

@@ -50,9 +50,9 @@ from torch import nn
 import quant
 from quant.calibration.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.errors import UserError
-from quant.evaluate import evaluate
+from quant.evaluation import evaluate
 from quant.formats.format import FORMATS
-from quant.load import open_model
+from quant.loading import open_model
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"
@@ -247,7 +247,7 @@ def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[
     columns = ("perplexity", "KL", "top-1", "s", "MB", "bits", "extra at run time")
     row = {"setting": SETTINGS[setting].title, "configuration": configuration}
     row |= {column: result.get(column) for column in columns}
-    if "ModelOpt" in configuration and settings.device == "cpu":
+    if "ModelOpt" in configuration and settings.device == "cpu" and not setting.startswith("fp8"):
         if settings.modelopt_cpu:
             row["configuration"] = f"{configuration} (our rounding for its kernels)"
         elif "error" in result:
@@ -281,12 +281,15 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     for axes, (title, measured) in zip(panels[:, 0], settings, strict=True):
         labels = [f"{row['configuration']}, {row['bits']:.3g} bits" for row in measured]
         colours = ["C0" if row["configuration"].startswith("Blockscale") else "0.7" for row in measured]
-        bars = axes.barh(range(len(measured)), [row["KL"] for row in measured], color=colours)
-        axes.bar_label(bars, [f"{row['KL']:.3g}" for row in measured], padding=3, fontsize=8)
+        values = [row["KL"] for row in measured]
+        axes.scatter(values, range(len(measured)), c=colours, zorder=2)
+        for place, value in enumerate(values):
+            axes.annotate(f"{value:.3g}", (value, place), (8, -3), textcoords="offset points", fontsize=8)
+        axes.grid(axis="y", color="0.9")
         axes.set_yticks(range(len(measured)), labels, fontsize=8)
         axes.set(xscale="log", title=title)
-        axes.invert_yaxis()
-        axes.margins(x=0.15)
+        axes.set_ylim(len(measured) - 0.5, -0.5)
+        axes.margins(x=0.1)
         axes.spines[["top", "right"]].set_visible(False)
     panels[-1, 0].set_xlabel("KL(base‖quantized), nats; lower is better")
     figure.savefig(path)
