@@ -297,8 +297,6 @@ class _BlockWork:
             outputs = self._observe_at_once(original)
             return outputs, outputs
         self.tokens = sum(_token_count(call.hidden) for call in original)
-            call.hidden[..., 0].numel() if call.hidden.is_floating_point() else call.hidden.numel() for call in original
-        )
         reference = self._observe(original)
         self._transform(small)
         for group in self.groups:
