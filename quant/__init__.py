@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "quant.api": ("Quantized", "apply_plan", "calibrate", "quantize"),
-    "quant.calibration.data": ("token_rows",),
+    "quant.calibration.data": ("calibration_rows", "token_rows"),
     "quant.checkpoint": ("load", "save"),
     "quant.errors": ("UserError",),
     "quant.evaluation": ("Evaluation", "evaluate"),

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.collect import collect_input_amax
+from quant.calibration.generate import generate_rows
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.sequential import Settings, Solved, solve_sequentially
 from quant.calibration.solver import get_pipeline, get_solver, shared_global_scale, solve_group
@@ -61,8 +62,8 @@ def quantize(
     Args:
         model: any module; a transformers model needs nothing else.
         recipe: a preset's name, a recipe, or a finished plan.
-        data: calibration token ids, int64 `[rows, seqlen]`; needed where the plan has static activation scales or
-            a solver that looks at inputs.
+        data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
+            at inputs. None lets a causal language model write its own where the plan needs any; see `own_text`.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
@@ -80,8 +81,8 @@ def quantize(
         check_plan_fits(plan, find_layers(model))
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
-    if data is None and (lacking := lacks_data(plan)):
-        raise UserError(lacking)
+    if data is None and lacks_data(plan):
+        data = own_text(model, plan, progress=progress)
     if any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
         quantized = _quantize_block_by_block(model, plan, data, torch.device(device) if device else None, progress)
@@ -108,8 +109,8 @@ def _quantize_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, p
 def _quantize_block_by_block(
     model: nn.Module, plan: Plan, data: torch.Tensor, device: torch.device | None, progress: Progress | None
 ) -> Quantized:
-    """Linear layers by the sequential walk, then fused experts, which no solver that looks at data supports."""
-    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.kind == "experts")
+    """Linear layers by the sequential walk; then heads and fused experts, which it does not take."""
+    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.kind != "linear")
     linear = [layer for layer in plan.quantized if layer.kind == "linear"]
     rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in linear))
     started = time.perf_counter()
@@ -136,7 +137,7 @@ def _quantize_block_by_block(
 def _without_data(layer: LayerPlan) -> LayerPlan:
     if not solver_needs_data(layer):
         return layer
-    reason = f"{layer.reason}; solved with mse: {layer.solver} does not take fused experts"
+    reason = f"{layer.reason}; solved with mse: {layer.solver} takes linear layers, this one is of kind {layer.kind}"
     return replace(layer, solver="mse", reason=reason)
 
 
@@ -159,6 +160,40 @@ def lacks_data(plan: Plan) -> str | None:
         if has_static_scale(layer):
             return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}"
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
+
+
+def own_text(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    samples: int = 16,
+    seqlen: int = 256,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """Calibration rows that the model writes itself, for a plan that needs data where there is none.
+
+    Args:
+        model: a causal language model.
+        plan: for the error message.
+        samples: rows.
+        seqlen: tokens a row; cut to the model's context.
+        seed: of what is drawn.
+        progress: called as `progress("generate", tokens done, tokens in all)`.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        UserError: the model cannot write text; the message names the layer that needs some.
+    """
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
+    report = (lambda done, total: progress("generate", done, total)) if progress else None
+    try:
+        return generate_rows(model, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise UserError(f"{lacks_data(plan)} ({error})") from error
 
 
 def calibrate(

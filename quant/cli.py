@@ -55,12 +55,17 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, perhaps edited.")
 @click.option("--solver", help="How weights are rounded; replaces the recipe's.")
-@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8. Its scales need --calib.")
+@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
 @click.option("--overwrite", is_flag=True, help="Replace what is in --out.")
-@click.option("--calib", type=click.Path(path_type=Path), help="Calibration text, or token ids in safetensors.")
+@click.option(
+    "--calib",
+    metavar="SOURCE",
+    help="Calibration text: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
+    "[#COLUMN], or self. By default the model writes its own where the plan needs any.",
+)
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
 @click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Evaluation text, or token ids.")
 @click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant import api, checkpoint, console
-from quant.calibration.data import token_rows
+from quant.calibration.data import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate
 from quant.export.checkpoint import check_destination
@@ -46,7 +46,7 @@ class Job:
     exclude: tuple[str, ...] = ()
     out: Path | None = None
     overwrite: bool = False
-    calib: Path | None = None
+    calib: str | None = None
     calib_samples: int = 32
     eval_text: Path | None = None
     eval_samples: int = 16
@@ -120,7 +120,7 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
         "recipe": recipe.name,
         "command": job.command,
         "seed": job.seed,
-        "calibration": str(job.calib) if job.calib else None,
+        "calibration": job.calib or "self",
         "versions": versions(),
     }
     plan = make_plan(model, recipe, include=job.include, exclude=job.exclude, solver=job.solver, provenance=provenance)
@@ -144,9 +144,7 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     model = source.model
     data = None
     if lacking := api.lacks_data(plan):
-        if job.calib is None:
-            raise UserError(lacking)
-        data = read_rows(source, job.calib, job.calib_samples, job.seqlen)
+        data = _calibration_data(job, source, lacking)
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = copy.deepcopy(model) if eval_rows is not None else None
     bytes_before = _parameter_bytes(model)
@@ -173,6 +171,17 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
         finish=lambda directory, hashes: _write_report(report, plan, directory, hashes),
     )
     return _finish(job, report, quiet)
+
+
+def _calibration_data(job: Job, source: Source, lacking: str) -> torch.Tensor | None:
+    """Token rows of --calib; None to let the model write its own, which only a causal language model can."""
+    if job.calib in (None, "self"):
+        if not source.is_causal_lm:
+            raise UserError(lacking)
+        return None
+    assert job.calib is not None
+    tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
+    return calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
 
 
 def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
@@ -239,8 +248,12 @@ def _finish(job: Job, report: Report, quiet: bool) -> dict[str, Any]:
 
 def read_rows(source: Source, text: Path, samples: int, seqlen: int) -> torch.Tensor:
     """Token rows of a text for a model; a file of token ids needs no tokenizer."""
-    is_ids = text.suffix == ".safetensors" or ".safetensors:" in text.name
-    return token_rows(text, None if is_ids else source.load_tokenizer(), samples=samples, seqlen=seqlen)
+    tokenizer = None if _is_token_file(str(text)) else source.load_tokenizer()
+    return token_rows(text, tokenizer, samples=samples, seqlen=seqlen)
+
+
+def _is_token_file(name: str) -> bool:
+    return name.endswith(".safetensors") or ".safetensors:" in name
 
 
 def open_any(name: str, *, model_factory: str | None = None, unsafe_load: bool = False) -> Source:

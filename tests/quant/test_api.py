@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from quant.api import apply_plan, calibrate, quantize, solve_state_dict
+from quant.calibration.generate import generate_rows
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
@@ -104,11 +105,22 @@ def test_static_scales_come_from_the_original_model(base: nn.Module) -> None:
     assert float((1 / reciprocal.double()).float()) == found
 
 
-def test_a_static_scale_without_data_is_refused_before_anything_changes(base: nn.Module) -> None:
-    model = copy.deepcopy(base)
-    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn\.q_proj: .*--calib FILE"):
-        quantize(model, "nvfp4")
-    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+def test_a_static_scale_without_data_is_refused_before_anything_changes() -> None:
+    net = Net()
+    with pytest.raises(UserError, match=r"left: nvfp4 inputs have a static scale; pass a text: --calib FILE"):
+        quantize(net, "nvfp4", run=example)
+    assert not any(isinstance(m, QuantLinear) for m in net.modules())
+
+
+def test_a_language_model_without_data_calibrates_on_what_it_writes(base: nn.Module) -> None:
+    stages: dict[str, int] = {}
+    alone, given = copy.deepcopy(base), copy.deepcopy(base)
+    done = quantize(alone, "nvfp4", progress=lambda stage, done, total: stages.update({stage: total}))
+    quantize(given, "nvfp4", generate_rows(base, samples=16, seqlen=128, seed=0))  # its context is 128 tokens
+    assert stages["generate"] == 16 * 128
+    for layer in done.plan.quantized:
+        ours, theirs = (m.get_submodule(layer.name) for m in (alone, given))
+        assert torch.equal(ours.input_scale, theirs.input_scale)
 
 
 def test_an_edited_plan_is_followed_layer_by_layer() -> None:

@@ -252,7 +252,6 @@ def test_nan_weights_name_the_layer_and_the_count(model: Path, tmp_path: Path) -
         (("--format", "nvfp4a16", "--exclude", "nothing*"), "glob 'nothing*' matches no layer"),
         (("--format", "nvfp4a16", "--include", "nothing*"), "glob 'nothing*' matches no layer"),
         (("--format", "nvfp4a16", "--exclude", "*"), "quantizes none"),
-        (("--format", "fp8"), "--calib FILE"),
         (("--format", "fp8", "--calib", "{tmp}/absent.txt"), "absent.txt"),
         (("--format", "nvfp4a16", "--eval", "{tmp}/absent.txt"), "absent.txt"),
         (("--recipe", "{tmp}/absent.toml"), "absent.toml"),
