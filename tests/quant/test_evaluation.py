@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quant import evaluate as evaluate_module
+from quant import evaluation as evaluate_module
 from quant.evaluation import Evaluation, evaluate
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
