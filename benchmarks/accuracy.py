@@ -160,7 +160,7 @@ def all_configurations(
 
 
 def run_ours(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str) -> Outcome:
-    """Our own row; layers are streamed through the device where `quantize` can do that."""
+    """Our own row, on the device that the model is on."""
     formats = SETTINGS[setting]
     recipe = Recipe(setting, formats.weight, formats.activation)
     options = {"device": device} if "device" in inspect.signature(quant.quantize).parameters else {}
@@ -349,23 +349,24 @@ def main(
         f"--device={device}", *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
         *(f"--checkpoint={c}" for c in checkpoints), *(["--modelopt-cpu"] if modelopt_cpu else []),
     ]  # fmt: skip
+    header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
+    predictions = settings.read("eval", rows).numel() - rows
     table: list[dict[str, Any]] = []
     base: float | None = None
     for name in names:
-        click.echo(f"measuring {name} …", err=True)
+        click.echo(f"measuring {name} … ", err=True, nl=False)
         result = measure_in_fresh_process(name, arguments)
+        click.echo(result.get("error") or f"KL {result['KL']:.4f} in {result['s']:.1f} s", err=True)
         base = result.get("base perplexity", base)
-        table.append(table_row(name, result, settings))
-    table = in_order(table)
-    header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
-    predictions = settings.read("eval", rows).numel() - rows
-    said = "none" if base is None else f"{base:.2f}"
-    notes.insert(
-        0, f"{model} on {device}: perplexity {said} before; {predictions} predictions; {calibration_rows} rows of data."
-    )
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+        table = in_order([*table, table_row(name, result, settings)])
+        protocol = (
+            f"{model} on {device}: perplexity {'unknown' if base is None else f'{base:.2f}'} before; "
+            f"{predictions} predictions; {calibration_rows} rows for methods that need data."
+        )
+        if json_path:
+            # After every row, so that a run that is cut short leaves what it has measured.
+            write_json(json_path, TITLE, header, table, [protocol, *notes])
+    show(TITLE, header, table, [protocol, *notes])
     if plot_path:
         plot(plot_path, table)
 
