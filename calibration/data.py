@@ -17,11 +17,12 @@ a safetensors file and are cut in the same way.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
@@ -88,7 +89,11 @@ def calibration_rows(
         _check_name(source)
         return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
     else:
-        name, items = f"calibration data ({type(source).__name__})", source
+        name = f"calibration data ({type(source).__name__})"
+        if not isinstance(source, Iterable):
+            raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
+        # Iterating over a single batch would give the names of its fields.
+        items = [source] if isinstance(source, Mapping | np.ndarray) else source
     documents = read_documents(items, tokenizer, name, column)
     if shuffle and corpus is None:
         documents = shuffled(documents, seed)

@@ -62,6 +62,7 @@ def test_ids_of_every_kind() -> None:
     assert rows([{"input_ids": ids.reshape(2, 4).int(), "labels": ids}]) == expected
     assert rows([(ids.reshape(2, 4), torch.zeros(2))]) == expected
     assert rows([{"input_ids": [[0, 1], [2, 3, 4, 5, 6, 7]]}]) == expected
+    assert rows({"input_ids": ids.reshape(2, 4)}) == rows(np.arange(8)) == expected
     # A tensor itself, rather than a list with one in it, is cut row by row.
     assert rows(torch.arange(12).reshape(2, 6)) == [[0, 1, 2, 3], [6, 7, 8, 9]]
 
@@ -152,6 +153,8 @@ def test_bad_sources() -> None:
         rows([torch.ones(4)])
     with pytest.raises(ValueError, match="cannot take tokens from int"):
         rows([3])
+    with pytest.raises(ValueError, match=r"calibration data \(Letters\): give a file, a data set, token ids"):
+        calibration_rows(Letters(), samples=1, seqlen=1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="needs the model's tokenizer"):
         calibration_rows(["abc"], None, samples=1, seqlen=1)
     with pytest.raises(ValueError, match="must be at least 1"):
