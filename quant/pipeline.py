@@ -25,7 +25,7 @@ from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.extras import versions
 from quant.load_huggingface import load_tokenizer
 from quant.loading import Source, open_model
-from quant.planning import check_plan_fits, make_plan
+from quant.planning import check_plan_fits, fusion_warnings, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
@@ -227,7 +227,7 @@ def _report(
         seconds={},
         peak_rss_bytes=peak_rss(),
         files={},
-        warnings=runtime_warnings(plan),
+        warnings=[*runtime_warnings(plan), *fusion_warnings(plan)],
     )
 
 

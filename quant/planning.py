@@ -46,7 +46,11 @@ def make_plan(
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
         get_solver(name)
-    layers = _with_groups(model, run) if isinstance(model, nn.Module) else layers_of_state_dict(model)
+    if isinstance(model, nn.Module):
+        layers, unknown = _with_groups(model, run)
+    else:
+        layers, unknown = layers_of_state_dict(model), "a bare state dict cannot be run"
+    provenance = {**(provenance or {}), **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     plan = resolve(layers, recipe, only=include, provenance=provenance)
@@ -55,15 +59,29 @@ def make_plan(
     return plan
 
 
-def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> list[Layer]:
+def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
+    """The layers with their fusion groups, and why those are not known if so."""
     layers = group_experts(find_layers(model))
+    why = None
     for attempt in [run] if run else [_run_on_meta, _run_one_row]:
         try:
-            return find_groups(model, layers, attempt)
+            return find_groups(model, layers, attempt), None
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
             if attempt is run:
                 raise UserError(f"the model failed on the given example input: {error}") from error
-    return layers
+            why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
+    return layers, why
+
+
+def fusion_warnings(plan: Plan) -> list[str]:
+    """What follows from not knowing which layers a runtime fuses: one sentence, or nothing."""
+    unknown = plan.provenance.get("fusion_groups")
+    if unknown is None or not any(layer.weight is not None and layer.weight.global_scale for layer in plan.quantized):
+        return []
+    return [
+        f"fusion groups {unknown}. Each layer has a global scale of its own, and a runtime that merges layers with one "
+        "input (q/k/v, gate/up) expects them to share one"
+    ]
 
 
 def _run_on_meta(model: nn.Module) -> None:

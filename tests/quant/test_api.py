@@ -17,7 +17,7 @@ from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
 from quant.kernels.linear import QuantExperts, QuantLinear
 from quant.loading import open_model
-from quant.planning import check_plan_fits, make_plan
+from quant.planning import check_plan_fits, fusion_warnings, make_plan
 from quant.recipes.layers import find_layers
 
 transformers = pytest.importorskip("transformers")
@@ -244,3 +244,12 @@ def test_experts_become_modules_that_transformers_calls() -> None:
         rounded = copy.deepcopy(model)
         rounded.model.layers[0].mlp.experts.down_proj.activation_format = FORMATS["fp8_token"]
         assert float((rounded(IDS % 32).logits - model(IDS % 32).logits).abs().max()) > 1e-4
+
+
+def test_unknown_fusion_groups_are_said() -> None:
+    net = Net()
+    plan = make_plan(net, "nvfp4a16")
+    assert "Net does not run on token ids" in plan.provenance["fusion_groups"]
+    assert "expects them to share one" in fusion_warnings(plan)[0]
+    assert fusion_warnings(make_plan(net, "nvfp4a16", run=example)) == []
+    assert fusion_warnings(make_plan(net, "mxfp8")) == []  # no global scale, nothing to share
