@@ -120,7 +120,6 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
         "recipe": recipe.name,
         "command": job.command,
         "seed": job.seed,
-        "calibration": job.calib or "self",
         "versions": versions(),
     }
     plan = make_plan(model, recipe, include=job.include, exclude=job.exclude, solver=job.solver, provenance=provenance)
@@ -131,6 +130,8 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
             for layer in plan.quantized
             if layer.activation is not None
         )
+    if api.lacks_data(plan):
+        plan = replace(plan, provenance={**plan.provenance, "calibration": job.calib or "self"})
     return plan
 
 
@@ -142,13 +143,11 @@ def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
 def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
     assert source.model is not None and job.out is not None
     model = source.model
-    data = None
-    if lacking := api.lacks_data(plan):
-        data = _calibration_data(job, source, lacking)
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = copy.deepcopy(model) if eval_rows is not None else None
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
+        data = _calibration_data(job, source, plan, progress) if api.lacks_data(plan) else None
         quantized = api.quantize(model, plan, data, progress=progress)
         plan = quantized.plan
         evaluation = None
@@ -173,13 +172,11 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     return _finish(job, report, quiet)
 
 
-def _calibration_data(job: Job, source: Source, lacking: str) -> torch.Tensor | None:
-    """Token rows of --calib; None to let the model write its own, which only a causal language model can."""
-    if job.calib in (None, "self"):
-        if not source.is_causal_lm:
-            raise UserError(lacking)
-        return None
-    assert job.calib is not None
+def _calibration_data(job: Job, source: Source, plan: Plan, progress: api.Progress) -> torch.Tensor:
+    """Token rows of --calib, or what the model writes itself."""
+    if job.calib is None or job.calib == "self":
+        assert source.model is not None
+        return api.own_text(source.model, plan, seed=job.seed, progress=progress)
     tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
     return calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
 
