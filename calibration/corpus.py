@@ -75,7 +75,7 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"{corpus.path}: reading it needs the package `datasets`: pip install 'blockscale[hf]'; "
+            f"{corpus.path}: reading it needs the package `datasets`: pip install 'blockscale[data]'; "
             "a plain UTF-8 text file needs nothing"
         ) from error
     if corpus.reader and not Path(corpus.path).is_file():

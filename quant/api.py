@@ -165,9 +165,10 @@ def lacks_data(plan: Plan) -> str | None:
 def own_text(
     model: nn.Module,
     plan: Plan,
+    tokenizer: Any = None,
     *,
-    samples: int = 16,
-    seqlen: int = 256,
+    samples: int = 32,
+    seqlen: int = 128,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> torch.Tensor:
@@ -176,6 +177,7 @@ def own_text(
     Args:
         model: a causal language model.
         plan: for the error message.
+        tokenizer: names the special tokens, which are never drawn; None takes those of the config.
         samples: rows.
         seqlen: tokens a row; cut to the model's context.
         seed: of what is drawn.
@@ -191,7 +193,7 @@ def own_text(
     seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
     report = (lambda done, total: progress("generate", done, total)) if progress else None
     try:
-        return generate_rows(model, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise UserError(f"{lacks_data(plan)} ({error})") from error
 

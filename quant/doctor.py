@@ -16,6 +16,7 @@ _EXTRAS = {
     "transformers": ("hf", "Hugging Face and GGUF models"),
     "gguf": ("hf", "GGUF files"),
     "accelerate": ("hf", "loading checkpoints without initialising them"),
+    "datasets": ("data", "calibration text from data sets"),
     "onnx": ("onnx", "ONNX export"),
     "onnxscript": ("onnx", "ONNX export"),
     "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),

