@@ -1,0 +1,137 @@
+"""Sensitivity: how much each fusion group would cost the model in each format, as a table.
+
+    scores[group][format]      expected loss if this group alone is quantized so and all others stay as they are
+    bits, bytes                what it takes then, every scale and pad counted
+
+A format here is what `--formats` names: a preset (`nvfp4`, `mxfp8`, `fp8`: weights and inputs), a preset with
+`a16` at its end (weights only), or `keep`, which is 16 bit and costs nothing. The scores of three methods differ in
+what they ask and in what they take, see `calibration.sensitivity_scores`; within one table they can be added up,
+which is what the allocator does.
+
+The file is JSON, written whole or not at all, and holds what it was made from, so that a run that was interrupted
+goes on where it stopped and never on another model's scores.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+METHODS = ("kl", "fisher", "output")
+UNITS = {
+    "kl": "nats: KL(base‖model) of the next token",
+    "fisher": "nats: second-order estimate of KL(base‖model) of the next token",
+    "output": "relative squared error of the group's output",
+    "cosine": "1 − cosine similarity of the embeddings",
+}
+
+
+@dataclass(frozen=True)
+class GroupScores:
+    """One fusion group, or a layer that is alone.
+
+    Attributes:
+        name: the group's, or the layer's.
+        layers: names of its members, in model order.
+        numel: weights in all of them.
+        scores: loss by format name, in the unit of the table; `keep` is 0.
+        bits: bits per weight by format name.
+        bytes: bytes by format name.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    numel: int
+    scores: dict[str, float]
+    bits: dict[str, float]
+    bytes: dict[str, int]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready fields."""
+        return {**dataclasses.asdict(self), "layers": list(self.layers)}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> GroupScores:
+        """The inverse of `to_dict`."""
+        return cls(**{**fields, "layers": tuple(fields["layers"])})
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """Scores of every group in every format.
+
+    Attributes:
+        method: one of `METHODS`.
+        formats: columns of the table, as the user named them; `keep` is always among them.
+        unit: what a score means, a value of `UNITS`.
+        rows, seqlen: size of the text it was measured on.
+        groups: in model order.
+        key: SHA-256 over model, text and settings: what the scores belong to.
+        seconds: time that scoring took.
+    """
+
+    method: str
+    formats: tuple[str, ...]
+    unit: str
+    rows: int
+    seqlen: int
+    groups: tuple[GroupScores, ...]
+    key: str = ""
+    seconds: float = 0.0
+
+    @cached_property
+    def by_name(self) -> dict[str, GroupScores]:
+        """Groups by name."""
+        return {group.name: group for group in self.groups}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "formats": list(self.formats), "groups": [group.to_dict() for group in self.groups]}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Sensitivity:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown or missing field.
+        """
+        try:
+            groups = tuple(GroupScores.from_dict(group) for group in fields["groups"])
+            return cls(**{**fields, "formats": tuple(fields["formats"]), "groups": groups})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"sensitivity: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Writes the table as JSON, whole or not at all."""
+        write_atomically(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Sensitivity:
+        """Reads a table.
+
+        Raises:
+            ValueError: not JSON, or not a sensitivity table; the message names the file.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (ValueError, AttributeError, TypeError) as error:
+            raise ValueError(f"{path}: not a sensitivity table: {error}") from None
+
+
+def write_atomically(path: str | Path, text: str) -> None:
+    """Writes beside `path` and renames, so that a reader sees the old file or the new one and never half of one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
