@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     check_destination(path, overwrite=overwrite)
     path = path.resolve()  # what a link points to is replaced, not the link
+    made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
@@ -53,6 +54,9 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         temporary.rename(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # somebody else has written there meanwhile
+                parent.rmdir()
         raise
 
 

@@ -65,7 +65,7 @@ def test_the_directory_appears_when_the_block_ends(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("existing", [False, True])
 def test_a_failure_leaves_everything_as_it_was(tmp_path: Path, error: BaseException, existing: bool) -> None:
-    target = tmp_path / "out"
+    target = tmp_path / "out" if existing else tmp_path / "new" / "parents" / "out"
     if existing:
         target.mkdir()
         (target / "precious").write_text("old")

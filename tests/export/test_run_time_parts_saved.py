@@ -100,8 +100,14 @@ def test_other_runtimes_are_warned_of() -> None:
     plans = {chosen: plan_of_model(*_quantized(_parts(chosen))) for chosen in ("pre_scale", "hadamard", "lowrank")}
     for chosen, word in (("pre_scale", "input scale"), ("hadamard", "Hadamard"), ("lowrank", "low-rank")):
         (warning,) = runtime_warnings(plans[chosen])
-        assert word in warning and "first" in warning and "quant.load" in warning
+        assert word in warning and warning.startswith(f"{plans[chosen].quantized[0].name} needs") and "quant.load" in warning
     assert runtime_warnings(plan_of_model(*_quantized(RunTimeParts()))) == []
+
+
+def test_what_transformers_makes_of_fused_experts_is_warned_of() -> None:
+    experts = tuple(LayerPlan(f"layers.{i}.experts.up", "experts", (4, OUT, IN), NVFP4) for i in range(2))
+    (warning,) = runtime_warnings(Plan(experts))
+    assert warning.startswith("2 layers, layers.0.experts.up first, need") and "global scale" in warning
 
 
 def test_compressed_tensors_applies_the_rotation() -> None:
