@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from quant.allocation_record import AllocationRecord
+from quant.calibration.sensitivity import Sensitivity
 from quant.evaluation import Evaluation
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
@@ -61,6 +63,78 @@ class LayerResult:
     reason: str
 
 
+@dataclass(frozen=True)
+class LayerReceipt:
+    """How far one layer's output is from the original's, relative, at each stage of an export.
+
+    Attributes:
+        name: as in the plan.
+        fake_quant: the layer as it was calibrated; the stages after it should add nothing.
+        checkpoint: read back from the checkpoint.
+        onnx: run from the exported graph.
+        engine: run from the built engine; None for this or another stage that was not run.
+        passed: whether every stage stayed within its tolerance of the one before.
+    """
+
+    name: str
+    fake_quant: float | None
+    checkpoint: float | None
+    onnx: float | None
+    engine: float | None
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What the engine was planned to run a layer in, and what was found in it."""
+
+    name: str
+    planned: str
+    found: str
+    passed: bool
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """The proof that an export does what was calibrated; `passed` speaks for all of it."""
+
+    layers: tuple[LayerReceipt, ...]
+    audit: tuple[Audit, ...]
+    passed: bool
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Receipt:
+        """From `{"layers": [{…}], "audit": [{…}], "passed": bool}`; either list may be left out.
+
+        Raises:
+            TypeError, KeyError: an unknown or a missing field.
+        """
+        unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(cls)})
+        if unknown:
+            raise TypeError(f"receipt: unknown field(s) {', '.join(unknown)}")
+        layers = tuple(LayerReceipt(**layer) for layer in fields.get("layers", ()))
+        audit = tuple(Audit(**entry) for entry in fields.get("audit", ()))
+        return cls(layers, audit, fields["passed"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """The inverse of `from_dict`."""
+        fields = dataclasses.asdict(self)
+        return {**fields, "layers": list(fields["layers"]), "audit": list(fields["audit"])}
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """What the KV cache takes while the model serves.
+
+    Attributes:
+        bytes_per_token: over all layers, in the plan's format, scales included.
+        tokens: batch × context that the figure in the report is for.
+    """
+
+    bytes_per_token: float
+    tokens: int
+
+
 @dataclass
 class Report:
     """All that a run has to tell.
@@ -79,6 +153,10 @@ class Report:
         peak_rss_bytes: peak memory of the process, where the system tells.
         files: SHA-256 by name of each file written.
         warnings: whatever a user should know before relying on the result.
+        sensitivity: scores of every group in every format, where formats were allocated by them.
+        allocation: what was asked for, predicted and measured, where formats were allocated.
+        receipt: the layers compared at each stage of an export, where there was one.
+        kv_cache: size of the KV cache, where the model has one and its config says.
     """
 
     model: str
@@ -94,6 +172,10 @@ class Report:
     peak_rss_bytes: int | None = None
     files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    sensitivity: Sensitivity | None = None
+    allocation: AllocationRecord | None = None
+    receipt: Receipt | None = None
+    kv_cache: KVCache | None = None
 
     @property
     def ratio(self) -> float:
@@ -104,7 +186,10 @@ class Report:
         """JSON-ready form, with a schema version."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         fields["layers"] = [{**dataclasses.asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
-        fields["evaluation"] = self.evaluation.to_dict() if self.evaluation else None
+        for key in ("evaluation", *_PARTS):
+            fields[key] = fields[key].to_dict() if fields[key] else None
+        fields["kv_cache"] = dataclasses.asdict(self.kv_cache) if self.kv_cache else None
+        fields = {key: value for key, value in fields.items() if value is not None or key not in (*_PARTS, "kv_cache")}
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
@@ -122,6 +207,9 @@ class Report:
             layers = [LayerResult(**{**layer, "shape": tuple(layer["shape"])}) for layer in fields["layers"]]
             evaluation = fields.get("evaluation")
             fields["evaluation"] = Evaluation.from_dict(evaluation) if evaluation else None
+            for key, part in _PARTS.items():
+                fields[key] = part.from_dict(fields[key]) if fields.get(key) else None
+            fields["kv_cache"] = KVCache(**fields["kv_cache"]) if fields.get("kv_cache") else None
             return cls(**{**fields, "layers": layers})
         except (TypeError, KeyError) as error:
             raise ValueError(f"report: {error}") from None
@@ -141,6 +229,10 @@ class Report:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}: not a valid report: {error}") from None
+
+
+# Optional parts of a report, which a plain run lacks; each has to_dict and from_dict.
+_PARTS: dict[str, Any] = {"sensitivity": Sensitivity, "allocation": AllocationRecord, "receipt": Receipt}
 
 
 def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
