@@ -1,0 +1,256 @@
+"""Targets: what each runtime can run, as data.
+
+A target is a table of pairs: weight format and input format that its loader accepts together, and how they run then.
+
+    native     the matmul itself runs in the low precision
+    storage    weights are unpacked to 16 bit (or to 8) on the way; memory is saved, arithmetic is not
+
+Everything that is not in the table is refused: a pair that nobody has seen work is worth less than an error. The
+tables are read off the runtimes' own loaders, or off engines that were built and inspected; `Target.source` says
+which. Where a pair depends on the GPU, the note names the first architecture that runs it natively.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from quant.formats.format import Format
+from quant.recipes.plan import LayerPlan
+
+NATIVE, STORAGE = "native", "storage"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A weight format and an input format that a runtime accepts together.
+
+    Attributes:
+        weight: weight format by name.
+        activation: input format by name; None for 16 bit.
+        runs: `NATIVE` or `STORAGE`.
+        note: on what hardware, or for what.
+        kinds: kinds of layer that it is accepted for.
+        merged_rows: where matrices are merged into one, `out` of each but the last must be a multiple of this.
+    """
+
+    weight: str
+    activation: str | None
+    runs: str = NATIVE
+    note: str = ""
+    kinds: tuple[str, ...] = ("linear", "experts")
+    merged_rows: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.weight}@{self.activation or '16bit'}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A runtime.
+
+    Attributes:
+        name: key in `TARGETS`.
+        description: one line.
+        pairs: what it accepts.
+        kv_cache: formats of the KV cache by name, beside 16 bit.
+        fused: names of sibling layers that it merges into one matmul, whose formats must agree.
+        parts: what may stand beside a weight at run time: of "pre_scale", "hadamard", "rank".
+        source: where the table comes from.
+    """
+
+    name: str
+    description: str
+    pairs: tuple[Pair, ...]
+    kv_cache: tuple[str, ...] = ()
+    fused: tuple[tuple[str, ...], ...] = ()
+    parts: tuple[str, ...] = ()
+    source: str = ""
+
+    def pair(self, weight: Format, activation: Format | None) -> Pair | None:
+        """The entry for two formats, if the runtime accepts them together."""
+        names = (weight.name, activation.name if activation else None)
+        return next((pair for pair in self.pairs if (pair.weight, pair.activation) == names), None)
+
+    def problems(self, layer: LayerPlan, *, merged: bool = False) -> list[str]:
+        """Why the runtime cannot run `layer` as planned, one clause each; none if it can.
+
+        Args:
+            layer: one entry of a plan.
+            merged: whether the rows of another weight follow its own in one merged matrix.
+        """
+        if layer.weight is None:
+            return []
+        pair = self.pair(layer.weight, layer.activation)
+        if pair is None:
+            return [self._no_pair(layer.weight, layer.activation)]
+        found = []
+        rows = layer.shape[-2]
+        if merged and rows % pair.merged_rows:
+            found.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
+        if layer.kind not in pair.kinds:
+            found.append(f"{self.name} runs {pair} for {' and '.join(pair.kinds)} layers, not for kind {layer.kind!r}")
+        for part, used in (("pre_scale", layer.pre_scale), ("hadamard", layer.hadamard), ("rank", layer.rank)):
+            if used and part not in self.parts:
+                found.append(f"{self.name} has nothing to run {_PARTS[part]} with")
+        return found
+
+    def _no_pair(self, weight: Format, activation: Format | None) -> str:
+        inputs = [pair.activation or "16bit" for pair in self.pairs if pair.weight == weight.name]
+        if inputs:
+            given = activation.name if activation else "16bit"
+            return f"{self.name} takes {weight} weights with inputs in {' or '.join(inputs)}, not in {given}"
+        return f"{self.name} has no {weight}; it has {', '.join(dict.fromkeys(pair.weight for pair in self.pairs))}"
+
+    def kv_cache_problem(self, format: Format | None) -> str | None:
+        """Why the runtime cannot keep its KV cache in `format`, or None."""
+        if format is None or format.name in self.kv_cache:
+            return None
+        return f"{self.name} cannot keep the KV cache in {format}; it has {', '.join((*self.kv_cache, '16bit'))}"
+
+
+_PARTS = {
+    "pre_scale": "an input scale (pre_scale)",
+    "hadamard": "a rotation of the input (hadamard)",
+    "rank": "a low-rank branch (rank)",
+}
+
+# What the model files of vLLM and SGLang merge (`packed_modules_mapping`), and TensorRT-LLM's likewise.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj", "up_proj"), ("w1", "w3"))
+
+_LINEAR = ("linear",)
+_EXPERTS = ("experts",)
+_FP8 = (
+    Pair("fp8", "fp8", note="from SM89"),
+    Pair("fp8", "fp8_token", note="from SM89"),
+    Pair("fp8_channel", "fp8_token", note="from SM89"),
+    Pair("fp8_channel", "fp8", note="from SM89"),
+    Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128),
+)
+_RTX = (
+    Pair("fp8", "fp8", kinds=_LINEAR),
+    Pair("fp8_channel", "fp8", note="one more Mul a layer", kinds=_LINEAR),
+    Pair("fp8", None, STORAGE, "dequantized in the GEMM", _LINEAR),
+    Pair("fp8_block", None, STORAGE, "TRT_BlockDequantize, GEMM in half", _LINEAR),
+    Pair("mxfp8", "mxfp8", STORAGE, "GEMM in half", _LINEAR),
+    Pair("mxfp8", None, STORAGE, "GEMM in half", _LINEAR),
+    Pair("int4", None, STORAGE, "dequantized in the GEMM", _LINEAR),
+)
+_RTX_SOURCE = "engines built with tensorrt_rtx 1.7.1 and read back"
+# Fused experts are unpacked by none of transformers' loaders; the output head is.
+_UNPACKED = ("linear", "head")
+_ROUNDED = "inputs are rounded as planned"
+
+_ALL = (
+    Target(
+        "vllm",
+        "vLLM, from the compressed-tensors checkpoint",
+        (
+            Pair("nvfp4", "nvfp4", note="from SM100; older GPUs run it with 16-bit inputs"),
+            Pair("nvfp4", None, STORAGE),
+            Pair("mxfp4", "mxfp4", note="some releases and GPUs leave inputs in 16 bit"),
+            Pair("mxfp4", None, STORAGE, "some releases and GPUs round inputs too"),
+            Pair("mxfp8", "mxfp8", note="from SM100; older GPUs run it with 16-bit inputs"),
+            *_FP8,
+            Pair("fp8", None, STORAGE, kinds=_LINEAR),
+            Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
+            Pair("fp8_block", None, STORAGE, kinds=_LINEAR, merged_rows=128),
+            Pair("int8", "int8_token", note="from SM75"),
+            Pair("int4", None, STORAGE),
+        ),
+        kv_cache=("fp8",),
+        fused=_FUSED,
+        source="vllm, model_executor/layers/quantization/compressed_tensors and utils/fp8_utils.py",
+    ),
+    Target(
+        "sglang",
+        "SGLang, from the compressed-tensors checkpoint",
+        (
+            Pair("nvfp4", "nvfp4", note="from SM100"),
+            Pair("nvfp4", None, STORAGE),
+            Pair("mxfp4", None, STORAGE),
+            Pair("mxfp8", "mxfp8", note="from SM100", kinds=_LINEAR),
+            *_FP8,
+            Pair("fp8", None, STORAGE, kinds=_LINEAR),
+            Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
+            Pair("int8", "int8_token", note="from SM75"),
+            Pair("int4", None, STORAGE),
+        ),
+        kv_cache=("fp8",),
+        fused=_FUSED,
+        source="sglang, srt/layers/quantization/compressed_tensors and fp8_utils.py",
+    ),
+    Target(
+        "tensorrt-llm",
+        "TensorRT-LLM, PyTorch backend, from the ModelOpt checkpoint",
+        (
+            Pair("nvfp4", "nvfp4", note="NVFP4, from SM100"),
+            Pair("fp8", "fp8", note="FP8, from SM89"),
+            Pair("fp8_channel", "fp8_token", note="FP8_PER_CHANNEL_PER_TOKEN"),
+            Pair("fp8_block", "fp8_group", note="FP8_BLOCK_SCALES"),
+            Pair("mxfp8", "mxfp8", note="MXFP8, from SM100"),
+            Pair("mxfp4", "mxfp8", note="W4A8_MXFP4_MXFP8, from SM100", kinds=_EXPERTS),
+            Pair("mxfp4", "fp8", note="W4A8_MXFP4_FP8, from SM100", kinds=_EXPERTS),
+            Pair("mxfp4", None, STORAGE, "W4A16_MXFP4", _EXPERTS),
+            Pair("int4", None, STORAGE, "W4A16_AWQ"),
+        ),
+        kv_cache=("fp8", "nvfp4"),
+        fused=_FUSED,
+        parts=("pre_scale",),
+        source="TensorRT-LLM, tensorrt_llm/quantization/mode.py (QuantAlgo) and features/quantization.html",
+    ),
+    Target(
+        "transformers",
+        "transformers with compressed-tensors, which unpacks the weights",
+        (
+            *(Pair(w, w, STORAGE, _ROUNDED, _UNPACKED) for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8")),
+            *(Pair(pair.weight, pair.activation, STORAGE, _ROUNDED, _UNPACKED) for pair in _FP8),
+            Pair("int8", "int8_token", STORAGE, _ROUNDED, _UNPACKED),
+            *(
+                Pair(w, None, STORAGE, kinds=_UNPACKED)
+                for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4")
+            ),
+        ),
+        kv_cache=("fp8",),
+        source="compressed-tensors 0.20 under transformers 5.23",
+    ),
+    Target(
+        "tensorrt-rtx-sm120",
+        "TensorRT-RTX engine for consumer Blackwell, built without a GPU",
+        (
+            Pair("nvfp4", "nvfp4", note="FP4 GEMM", kinds=_LINEAR),
+            Pair("nvfp4", None, STORAGE, "GEMM in half", _LINEAR),
+            *_RTX,
+        ),
+        source=_RTX_SOURCE,
+    ),
+    Target("tensorrt-rtx-sm89", "TensorRT-RTX engine for Ada, built without a GPU", _RTX, source=_RTX_SOURCE),
+)
+
+TARGETS: dict[str, Target] = {target.name: target for target in _ALL}
+
+
+def get_target(name: str) -> Target:
+    """The target called `name`.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}") from None
+
+
+def usable(target: Target, pairs: Iterable[tuple[Format, Format | None]]) -> list[tuple[Format, Format | None]]:
+    """Those of `pairs` (weight and input formats) that `target` accepts: what an allocator may offer.
+
+    Raises:
+        ValueError: none of them; the message lists what the target has.
+    """
+    wanted = list(pairs)
+    found = [pair for pair in wanted if target.pair(*pair) is not None]
+    if not found:
+        asked = ", ".join(f"{weight}@{activation or '16bit'}" for weight, activation in wanted)
+        raise ValueError(f"{target.name} runs none of {asked}; it has {', '.join(map(str, target.pairs))}")
+    return found
