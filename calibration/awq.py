@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-POWERS = tuple(k / 10 for k in range(10))
+# Pairs (power of the activation's magnitude, of the weight's) that AWQ tries.
+POWERS = tuple((k / 10, 0.0) for k in range(10))
 
 # Rounds a scaled weight for inputs: (weight [rows, in], inputs [tokens, in]) -> values [rows, in].
 RoundWeight = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -55,7 +56,7 @@ def search_scale(
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
     owner: torch.Tensor | None = None,
     token_weight: torch.Tensor | None = None,
-    powers: Sequence[tuple[float, float]] = tuple((p, 0.0) for p in POWERS),
+    powers: Sequence[tuple[float, float]] = POWERS,
 ) -> tuple[torch.Tensor, tuple[float, float]]:
     """AWQ's search.
 

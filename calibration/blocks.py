@@ -165,7 +165,8 @@ def _without_cache(call: Call) -> Call:
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
     """The first floating-point tensor, positional ones first: every known block takes its hidden state there."""
-    for place, value in (*enumerate(args), *kwargs.items()):
+    places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for place, value in places:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return place
     raise ValueError("a block was called without a floating-point tensor")

@@ -157,7 +157,7 @@ def _feed_back(
     """GPTQ's pass: values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
     upper, left = factor.inverse, target.clone()
     values = torch.empty_like(target)
-    scales = []
+    scales: list[torch.Tensor] = []
     for first in range(0, len(target), _LAZY):
         last = min(first + _LAZY, len(target))
         errors = torch.empty_like(left[first:last])
@@ -165,12 +165,13 @@ def _feed_back(
             stop = min(start + width, last)
             here, inverse = slice(start, stop), upper[start:stop, start:stop]
             values[here], scale = solve(left[here], start, inverse)
-            scales.append(scale)
+            if scale is not None:
+                scales.append(scale)
             error = torch.linalg.solve_triangular(inverse.t(), left[here] - values[here], upper=False)
             errors[start - first : stop - first] = error
             left[stop:last].addmm_(upper[here, stop:last].t(), error, alpha=-1)
         left[last:].addmm_(upper[first:last, last:].t(), errors, alpha=-1)
-    return values, torch.stack(scales) if scales[0] is not None else values[:0]
+    return values, torch.stack(scales) if scales else values[:0]
 
 
 def _descend(
@@ -197,7 +198,7 @@ def _descend(
         gain = (off_old * (own @ off_old)).sum(0) - (off_new * (own @ off_new)).sum(0)
         better = gain > 0
         values[here] = torch.where(better, new, values[here])
-        if scales is not None:
+        if scales is not None and scale is not None:
             scales[index] = torch.where(better, scale, scales[index])
         residual[here] = target[here] - values[here]
 

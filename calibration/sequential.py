@@ -4,10 +4,12 @@ Block by block, in order of execution, on all calibration rows at once:
 
 1. *Reference.* The original block runs on the original hidden states. What its layers receive is kept.
 2. *Transforms* choose an input scale for each fusion group, fold it into its producer and scale the weights.
+   Rotations turn weights, branches are taken off them just before they are rounded.
 3. *Rounding.* Group by group, in the order in which the block runs them: the block runs on the hidden states that
    the quantized blocks before it gave, with the groups solved so far in place, up to this group. Its inputs, rounded
    where activations are quantized, go into a second moment; their distance from the reference into the drift.
-4. The quantized block gives the hidden states for the next one.
+4. *Reconstruction*, where asked for, refines the whole block against the output of the original.
+5. The quantized block gives the hidden states for the next one.
 
 So memory holds one block, two sets of hidden states, one block's reference inputs and one second moment. A solved
 layer remembers its outputs while its block is worked on, because the passes of step 3 repeat each other's
@@ -21,18 +23,24 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.autoround import BlockLayer, reconstruct_block
 from quant.calibration.blocks import Call, Stop, block_names, calls_of_chain, find_chains, output_of, streamed
 from quant.calibration.fold import Fold, apply_fold, find_fold, modules_in_order
+from quant.calibration.gptq import corrected_weight, factorize
+from quant.calibration.lowrank import lowrank_branch, residual_weight
+from quant.calibration.rotation import rotate_weight, rotation_block
 from quant.calibration.solver import GroupInputs, Pipeline, Solver, get_pipeline, solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, static_input_scale, token_weights
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.linear import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
@@ -48,6 +56,8 @@ class Solved:
         input_scale: static scale of the activation format, float32 scalar, where it has one.
         tokens: how many calibration tokens reached the layer; 0 where it got the pooled statistics of its likes.
         notes: what a reader of the report should know.
+        hadamard: block of the rotation that `weight` is rotated by and the input is to go through; 0 for none.
+        lowrank: the 16-bit branch beside `weight`, (down, up), if there is one.
     """
 
     weight: BlockScaledTensor
@@ -55,6 +65,13 @@ class Solved:
     input_scale: torch.Tensor | None
     tokens: int
     notes: tuple[str, ...] = ()
+    hadamard: int = 0
+    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def parts(self) -> RunTimeParts:
+        """What the layer does at run time beside its matmul."""
+        return RunTimeParts(self.pre_scale, self.hadamard, self.lowrank)
 
 
 Apply = Callable[[LayerPlan, Solved], None]
@@ -96,6 +113,8 @@ class _Group:
     divisor: torch.Tensor | None = None
     pre_scale: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    hadamard: int = 0
+    unrounded: MomentSum | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -113,10 +132,19 @@ class _Group:
         """The same for the same layer of sibling experts: names with their numbers left out, and the input size."""
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as the quantized layer sees it, but for its rounding."""
+        return RunTimeParts(self.pre_scale, self.hadamard).input(x)
+
+    def original(self, batch: int) -> torch.Tensor:
+        """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
+        x = self.kept[batch]
+        x = x if self.divisor is None else x / self.divisor.to(x)
+        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as the quantized layer sees it."""
-        if self.pre_scale is not None:
-            x = x * self.pre_scale.to(x)
+        x = self.input(x)
         if self.activation is None:
             return x
         if self.activation.global_scale:
@@ -127,8 +155,16 @@ class _Group:
 class _StandIn(nn.Module):
     """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch."""
 
-    def __init__(self, original: nn.Module, weight: torch.Tensor, group: _Group, clock: list[int]) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        weight: torch.Tensor,
+        group: _Group,
+        clock: list[int],
+        lowrank: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
         super().__init__()
+        self.beside = RunTimeParts(lowrank=lowrank)
         self.original = original
         self.dense = weight
         self.group = group
@@ -140,6 +176,8 @@ class _StandIn(nn.Module):
             return self.outputs[self.clock[0]]
         bias = getattr(self.original, "bias", None)
         out = torch.nn.functional.linear(self.group.round_input(x), self.dense, bias)
+        branch = self.beside.branch(self.group.input(x)) if self.beside else None
+        out = out if branch is None else out + branch
         if self.group.calls == 1:
             self.outputs[self.clock[0]] = out
         return out
@@ -170,13 +208,19 @@ def solve_sequentially(
             has no likes; a solver that does not support a format.
     """
     walk = _Walk(model, plan, rows, apply, settings, progress)
-    config = getattr(model, "config", None)
+    with torch.no_grad(), _without_cache(model):
+        walk.run()
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Within it, a transformers model keeps no keys and values of what it has seen."""
+    config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
+    if use_cache:
+        config.use_cache = False
     try:
-        if use_cache:
-            config.use_cache = False
-        with torch.no_grad():
-            walk.run()
+        yield
     finally:
         if use_cache:
             config.use_cache = use_cache
@@ -278,6 +322,7 @@ class _BlockWork:
         self.targets = {n: block.get_submodule(n).weight.detach().float() for g in groups for n in g.names}  # type: ignore[operator]
         self.stand_ins: dict[str, _StandIn] = {}
         self.solved: dict[str, tuple[LayerPlan, Solved]] = {}
+        self.rounded: dict[str, torch.Tensor] = {}
 
     def solve(
         self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
@@ -300,9 +345,11 @@ class _BlockWork:
         reference = self._observe(original)
         self._transform(small)
         for group in self.groups:
+            self._rotate(group)
             self._fix_input_scale(group)
         for stage in self._stages():
             self._solve_stage(stage, current)
+        self._reconstruct(current, reference)
         outputs = self._outputs(current) if needs_output else []
         return outputs, reference
 
@@ -417,12 +464,23 @@ class _BlockWork:
 
     def _set_target(self, name: str, target: torch.Tensor) -> None:
         self.targets[name] = target
-        self.block.get_submodule(name).weight.data = target.to(self.block.get_submodule(name).weight.dtype)  # type: ignore[operator]
+        weight = self.block.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor)
+        weight.data = target.to(weight.dtype)
+
+    def _rotate(self, group: _Group) -> None:
+        """Rotates what is to be rounded. The block's own weight stays, for it still gets the input as it is."""
+        if group.pipeline.rotation:
+            group.hadamard = rotation_block(group.members[0].shape[-1], group.pipeline.rotation)
+            for name in group.names:
+                self.targets[name] = rotate_weight(self.targets[name], group.hadamard)
 
     def _fix_input_scale(self, group: _Group) -> None:
         if group.activation is None or group.amax is None:
             return
         amax = group.amax if group.divisor is None else group.amax / group.divisor
+        if group.hadamard:
+            amax = torch.stack([group.original(batch).abs().amax().float() for batch in range(len(group.kept))])
         group.input_scale = static_input_scale(amax.amax(), group.activation, self.stored)
 
     def _stages(self) -> list[list[_Group]]:
@@ -441,7 +499,13 @@ class _BlockWork:
                 x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
                     return
-                moment.add(group.round_input(x), self._reference(group, x))
+                reference = self._reference(group, x)
+                if group.pipeline.rank and group.activation is not None:
+                    # The branch sees the input unrounded and answers for its drift, the rest for its rounding.
+                    group.unrounded = group.unrounded or MomentSum(self.settings.limit)
+                    group.unrounded.add(group.input(x), reference)
+                    reference = group.input(x)
+                moment.add(group.round_input(x), reference)
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
@@ -471,28 +535,73 @@ class _BlockWork:
         """The input that the outputs should be right for: `x` before rounding, moved towards the original input."""
         correction = group.pipeline.correction
         aligned = group.calls == 1 and group.tokens == self.tokens
-        if group.pre_scale is not None:
-            x = x * group.pre_scale.to(x)
+        x = group.input(x)
         if correction and aligned:
-            original = group.kept[self.clock[0]]
-            original = original if group.divisor is None else original / group.divisor.to(original)
-            return x + correction * (original - x)
+            return x + correction * (group.original(self.clock[0]) - x)
         return None if group.activation is None else x
 
     def _solve_group(self, group: _Group, stats: LayerStats | None, tokens: int) -> None:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
-        solved = solve_stacked(weights, stats, group.weight_format, group.pipeline)
+        branches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if group.pipeline.rank:
+            weights, branches, stats = self._take_branches(group, weights, stats)
+        solved = solve_stacked(weights, stats, group.weight_format, group.pipeline, self.stored)
         for member, name in zip(group.members, group.names, strict=True):
             original = self.block.get_submodule(name)
             dense = solved[member.name].dequantize(original.weight.dtype)  # type: ignore[arg-type]
-            stand_in = _StandIn(original, dense, group, self.clock)
+            stand_in = _StandIn(original, dense, group, self.clock, branches.get(member.name))
             self.stand_ins[name] = stand_in
             _set_module(self.block, name, stand_in)
             del self.targets[name]
+            if group.pipeline.reconstruction:
+                self.rounded[name] = weights[member.name]
             self.solved[name] = (
                 member,
-                Solved(solved[member.name], group.pre_scale, group.input_scale, tokens, tuple(group.notes)),
+                Solved(
+                    solved[member.name],
+                    group.pre_scale,
+                    group.input_scale,
+                    tokens,
+                    tuple(group.notes),
+                    group.hadamard,
+                    branches.get(member.name),
+                ),
             )
+
+    def _take_branches(
+        self, group: _Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]], LayerStats | None]:
+        """Each weight's branch and what it leaves to be rounded. The inputs' drift is made up for in both together."""
+        seen = stats if group.unrounded is None else group.unrounded.stats()
+        assert stats is not None and seen is not None and seen.second_moment is not None
+        factor = factorize(seen.second_moment)
+        left, branches = {}, {}
+        for name, weight in weights.items():
+            wanted = corrected_weight(weight, seen.drift, factor)
+            rank = min(group.pipeline.rank, *weight.shape)
+            branches[name] = lowrank_branch(wanted, factor.moment, rank, self.stored, name)
+            left[name] = residual_weight(wanted, branches[name])
+        return left, branches, replace(stats, drift=None) if group.unrounded is None else stats
+
+    def _reconstruct(self, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
+        """Refines the finished block against the original's outputs."""
+        settings = next((g.pipeline.reconstruction for g in self.groups if g.pipeline.reconstruction), None)
+        if settings is None:
+            return
+        layers = {}
+        for name, target in self.rounded.items():
+            member, solved = self.solved[name]
+            layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
+        for group in self.groups:
+            group.calls = 0  # what stands in beside the learned layers must no longer remember its outputs
+        for stand_in in self.stand_ins.values():
+            stand_in.outputs.clear()
+        found = reconstruct_block(self.block, calls, outputs, layers, settings)
+        for name, weight in found.weights.items():
+            member, solved = self.solved[name]
+            note = f"block error {found.before:.3g} before autoround, {found.after:.3g} after"
+            self.solved[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
+            self.stand_ins[name].dense = weight.dequantize(self.stand_ins[name].dense.dtype)
 
     def _observe_at_once(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """One pass for all groups, on original inputs, and then all are solved."""
@@ -525,13 +634,17 @@ class _BlockWork:
 
 
 def solve_stacked(
-    weights: Mapping[str, torch.Tensor], stats: LayerStats | None, format: Format, solver: Solver
+    weights: Mapping[str, torch.Tensor],
+    stats: LayerStats | None,
+    format: Format,
+    solver: Solver,
+    stored: torch.dtype | None = None,
 ) -> dict[str, BlockScaledTensor]:
     """`solve_group` for layers with one input: where the format allows it, as one tall weight, solved once."""
     if format.block[0] != 1 or len(weights) == 1:
-        return solve_group(weights, dict.fromkeys(weights, stats), format, solver)
+        return solve_group(weights, dict.fromkeys(weights, stats), format, solver, stored)
     name = "|".join(weights)
-    tall = solve_group({name: torch.cat(list(weights.values()))}, {name: stats}, format, solver)[name]
+    tall = solve_group({name: torch.cat(list(weights.values()))}, {name: stats}, format, solver, stored)[name]
     parts, start = {}, 0
     for member, weight in weights.items():
         rows = slice(start, start + len(weight))
@@ -551,7 +664,8 @@ def _pooled(found: Sequence[LayerStats]) -> LayerStats | None:
     def mean(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
         if tensors[0] is None:
             return None
-        return sum(t * (s.tokens / tokens) for t, s in zip(tensors, found, strict=True))  # type: ignore[operator,return-value]
+        weighted = (t * (s.tokens / tokens) for t, s in zip(tensors, found, strict=True) if t is not None)
+        return reduce(torch.add, weighted)
 
     return LayerStats(tokens, mean([s.second_moment for s in found]), None, mean([s.block_moments for s in found]))
 

@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from quant.calibration.autoround import Reconstruction
 from quant.calibration.awq import channel_scale, search_scale
 from quant.calibration.gptq import corrected_weight, factorize, gptq
 from quant.calibration.local_hessian import local_hessian
 from quant.calibration.peers import quantize_like_compressed_tensors, quantize_like_modelopt
+from quant.calibration.rotation import LARGEST_BLOCK
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
+from quant.formats.number import BF16, FP16
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import BlockScaledTensor, checked_amax, fake_quantize, quantize
 
@@ -241,11 +244,23 @@ class SmoothQuant:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Transforms, then rounding: what a name such as `awq+gptq` stands for."""
+    """Transforms, then rounding: what a name such as `awq+gptq` stands for.
+
+    Attributes:
+        name: as the recipe spells it.
+        transforms: choose input scales, in this order.
+        rounding: gives codes and scales.
+        rotation: largest block of a Hadamard rotation of the scaled inputs, at run time; 0 for none.
+        rank: of a 16-bit branch that is taken off before rounding; 0 for none.
+        reconstruction: how the finished block is refined, if it is.
+    """
 
     name: str
     transforms: tuple[Transform, ...]
     rounding: Solver
+    rotation: int = 0
+    rank: int = 0
+    reconstruction: Reconstruction | None = None
 
     @property
     def rule(self) -> str:
@@ -254,7 +269,12 @@ class Pipeline:
     @property
     def needs_data(self) -> bool:
         """Whether it works from calibration inputs."""
-        return bool(self.transforms) or isinstance(self.rounding, Gptq | LocalHessian)
+        return self.transforms != () or self.reshapes or isinstance(self.rounding, Gptq | LocalHessian)
+
+    @property
+    def reshapes(self) -> bool:
+        """Whether more is done to a block than scaling and rounding its layers."""
+        return bool(self.rotation or self.rank or self.reconstruction)
 
     @property
     def correction(self) -> float:
@@ -264,7 +284,7 @@ class Pipeline:
     @property
     def at_once(self) -> bool:
         """Whether all layers of a block can be solved from one pass over the original inputs."""
-        return not self.transforms and isinstance(self.rounding, LocalHessian)
+        return not self.transforms and not self.reshapes and isinstance(self.rounding, LocalHessian)
 
     def __call__(
         self, weight: torch.Tensor, stats: Any, format: Format, *, global_scale: torch.Tensor | None, name: str
@@ -292,6 +312,10 @@ TRANSFORMS: dict[str, Transform] = {
 }
 
 
+# Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
+STEPS = {"rotation": LARGEST_BLOCK, "lowrank": 32, "autoround": 200}
+
+
 def get_solver(name: str) -> Solver:
     """The solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
 
@@ -302,19 +326,41 @@ def get_solver(name: str) -> Solver:
 
 
 def get_pipeline(name: str) -> Pipeline:
-    """The solver called `name`, taken apart into transforms and rounding."""
-    parts = name.split("+")
-    for part in parts:
-        if part not in SOLVERS and part not in TRANSFORMS:
+    """The solver called `name`, taken apart: scaling, rotation, branch, rounding, reconstruction, in this order.
+
+    Raises:
+        ValueError: an unknown part, a part out of order, or a number that a part does not take.
+    """
+    order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(SOLVERS, 3), "autoround": 4}
+    found: dict[str, int] = {}
+    last = 0
+    for part in name.split("+"):
+        key, _, number = part.partition(":")
+        if key not in order:
             raise ValueError(
-                f"unknown solver {part!r}; known solvers: {', '.join(SOLVERS)}; before them, joined by '+': "
-                f"{', '.join(TRANSFORMS)}"
+                f"unknown solver {key!r}; known solvers: {', '.join(SOLVERS)}; joined to them by '+', before: "
+                f"{', '.join(TRANSFORMS)}, rotation[:block], lowrank[:rank]; after: autoround[:steps]"
             )
-    *before, last = parts if parts[-1] in SOLVERS else [*parts, "mse"]
-    misplaced = [part for part in before if part not in TRANSFORMS]
-    if misplaced:
-        raise ValueError(f"solver {name!r}: {misplaced[0]!r} rounds, so it must come last and alone")
-    return Pipeline(name, tuple(TRANSFORMS[part] for part in before), SOLVERS[last])
+        if order[key] < last or key in found or (order[key] == last == 3):
+            raise ValueError(
+                f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
+            )
+        if number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
+            raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
+        found[key] = int(number or STEPS.get(key, 0))
+        last = order[key]
+    rounding = next((key for key in found if key in SOLVERS), "gptq" if found.keys() & STEPS.keys() else "mse")
+    return Pipeline(
+        name,
+        tuple(TRANSFORMS[key] for key in found if key in TRANSFORMS),
+        SOLVERS[rounding],
+        found.get("rotation", 0),
+        found.get("lowrank", 0),
+        Reconstruction(steps=found["autoround"]) if "autoround" in found else None,
+    )
+
+
+_STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
 def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:
@@ -328,7 +374,11 @@ def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.
 
 
 def solve_group(
-    weights: Mapping[str, torch.Tensor], stats: Mapping[str, Any], format: Format, solver: Solver
+    weights: Mapping[str, torch.Tensor],
+    stats: Mapping[str, Any],
+    format: Format,
+    solver: Solver,
+    stored: torch.dtype | None = None,
 ) -> dict[str, BlockScaledTensor]:
     """Quantizes the weights of one fusion group, with one global scale where the format has one.
 
@@ -337,7 +387,12 @@ def solve_group(
         stats: input statistics by layer name.
         format: shared by the group.
         solver: from `SOLVERS`.
+        stored: dtype of the model, where the weights come in a wider one. Wide scales (FP8, INT8) are stored in it,
+            so they are chosen among its values, and elements are rounded against what a checkpoint can hold.
     """
+    if stored in _STORED_NUMBER and format.scale.is_wide:
+        solved = solve_group(weights, stats, replace(format, scale=_STORED_NUMBER[stored]), solver)
+        return {name: replace(weight, format=format) for name, weight in solved.items()}
     global_scale = None
     if format.global_scale:
         amax = torch.stack([checked_amax(weight, name) for name, weight in weights.items()]).amax(dim=0)

@@ -8,6 +8,7 @@ before it give them, one decoder block at a time; the peak is then that block an
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from torch import nn
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.generate import generate_rows
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.calibration.lowrank import residual_weight
+from quant.calibration.rotation import rotate_weight
 from quant.calibration.sequential import Settings, Solved, solve_sequentially
 from quant.calibration.solver import get_pipeline, get_solver, shared_global_scale, solve_group
 from quant.errors import UserError
@@ -123,8 +126,8 @@ def _quantize_block_by_block(
         if solved.notes:
             layer = replace(layer, reason="; ".join((layer.reason, *solved.notes)))
             noted.append(layer)
-        results[layer.name] = layer_result(layer, _weight_of(model, layer), solved.weight)
-        install_weight(model, layer, solved.weight, solved.input_scale, RunTimeParts(pre_scale=solved.pre_scale))
+        results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
+        install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
     report = (lambda done, total: progress("solve", done, total)) if progress else None
     solve_sequentially(model, plan, data, apply=apply, settings=Settings(device=device), progress=report)
@@ -132,6 +135,19 @@ def _quantize_block_by_block(
     plan = plan.replace_layers(noted)
     layers = [results[layer.name] for layer in plan.layers]
     return Quantized(model, plan_of_model(model, plan), layers, {"solve": time.perf_counter() - started})
+
+
+def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, parts: RunTimeParts) -> LayerResult:
+    """The result of a layer that may be rotated and have a branch: its error is that of both together."""
+    counted = replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
+    turned = rotate_weight(weight.float(), parts.hadamard)
+    left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
+    result = layer_result(counted, left, solved)
+    share = float(left.norm() / turned.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    if parts.lowrank is None or not result.relative_error or not share:
+        return result
+    error = result.relative_error * share
+    return replace(result, relative_error=error, snr_db=-20 * math.log10(error))
 
 
 def _without_data(layer: LayerPlan) -> LayerPlan:

@@ -64,7 +64,7 @@ def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:
                 FORMATS[activation] if fits and activation else None,
                 solver,
                 group=layer.group,
-            )  # fmt: skip
+            )
         )
     return Plan(tuple(planned))
 
