@@ -1,0 +1,126 @@
+"""Runs Triton kernels on a CPU, on CPU tensors, with the numbers a GPU would give.
+
+    with interpreted():
+        kernel[grid](x, y, …)
+
+Triton has an interpreter, in NumPy, for which a variable of the environment must be set before anything imports a
+kernel; from then on, nothing can be compiled in that process. Here the switch is a context: inside it, a launch is
+interpreted, outside it kernels compile as ever.
+
+NumPy has neither BF16 nor FP8, and the interpreter computes with their bits as if these were integers: arithmetic and
+dots in BF16 come out as nonsense, and casts to FP8 lose carries and subnormals, without a word. So its casts,
+arithmetic, comparisons and dots are replaced by ones that go through float32 and round as the hardware does: to
+nearest even, FP8 saturating. Inline assembly and Gluon have no interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+_ARITHMETIC = (
+    "create_fadd",
+    "create_fsub",
+    "create_fmul",
+    "create_fdiv",
+    "create_minimumf",
+    "create_minnumf",
+    "create_maximumf",
+    "create_maxnumf",
+)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """Inside, `kernel[grid](…)` is interpreted on the CPU."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+    from triton.runtime.jit import JITFunction
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        interpreter.InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return interpreter.InterpretedFunction(self.fn)(*args, **kwargs)
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_with_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        # A scalar is an array of one element there, which NumPy 2 does not take for an index.
+        scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
+
+    # Stands for a kernel; only the modules that it sees matter.
+    sees_language = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", patch_tensor_with_index))
+        for name, function in _faithful(interpreter).items():
+            stack.enter_context(patch.object(interpreter.InterpreterBuilder, name, function))
+        stack.enter_context(patch.object(JITFunction, "run", run))
+        stack.enter_context(patch.object(JITFunction, "__call__", call))
+        # The interpreter replaces the language's functions anew in each device function, and restores them only
+        # after a launch. Replacing them here first, and last restoring them here, leaves nothing behind.
+        stack.callback(interpreter._patch_lang(sees_language).restore)
+        yield
+
+
+def _faithful(interpreter: Any) -> dict[str, Callable[..., Any]]:
+    """Methods of the interpreter's builder, by name, that compute BF16 and FP8 right."""
+    import triton.language as tl
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    # Dtype in torch, dtype of the bits in NumPy, and the largest magnitude where casts saturate.
+    narrow = {
+        tl.bfloat16: (torch.bfloat16, np.uint16, None),
+        tl.float8e4nv: (torch.float8_e4m3fn, np.uint8, 448.0),
+        tl.float8e5: (torch.float8_e5m2, np.uint8, 57344.0),
+    }
+
+    def values(x: Any) -> np.ndarray:
+        entry = narrow.get(x.dtype.scalar)
+        if entry is None:
+            return np.asarray(x.data)
+        bits = torch.from_numpy(np.ascontiguousarray(x.data).view(np.int16 if entry[1] is np.uint16 else np.uint8))
+        return bits.view(entry[0]).float().numpy()
+
+    def bits(x: np.ndarray, dtype: Any) -> np.ndarray:
+        target, storage, largest = narrow[dtype]
+        rounded = torch.from_numpy(np.ascontiguousarray(x, dtype=np.float32))
+        if largest is not None:
+            rounded = rounded.clamp(-largest, largest)  # NaN stays NaN
+        integer = torch.int16 if storage is np.uint16 else torch.uint8
+        return rounded.to(target).view(integer).numpy().view(storage)
+
+    plain_cast = builder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any, *_: Any) -> Any:
+        if target.scalar in narrow:
+            return handle(bits(values(source), target.scalar), target.scalar)
+        if source.dtype.scalar in narrow:
+            return plain_cast(self, handle(values(source), tl.float32), target)
+        return plain_cast(self, source, target)
+
+    def dot(self: Any, a: Any, b: Any, c: Any, *_: Any) -> Any:
+        return handle(np.matmul(values(a), values(b), dtype=c.data.dtype) + c.data, c.dtype.scalar)
+
+    def through_float32(operation: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(self: Any, a: Any, b: Any) -> Any:
+            dtype = a.dtype.scalar
+            if dtype not in narrow:
+                return operation(self, a, b)
+            result = operation(self, handle(values(a), tl.float32), handle(values(b), tl.float32))
+            return result if result.data.dtype == bool else handle(bits(result.data, dtype), dtype)
+
+        return wrapped
+
+    comparisons = [name for name in dir(builder) if name.startswith("create_fcmp")]
+    replaced: dict[str, Callable[..., Any]] = {
+        name: through_float32(getattr(builder, name)) for name in (*_ARITHMETIC, *comparisons)
+    }
+    return {**replaced, "cast_impl": cast, "create_fp_to_fp": cast, "create_dot": dot}
