@@ -15,29 +15,13 @@ from typing import Any
 
 import click
 
+from quant.cli_base import DEBUG as _DEBUG
+from quant.cli_base import JSON as _JSON
+from quant.cli_base import QUIET as _QUIET
+from quant.cli_base import Command as _Command
+from quant.cli_base import Toolbox as _Toolbox
+
 # torch takes seconds to import: commands import what they need, so that --help does not wait for it.
-
-_QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-_DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
-
-
-class _Command(click.Command):
-    """A command whose expected errors end in one line and exit code 2."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            if ctx.params.get("debug"):
-                raise
-            message = " ".join(str(error).split()) or type(error).__name__
-            click.echo(f"error: {message}", err=True)
-            ctx.exit(2)
-
-
-class _Toolbox(click.Group):
-    command_class = _Command
 
 
 def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -195,8 +195,8 @@ def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str]) -> LayerPlan:
         choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
     weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
     reason = choice.reason or ""
-    if weight is not None and (obstacle := _obstacle(layer, weight, activation)):
-        weight, reason = None, obstacle
+    if weight is not None and (why := obstacle(layer, weight, activation)):
+        weight, reason = None, why
     return LayerPlan(
         name=layer.name,
         kind=layer.kind,
@@ -223,8 +223,8 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
     return Rule(rule.match, weight, activation, rule.solver or choice.solver, reason)
 
 
-def _obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
-    """Why `layer` cannot take `weight`, or None."""
+def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
+    """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
     if layer.kind not in (*QUANTIZABLE, "head"):
         return f"{weight} is for linear layers; this is a layer of kind {layer.kind!r}"
     if layer.tied_to is not None:
