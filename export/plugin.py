@@ -26,11 +26,406 @@ plain functions on numbers, or on TensorRT's symbolic dimensions, so that they c
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from quant.kernels.aot import CompiledKernel, compile_kernel
+from quant.kernels.attention import HEAD_DIMS, Tiles, tiles_for
+from quant.kernels.driver import LoadedKernel
+
 NAME = "QuantFp8Attention"
 NAMESPACE = "quant"
 VERSION = "1"
 DOMAIN = "quant"
-HEAD_DIMS = (64, 128, 256)
+INPUTS = ("q", "k", "v", "scales")
 
 OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
 """Names of the output types in TensorRT, by their number in ONNX."""
+
+_TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*fp16"}
+_DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Attributes of the node, which are the fields of the plugin; see the module docstring.
+
+    Raises:
+        ValueError: a value that the plugin does not know.
+    """
+
+    causal: int = 0
+    softmax_scale: float = 0.0
+    output_type: int = 16
+
+    def __post_init__(self) -> None:
+        if self.causal not in (0, 1):
+            raise ValueError(f"{NAME}: causal is {self.causal}; expected 0 or 1")
+        if not 0 <= self.softmax_scale < math.inf:
+            raise ValueError(f"{NAME}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
+        if self.output_type not in OUTPUT_TYPES:
+            known = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
+            raise ValueError(f"{NAME}: output_type is {self.output_type}; known: {known}")
+
+    @property
+    def io_types(self) -> tuple[str, ...]:
+        """Type of each input, then of the output, by its TensorRT name."""
+        return "FP8", "FP8", "FP8", "FP32", OUTPUT_TYPES[self.output_type]
+
+    def scale(self, dim: int) -> float:
+        """What multiplies q·k."""
+        return self.softmax_scale or 1 / math.sqrt(dim)
+
+    def to_fields(self) -> dict[str, np.ndarray]:
+        """One array of one value per attribute: int32 and float32, as ONNX's parser makes them."""
+        return {
+            field.name: np.array([getattr(self, field.name)], np.float32 if field.type == "float" else np.int32)
+            for field in fields(self)
+        }
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Attributes:
+        """The inverse of `to_fields`; fields that are not attributes are left alone."""
+        kinds = {field.name: float if field.type == "float" else int for field in fields(cls)}
+        return cls(**{name: kind(np.ravel(given[name])[0]) for name, kind in kinds.items() if name in given})
+
+
+def onnx_node(inputs: Sequence[str], output: str, attributes: Attributes | None = None, name: str = "") -> Any:
+    """The ONNX node.
+
+    Args:
+        inputs: names of q, k, v and scales.
+        output: name of the output.
+        attributes: None is full attention into BF16.
+        name: of the node, by which errors call it.
+    """
+    from onnx import helper
+
+    given = vars(attributes or Attributes())
+    return helper.make_node(
+        NAME, list(inputs), [output], name, domain=DOMAIN, plugin_version=VERSION, plugin_namespace=NAMESPACE, **given
+    )
+
+
+def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = NAME) -> int:
+    """Whether the inputs fit each other.
+
+    Args:
+        shapes: of q, k, v and scales; None (or −1) is a size that is not known yet.
+        name: of the node, for the message.
+
+    Returns:
+        The head dimension.
+
+    Raises:
+        ValueError: they do not fit, or the head dimension is not one that the kernel takes.
+    """
+    known = [[None if size is None or size < 0 else size for size in shape] for shape in shapes]
+    said = ", ".join(f"{n} {['?' if x is None else x for x in shape]}" for n, shape in zip(INPUTS, known, strict=True))
+    if [len(shape) for shape in known] != [4, 4, 4, 1] or known[3][0] not in (None, 3):
+        raise ValueError(f"{name}: {said}; expected q, k, v [batch, heads, seq, dim] and scales [3]")
+    q, k, v, _ = known
+    if _differ(q[0], k[0], v[0]) or _differ(q[3], k[3], v[3]) or _differ(k[1], v[1]) or _differ(k[2], v[2]):
+        raise ValueError(f"{name}: {said}; batch and dim must agree, and k and v in everything")
+    if q[1] and k[1] and q[1] % k[1]:
+        raise ValueError(f"{name}: {said}; {k[1]} KV heads do not divide {q[1]} heads")
+    dim = next((size for size in (q[3], k[3], v[3]) if size is not None), None)
+    if dim not in HEAD_DIMS:
+        takes = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"{name}: {said}; the head dimension must be known, one of {takes}. Use --attention native")
+    return dim
+
+
+def _differ(*sizes: int | None) -> bool:
+    return len({size for size in sizes if size is not None}) > 1
+
+
+def infer_types(types: Sequence[str], attributes: Attributes, name: str = NAME) -> str:
+    """The output's type.
+
+    Args:
+        types: of the inputs, by their TensorRT names.
+        attributes: of the node.
+        name: of the node, for the message.
+
+    Raises:
+        ValueError: an input has another type than the kernel reads.
+    """
+    *expected, output = attributes.io_types
+    wrong = [f"{n} is {got}, not {t}" for n, got, t in zip(INPUTS, types, expected, strict=True) if got != t]
+    if wrong:
+        raise ValueError(f"{name}: {'; '.join(wrong)}")
+    return output
+
+
+def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
+    """The kernel that goes into the engine: PTX for one compute capability, one head dimension, one kind of mask."""
+    from quant.kernels.attention_triton import attention_forward
+
+    types = [_TRITON_TYPES[name] for name in attributes.io_types]
+    tiles = tiles_for(dim, arch)
+    signature = dict(zip(INPUTS, types[:-1], strict=True))
+    signature |= dict.fromkeys(("heads", "kv_heads", "seq_q", "seq_kv"), "i32") | {"out": types[-1]}
+    constants = {
+        "lse": None,
+        "softmax_scale": attributes.scale(dim),
+        "causal": bool(attributes.causal),
+        "dim": dim,
+        "block_q": tiles.block_q,
+        "block_kv": tiles.block_kv,
+    }
+    return compile_kernel(
+        attention_forward, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
+
+
+def launch_grid(q: Sequence[Any], tiles: Tiles, ceil_div: Callable[[Any, int], Any]) -> tuple[Any, Any, Any]:
+    """Blocks in x, y and z for q of shape `[batch, heads, seq_q, dim]`: numbers, or TensorRT's symbols."""
+    return ceil_div(q[2], tiles.block_q), q[1], q[0]
+
+
+def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """The integers between the kernel's inputs and its output: heads, kv_heads, seq_q, seq_kv."""
+    return q[1], k[1], q[2], k[2]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Sequence[int], stream: int = 0) -> None:
+    """Launches the PTX as an engine does.
+
+    Args:
+        kernel: of `compile_attention`, loaded.
+        shapes: of q and k.
+        addresses: of q, k, v, scales and out.
+        stream: handle of a CUDA stream.
+    """
+    q, k = shapes
+    grid = launch_grid(q, tiles_for(q[3], kernel.compiled.arch), ceil_div)
+    kernel.launch(grid, [*addresses[:4], *integer_arguments(q, k), *addresses[4:]], stream)
+
+
+def register(trt: ModuleType, archs: Sequence[int]) -> None:
+    """Makes the plugin known to TensorRT, before a parser reads a file that has it or an engine that has it is loaded.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        archs: compute capabilities that engines are built for, such as 90; full TensorRT builds for one.
+
+    Raises:
+        ValueError: several architectures for full TensorRT.
+    """
+    if hasattr(trt, "ComputeCapability"):
+        _register_creator(trt, tuple(archs))
+        return
+    if len(archs) != 1:
+        raise ValueError(f"{NAME}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
+    import importlib
+
+    register_quick(trt, importlib.import_module(f"{trt.__name__}.plugin"), archs[0])
+
+
+def register_quick(trt: Any, trtp: Any, arch: int) -> None:
+    """The quick-deployable plugin of full TensorRT.
+
+    Args:
+        trt: the module `tensorrt`.
+        trtp: the module `tensorrt.plugin`.
+        arch: compute capability of the GPU.
+    """
+    plugin = f"{NAMESPACE}::{NAME}"
+    tensor = trtp.TensorDesc
+    inputs = dict.fromkeys(INPUTS, tensor)
+    attribute_types = {"causal": int, "softmax_scale": float, "output_type": int}
+
+    def describe(q, k, v, scales, causal, softmax_scale, output_type):
+        attributes = Attributes(causal, softmax_scale, output_type)
+        output = q.like()
+        output.dtype = _data_type(trt, attributes.io_types[-1])
+        return output
+
+    def autotune(q, k, v, scales, causal, softmax_scale, output_type, outputs):
+        types = Attributes(causal, softmax_scale, output_type).io_types
+        return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
+
+    def implement(q, k, v, scales, causal, softmax_scale, output_type, outputs, tactic):
+        attributes = Attributes(causal, softmax_scale, output_type)
+        shapes = [[_constant(size) for size in x.shape_expr] for x in (q, k, v, scales)]
+        compiled = compile_attention(check_shapes(shapes), attributes, arch)
+        tiles = tiles_for(check_shapes(shapes), arch)
+        params = trtp.KernelLaunchParams()
+        params.grid_x, params.grid_y, params.grid_z = launch_grid(q.shape_expr, tiles, trtp.cdiv)
+        params.block_x = compiled.threads
+        params.shared_mem = compiled.shared
+        integers = integer_arguments(q.shape_expr, k.shape_expr)
+        extra = trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in integers])
+        return compiled.name, compiled.ptx, params, extra
+
+    # TensorRT reads the types as objects, and `from __future__ import annotations` would leave it strings.
+    outputs = {"outputs": tuple[tensor]}
+    describe.__annotations__ = inputs | attribute_types | {"return": tensor}
+    autotune.__annotations__ = inputs | attribute_types | outputs | {"return": list[trtp.AutoTuneCombination]}
+    returned = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    implement.__annotations__ = inputs | attribute_types | outputs | {"tactic": int, "return": returned}
+    trtp.register(plugin)(describe)
+    trtp.autotune(plugin)(autotune)
+    trtp.aot_impl(plugin)(implement)
+
+
+def _constant(size: Any) -> int | None:
+    """A symbolic size as a number, None where it is only known at run time."""
+    return size.constant_value() if size.is_constant else None
+
+
+def _data_type(trt: Any, name: str) -> Any:
+    return getattr(trt.DataType, _DATA_TYPES.get(name, name))
+
+
+_kept: list[Any] = []
+"""Creators: TensorRT-RTX's Python bindings do not keep what they are given alive."""
+
+
+def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
+    """The `IPluginV3` of TensorRT-RTX and its creator.
+
+    The PTX for each of `archs` is among the fields that TensorRT-RTX serializes into the engine, so what loads the
+    engine needs neither Triton nor a compiler, only this creator (or one in C++ that launches the same PTX).
+    """
+
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore
+        def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
+            for base in Plugin.__bases__:
+                base.__init__(self)
+            self.plugin_name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.num_outputs = 1
+            self.attributes, self.kernels = attributes, kernels
+            self.loaded: dict[int, LoadedKernel] = {}
+            self.kept: list[Any] = []
+
+        def get_capability_interface(self, kind):
+            return self
+
+        def get_output_data_types(self, input_types):
+            names = [_type_name(trt, type_) for type_ in input_types]
+            return [_data_type(trt, infer_types(names, self.attributes))]
+
+        def get_output_shapes(self, inputs, shape_inputs, builder):
+            output = trt.DimsExprs(4)
+            for axis in range(4):
+                output[axis] = inputs[0][axis]
+            return [output]
+
+        def supports_format_combination(self, position, in_out, num_inputs):
+            described = in_out[position].desc
+            expected = _data_type(trt, self.attributes.io_types[position])
+            return described.type == expected and described.format == trt.TensorFormat.LINEAR
+
+        def configure_plugin(self, inputs, outputs):
+            dim = check_shapes([tuple(x.desc.dims) for x in inputs])
+            self.kernels = {arch: compile_attention(dim, self.attributes, arch) for arch in archs}
+
+        def get_fields_to_serialize(self):
+            values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
+            self.kept.append(collection := _field_collection(trt, values, self.kept))
+            return collection
+
+        def on_shape_change(self, inputs, outputs):
+            check_shapes([tuple(x.dims) for x in inputs])
+
+        def enqueue(self, inputs, outputs, input_addresses, output_addresses, workspace, stream):
+            arch = _local_arch()
+            if arch not in self.loaded:
+                if arch not in self.kernels:
+                    raise ValueError(f"{NAME}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
+                self.loaded[arch] = LoadedKernel(self.kernels[arch])
+            shapes = [tuple(x.dims) for x in inputs[:2]]
+            launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
+
+        def attach_to_context(self, context):
+            return self.clone()
+
+        def clone(self):
+            twin = Plugin(self.attributes, self.kernels)
+            _kept.append(twin)
+            return twin
+
+        def get_valid_tactics(self):
+            return []
+
+        def set_tactic(self, tactic):
+            pass
+
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore
+        def __init__(self) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.kept: list[Any] = []
+            self.field_names = _field_collection(trt, Attributes().to_fields(), self.kept)
+
+        def create_plugin(self, name, collection, phase):
+            given = {field.name: field.data for field in collection}
+            plugin = Plugin(Attributes.from_fields(given), kernels_from_fields(given))
+            _kept.append(plugin)
+            return plugin
+
+    creator = Creator()
+    if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
+        raise ValueError(f"{NAME}: TensorRT-RTX did not take the plugin; is it registered already?")
+    _kept.append(creator)
+
+
+def kernel_fields(kernels: Mapping[int, CompiledKernel]) -> dict[str, np.ndarray]:
+    """Compiled kernels as plugin fields: for each, its PTX, its name, and what a launch needs to know."""
+    found: dict[str, np.ndarray] = {}
+    for arch, kernel in kernels.items():
+        found[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)
+        found[f"name_{arch}"] = np.frombuffer(kernel.name.encode(), np.int8)
+        types = ",".join(f"{name}:{kind}" for name, kind in kernel.arguments)
+        found[f"arguments_{arch}"] = np.frombuffer(types.encode(), np.int8)
+        found[f"launch_{arch}"] = np.array([kernel.num_warps, kernel.shared], np.int32)
+    return found
+
+
+def kernels_from_fields(given: Mapping[str, Any]) -> dict[int, CompiledKernel]:
+    """The inverse of `kernel_fields`."""
+
+    def text(name: str) -> str:
+        return np.asarray(given[name]).tobytes().decode()
+
+    kernels = {}
+    for arch in (int(name.removeprefix("ptx_")) for name in given if name.startswith("ptx_")):
+        pairs = (pair.partition(":") for pair in text(f"arguments_{arch}").split(","))
+        arguments = tuple((name, kind) for name, _, kind in pairs)
+        num_warps, shared = (int(value) for value in np.ravel(given[f"launch_{arch}"]))
+        name, ptx = text(f"name_{arch}"), text(f"ptx_{arch}")
+        kernels[arch] = CompiledKernel(name, ptx, arch, arguments, num_warps, shared)
+    return kernels
+
+
+def _field_collection(trt: Any, values: Mapping[str, np.ndarray], kept: list[Any]) -> Any:
+    types = trt.PluginFieldType
+    kinds = {"int32": types.INT32, "float32": types.FLOAT32, "int8": types.CHAR}
+    kept.extend(values.values())
+    made = [trt.PluginField(name, value, kinds[value.dtype.name]) for name, value in values.items()]
+    kept.extend(made)
+    return trt.PluginFieldCollection(made)
+
+
+def _type_name(trt: Any, type_: Any) -> str:
+    names = {_data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
+    return names.get(type_, str(type_))
+
+
+def _local_arch() -> int:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor

@@ -46,11 +46,11 @@ def tiles_for(dim: int, arch: int) -> Tiles:
     """
     if dim not in HEAD_DIMS:
         known = ", ".join(map(str, HEAD_DIMS))
-        raise ValueError(f"FP8 attention: head dimension {dim}; the kernel takes {known}. Keep this attention in 16 bit")
+        raise ValueError(f"FP8 attention: head dimension {dim}; the kernel takes {known}; keep this one in 16 bit")
     if arch // 10 in (9, 10):  # 227 KiB of shared memory
         return Tiles(128, 128, 8, 2) if dim == 256 else Tiles(128, 128, 8, 3)
     # 99 KiB of shared memory, and mma.sync, which holds its operands in registers.
-    return Tiles(64, 32, 4, 2) if dim == 256 else Tiles(128, 64, 8, 2)
+    return Tiles(64, 32, 4, 2) if dim == 256 else Tiles(128, 64, 8, 3)
 
 
 def fp8_attention(

@@ -1,0 +1,169 @@
+"""Ahead-of-time compilation: a Triton kernel to PTX, for a GPU that need not be there.
+
+    compiled = compile_kernel(attention_forward, {"q": "*fp8e4nv", …, "heads": "i32"}, {"dim": 128, …}, arch=90, …)
+    compiled.ptx, compiled.name, compiled.threads, compiled.shared
+
+Whoever launches the result knows nothing of Triton: it passes the arguments of `compiled.arguments` in that order,
+with `compiled.threads` threads and `compiled.shared` bytes of dynamic shared memory. Triton ends each parameter list
+with two pointers of its own, to scratch memory for profiling and for tensor maps. A kernel that uses neither never
+reads them, so they are cut from the list, after a look that nothing refers to them.
+
+Pointers are promised to be 16-byte aligned, without which every load would be one element wide; of integers nothing
+is promised. The PTX names an architecture-specific target (`sm_90a`), for FP8 tensor cores exist only there: it runs
+on GPUs of that compute capability and no others.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
+"""PTX targets by compute capability: Ada, Hopper, and Blackwell in data centres and in workstations."""
+
+_ENTRY = re.compile(r"\.visible \.entry (\w+)\(\n(.*?)\n\)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that any CUDA program can launch.
+
+    Attributes:
+        name: of the entry point in `ptx`.
+        ptx: text.
+        arch: compute capability as a number, such as 90.
+        arguments: (name, Triton type) of each parameter, in order.
+        num_warps: warps of a block.
+        shared: bytes of dynamic shared memory.
+    """
+
+    name: str
+    ptx: str
+    arch: int
+    arguments: tuple[tuple[str, str], ...]
+    num_warps: int
+    shared: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.num_warps
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler says a kernel needs: registers a thread, and bytes a thread that do not fit in them."""
+
+    registers: int
+    spilled: int
+
+
+def compile_kernel(
+    kernel: Any,
+    signature: Mapping[str, str],
+    constants: Mapping[str, Any],
+    *,
+    arch: int,
+    num_warps: int,
+    num_stages: int,
+) -> CompiledKernel:
+    """Compiles a Triton kernel to PTX; the same request is compiled once in a process, and once on this disk.
+
+    Args:
+        kernel: a `@triton.jit` function.
+        signature: Triton type by name of every run-time parameter: "*fp8e4nv", "*bf16", "*fp32", "i32".
+        constants: value by name of every compile-time parameter; None for a pointer that is not passed.
+        arch: a key of `ARCHITECTURES`.
+        num_warps: warps of a block.
+        num_stages: of the software pipeline.
+
+    Raises:
+        ValueError: an architecture that is not known, or a parameter that is in neither mapping or in both.
+    """
+    if arch not in ARCHITECTURES:
+        raise ValueError(f"{kernel.__name__}: cannot compile for {arch}; known: {', '.join(map(str, ARCHITECTURES))}")
+    given = [*signature, *constants]
+    if sorted(given) != sorted(kernel.arg_names):
+        raise ValueError(f"{kernel.__name__}: parameters {kernel.arg_names}, but given are {given}")
+    return _compile(kernel, tuple(signature.items()), tuple(constants.items()), arch, num_warps, num_stages)
+
+
+@lru_cache(maxsize=64)
+def _compile(
+    kernel: Any,
+    signature: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    arch: int,
+    num_warps: int,
+    num_stages: int,
+) -> CompiledKernel:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types = {name: dict(signature).get(name, "constexpr") for name in names}
+    aligned: dict[Any, Any] = {
+        (index,): [["tt.divisibility", 16]] for index, name in enumerate(names) if types[name].startswith("*")
+    }
+    values: dict[Any, Any] = {(names.index(name),): value for name, value in constants}
+    source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    arguments = tuple((name, types[name]) for name in names if types[name] != "constexpr")
+    name, ptx = without_scratch(result.asm["ptx"], len(arguments))
+    return CompiledKernel(name, ptx, arch, arguments, num_warps, result.metadata.shared)
+
+
+def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
+    """The entry's name, and the PTX with only the first `keep` parameters of that entry.
+
+    Raises:
+        ValueError: there is not one entry, it has fewer parameters, or it uses one that would be cut.
+    """
+    entries = _ENTRY.findall(ptx)
+    if len(entries) != 1:
+        raise ValueError(f"PTX has {len(entries)} entries, expected one")
+    name, listed = entries[0]
+    parameters = [line.strip().rstrip(",") for line in listed.splitlines()]
+    if len(parameters) < keep:
+        raise ValueError(f"{name}: {len(parameters)} parameters in PTX, expected at least {keep}")
+    for parameter in parameters[keep:]:
+        symbol = parameter.split()[-1]
+        if len(re.findall(rf"{re.escape(symbol)}\b", ptx)) > 1:
+            raise ValueError(f"{name}: uses its scratch memory ({symbol}); it cannot be launched without Triton")
+    kept = ",\n".join(f"\t{parameter}" for parameter in parameters[:keep])
+    return name, _ENTRY.sub(lambda match: f".visible .entry {match[1]}(\n{kept}\n)", ptx)
+
+
+def assemble(compiled: CompiledKernel) -> Resources:
+    """What `ptxas` makes of the PTX: proof that it is valid, and whether registers spill.
+
+    Raises:
+        ValueError: the assembler refuses it; the message is the assembler's.
+    """
+    target = ARCHITECTURES[compiled.arch]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(compiled.ptx)
+        command = [_ptxas(compiled.arch), "-v", f"--gpu-name={target}", str(source), "-o", str(Path(folder, "cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError(f"{compiled.name}: ptxas refuses the PTX for {target}: {' '.join(done.stderr.split())}")
+    registers = re.findall(r"Used (\d+) registers", done.stderr)
+    spilled = re.findall(r"(\d+) bytes spill stores", done.stderr)
+    return Resources(max(map(int, registers)), sum(map(int, spilled)))
+
+
+def _ptxas(arch: int) -> str:
+    """The assembler that Triton's wheel ships for `arch`."""
+    import triton
+
+    tools = triton.knobs.nvidia
+    return str((tools.ptxas_blackwell if arch >= 100 else tools.ptxas).path)

@@ -1,0 +1,84 @@
+"""Launching compiled kernels through the CUDA driver, as a program without Triton does.
+
+    kernel = LoadedKernel(compiled)                     # on the current device
+    kernel.launch(grid, [x.data_ptr(), 128, …], stream)
+
+This is what TensorRT does with a plugin's PTX, so a test that launches through here tests what an engine runs. It
+needs a CUDA context, which PyTorch and TensorRT both make.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from quant.kernels.aot import CompiledKernel
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_JIT_ERROR_LOG = (5, 6)  # CU_JIT_ERROR_LOG_BUFFER, CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES
+_LOG_BYTES = 8192
+
+
+@cache
+def _cuda() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise ValueError(f"no CUDA driver on this machine: {error}") from error
+
+
+def _check(status: int, what: str, log: str = "") -> None:
+    if status:
+        text = ctypes.c_char_p()
+        _cuda().cuGetErrorString(status, ctypes.byref(text))
+        reason = (text.value or b"unknown").decode()
+        raise ValueError(f"{what}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
+
+
+class LoadedKernel:
+    """A compiled kernel on the current device.
+
+    Raises:
+        ValueError: there is no driver, or it refuses the PTX: another architecture, or a driver too old for it.
+    """
+
+    def __init__(self, compiled: CompiledKernel) -> None:
+        self.compiled = compiled
+        self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        log = ctypes.create_string_buffer(_LOG_BYTES)
+        options = (ctypes.c_int * 2)(*_JIT_ERROR_LOG)
+        values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
+        image = ctypes.c_char_p(compiled.ptx.encode())
+        status = _cuda().cuModuleLoadDataEx(ctypes.byref(self._module), image, 2, options, values)
+        _check(status, f"{compiled.name} for compute capability {compiled.arch}", log.value.decode(errors="replace"))
+        name = ctypes.c_char_p(compiled.name.encode())
+        _check(_cuda().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
+        status = _cuda().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
+        _check(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
+
+    def launch(self, grid: Sequence[int], arguments: Sequence[int], stream: int = 0) -> None:
+        """Starts the kernel.
+
+        Args:
+            grid: blocks in x, y and z.
+            arguments: one integer per parameter: an address for a pointer, the value for an i32.
+            stream: handle of a CUDA stream.
+
+        Raises:
+            ValueError: a wrong number of arguments, or the driver refuses.
+        """
+        types = self.compiled.arguments
+        if len(arguments) != len(types):
+            raise ValueError(f"{self.compiled.name}: {len(arguments)} arguments, expected {len(types)}: {types}")
+        cells = [
+            (ctypes.c_void_p if type_.startswith("*") else ctypes.c_int32)(value)
+            for value, (_, type_) in zip(arguments, types, strict=True)
+        ]
+        pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
+        block, shared = (self.compiled.threads, 1, 1), self.compiled.shared
+        status = _cuda().cuLaunchKernel(
+            self._function, *grid, *block, shared, ctypes.c_void_p(stream), pointers, ctypes.c_void_p()
+        )
+        _check(status, f"{self.compiled.name}: grid {tuple(grid)}")
