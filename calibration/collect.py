@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.observer import Observer
 from quant.kernels.linear import experts_forward
 
 
@@ -18,6 +19,7 @@ def collect_input_amax(
     names: Collection[str],
     rows: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
+    observers: Mapping[str, Observer] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
@@ -27,6 +29,7 @@ def collect_input_amax(
             (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
         rows: token ids, int64 `[rows, seqlen]`.
         progress: called as `progress(rows done, rows in all)`.
+        observers: by layer name, what watches its input; by default the largest magnitude counts.
 
     Returns:
         Float32 scalars by name.
@@ -42,6 +45,8 @@ def collect_input_amax(
         if not bool(torch.isfinite(largest)):
             raise ValueError(f"{name}: the input holds NaN or infinity on calibration row {row_index}")
         amax[name] = torch.maximum(amax.get(name, largest), largest)
+        if observers:
+            observers[name].update(x)
 
     with torch.no_grad(), watch_inputs(model, names, observe):
         for row_index, row in enumerate(rows):
@@ -51,7 +56,7 @@ def collect_input_amax(
     silent = sorted(set(names) - set(amax))
     if silent:
         raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such layers)")
-    return amax
+    return {name: observers[name].amax() for name in amax} if observers else amax
 
 
 @contextmanager

@@ -4,8 +4,12 @@ A solver is any callable of the `Solver` shape; `SOLVERS` maps the names that re
 The first ones need no data: they round to nearest and differ in the scale rule alone. `local_hessian` and `gptq`
 work from the second moment of the layer's inputs.
 
-`TRANSFORMS` change the problem before it is rounded, by scaling input channels. Names compose with "+": transforms
-first, one rounding solver last, as in `awq+gptq`; a transform alone is followed by `mse`.
+`TRANSFORMS` change the problem before it is rounded, by scaling input channels; `STEPS` are a rotation and a branch of
+low rank before rounding, and block-wise reconstruction after it. Names compose with "+", in this order:
+
+    scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
+
+Every part may be left out. A transform with no rounding solver behind it is followed by `mse`, a step by `gptq`.
 """
 
 from __future__ import annotations
@@ -25,9 +29,10 @@ from quant.calibration.peers import quantize_like_compressed_tensors, quantize_l
 from quant.calibration.rotation import LARGEST_BLOCK
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
-from quant.formats.number import BF16, FP16
+from quant.formats.number import BF16, E4M3, E8M0, FP16
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import BlockScaledTensor, checked_amax, fake_quantize, quantize
+from quant.recipes.plan import LayerPlan, Plan
 
 
 class Solver(Protocol):
@@ -267,9 +272,19 @@ class Pipeline:
         return self.rounding.rule
 
     @property
+    def rounding_name(self) -> str:
+        """The key of the rounding solver."""
+        return next(key for key, solver in SOLVERS.items() if solver is self.rounding)
+
+    @property
+    def needs_moment(self) -> bool:
+        """Whether rounding or branch look at the second moment of the inputs."""
+        return self.rank > 0 or isinstance(self.rounding, Gptq | LocalHessian)
+
+    @property
     def needs_data(self) -> bool:
         """Whether it works from calibration inputs."""
-        return self.transforms != () or self.reshapes or isinstance(self.rounding, Gptq | LocalHessian)
+        return self.transforms != () or self.reshapes or self.needs_moment
 
     @property
     def reshapes(self) -> bool:
@@ -361,6 +376,38 @@ def get_pipeline(name: str) -> Pipeline:
 
 
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
+
+
+def supports(solver: Solver, format: Format) -> bool:
+    """Whether a rounding solver can give weights in `format`."""
+    rows, columns = format.block
+    if isinstance(solver, LocalHessian):
+        return rows == 1 and columns > 0
+    needed = {"four_over_six": E4M3, "ocp": E8M0, "even": E8M0}.get(solver.rule)
+    return needed is None or format.scale is needed
+
+
+def check_solvers(plan: Plan) -> None:
+    """Raises ValueError, with the layer's name and the way out, where a planned solver does not know its format."""
+    for layer in plan.quantized:
+        assert layer.weight is not None
+        pipeline = get_pipeline(layer.solver)
+        if not supports(pipeline.rounding, layer.weight):
+            known = [name for name, solver in SOLVERS.items() if supports(solver, layer.weight)]
+            raise ValueError(
+                f"{layer.name}: solver {layer.solver!r} does not support {layer.weight}; those that do: "
+                f"{', '.join(known)}"
+            )
+
+
+def with_supported_solver(layer: LayerPlan) -> LayerPlan:
+    """`layer`, which has a new format, with "mse" in place of a rounding solver that does not know that format."""
+    pipeline = get_pipeline(layer.solver)
+    if layer.weight is None or supports(pipeline.rounding, layer.weight):
+        return layer
+    name = layer.solver.replace(pipeline.rounding_name, "mse")
+    reason = f"{layer.reason}; solver {name}, because {pipeline.rounding_name} does not support {layer.weight}"
+    return replace(layer, solver=name, reason=reason)
 
 
 def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:

@@ -13,7 +13,9 @@ whole past is in two matrices [in, in], and no token needs to be kept (Qronos an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch.nn.functional import pad
@@ -53,6 +55,21 @@ def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
         matrix = torch.block_diag(matrix, torch.eye(short, dtype=matrix.dtype, device=matrix.device))
     count = len(matrix) // width
     return matrix.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+
+
+def pooled_stats(found: Sequence[LayerStats]) -> LayerStats | None:
+    """The statistics of all tokens together, without the drift."""
+    if not found:
+        return None
+    tokens = sum(stats.tokens for stats in found)
+
+    def mean(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
+        if tensors[0] is None:
+            return None
+        weighted = (t * (s.tokens / tokens) for t, s in zip(tensors, found, strict=True) if t is not None)
+        return reduce(torch.add, weighted)
+
+    return LayerStats(tokens, mean([s.second_moment for s in found]), None, mean([s.block_moments for s in found]))
 
 
 class MomentSum:

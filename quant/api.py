@@ -19,11 +19,14 @@ from torch import nn
 
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.generate import generate_rows
+from quant.calibration.group import Settings, Solved
+from quant.calibration.guard import Guard
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.lowrank import residual_weight
+from quant.calibration.observer import get_observer
 from quant.calibration.rotation import rotate_weight
-from quant.calibration.sequential import Settings, Solved, solve_sequentially
-from quant.calibration.solver import get_pipeline, get_solver, shared_global_scale, solve_group
+from quant.calibration.sequential import solve_sequentially
+from quant.calibration.solver import check_solvers, get_pipeline, get_solver, shared_global_scale, solve_group
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
 from quant.formats.format import Format
@@ -57,6 +60,8 @@ def quantize(
     exclude: Sequence[str] = (),
     solver: str | None = None,
     run: Callable[[nn.Module], Any] | None = None,
+    guard: str | None = None,
+    observer: str | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
@@ -71,6 +76,9 @@ def quantize(
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
         run: calls the model on any valid input; how fusion groups are found in models that are not transformers'.
+        guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is
+            off by more than the limit, relatively, gets the next format; replaces the recipe's.
+        observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         device: where solvers that look at data work, one block at a time; by default where the model is.
         progress: called as `progress(stage, done, total)`.
 
@@ -84,11 +92,15 @@ def quantize(
         check_plan_fits(plan, find_layers(model))
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
+    how = {"guard": guard, "observer": observer}
+    plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
+    check_solvers(plan)
+    settings = _settings(plan, device)
     if data is None and lacks_data(plan):
         data = own_text(model, plan, progress=progress)
-    if any(solver_needs_data(layer) for layer in plan.quantized):
+    if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
-        quantized = _quantize_block_by_block(model, plan, data, torch.device(device) if device else None, progress)
+        quantized = _quantize_block_by_block(model, plan, data, settings, progress)
     else:
         quantized = _quantize_at_once(model, plan, data, progress)
     if plan.kv_cache is not None:
@@ -110,35 +122,42 @@ def _quantize_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, p
 
 
 def _quantize_block_by_block(
-    model: nn.Module, plan: Plan, data: torch.Tensor, device: torch.device | None, progress: Progress | None
+    model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, progress: Progress | None
 ) -> Quantized:
-    """Linear layers by the sequential walk; then heads and fused experts, which it does not take."""
-    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer.kind != "linear")
-    linear = [layer for layer in plan.quantized if layer.kind == "linear"]
-    rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in linear))
+    """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
+    walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer not in walked)
+    rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in walked))
+    measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != "linear"))
     started = time.perf_counter()
     # Before the walk, while every layer still gets its original inputs.
-    input_scales = calibrate(model, rest, data, progress=progress)
+    input_scales = calibrate(model, measured, data, progress=progress)
     results: dict[str, LayerResult] = {}
     noted: list[LayerPlan] = []
 
-    def apply(layer: LayerPlan, solved: Solved) -> None:
-        if solved.notes:
-            layer = replace(layer, reason="; ".join((layer.reason, *solved.notes)))
-            noted.append(layer)
+    def apply(layer: LayerPlan, solved: Solved | None) -> None:
+        notes = solved.notes if solved else ()
+        layer = replace(layer, reason="; ".join((layer.reason, *notes)))
+        noted.append(layer)
+        if solved is None:
+            results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
+            return
         results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
     report = (lambda done, total: progress("solve", done, total)) if progress else None
-    solve_sequentially(model, plan, data, apply=apply, settings=Settings(device=device), progress=report)
+    solve_sequentially(model, plan, data, apply=apply, settings=settings, input_scales=input_scales, progress=report)
     results |= {result.name: result for result in apply_plan(model, rest, input_scales)}
     plan = plan.replace_layers(noted)
+    use_expert_modules(model, plan)
     layers = [results[layer.name] for layer in plan.layers]
     return Quantized(model, plan_of_model(model, plan), layers, {"solve": time.perf_counter() - started})
 
 
 def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, parts: RunTimeParts) -> LayerResult:
     """The result of a layer that may be rotated and have a branch: its error is that of both together."""
+    if layer.kind == "experts":
+        return layer_result(layer, weight, solved)
     counted = replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
     turned = rotate_weight(weight.float(), parts.hadamard)
     left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
@@ -153,13 +172,30 @@ def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, p
 def _without_data(layer: LayerPlan) -> LayerPlan:
     if not solver_needs_data(layer):
         return layer
-    reason = f"{layer.reason}; solved with mse: {layer.solver} takes linear layers, this one is of kind {layer.kind}"
+    reason = f"{layer.reason}; solved with mse: {layer.solver} takes what stands in blocks, not a {layer.kind}"
     return replace(layer, solver="mse", reason=reason)
 
 
 def has_static_scale(layer: LayerPlan) -> bool:
     """Whether the layer's activation format has a scale that is measured beforehand."""
     return layer.activation is not None and (layer.activation.global_scale or layer.activation.block == (0, 0))
+
+
+def _settings(plan: Plan, device: torch.device | str | None) -> Settings:
+    """How the walk is done, as far as the plan and the caller say."""
+    guard = plan.provenance.get("guard")
+    return Settings(
+        device=torch.device(device) if device else None,
+        observer=_observer(plan),
+        guard=Guard.parse(guard) if guard else None,
+    )
+
+
+def _observer(plan: Plan) -> str:
+    """The plan's observer, checked."""
+    name = plan.provenance.get("observer", "absmax")
+    get_observer(name)
+    return str(name)
 
 
 def solver_needs_data(layer: LayerPlan) -> bool:
@@ -175,6 +211,8 @@ def lacks_data(plan: Plan) -> str | None:
             return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
         if has_static_scale(layer):
             return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}"
+    if plan.provenance.get("guard"):
+        return f"a guard compares layers on held-out text; {way_out}"
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
 
 
@@ -228,7 +266,11 @@ def calibrate(
     if data is None:
         raise UserError(lacks_data(plan) or "no calibration data")
     report = (lambda done, total: progress("calibrate", done, total)) if progress else None
-    amax = collect_input_amax(model, [layer.name for layer in static], data, report)
+    observers = None
+    if _observer(plan) != "absmax":
+        watch = get_observer(_observer(plan))
+        observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
+    amax = collect_input_amax(model, [layer.name for layer in static], data, report, observers)
     scales = {}
     for members in _by_input(static):
         shared = torch.stack([amax[member.name] for member in members]).amax()

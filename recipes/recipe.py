@@ -73,6 +73,8 @@ class Recipe:
         solver: key of `SOLVERS`, or several joined by "+".
         kv_cache: KV-cache format name, or "keep".
         attention: attention format name, or "keep".
+        guard: "LIMIT FORMAT …": a layer whose relative output error exceeds the limit gets the next format.
+        observer: key of `OBSERVERS`: how static input scales are chosen.
         description: one line for `quant formats` and reports.
         rules: exceptions, last match wins.
     """
@@ -83,6 +85,8 @@ class Recipe:
     solver: str = "rtn"
     kv_cache: str = KEEP
     attention: str = KEEP
+    guard: str = ""
+    observer: str = "absmax"
     description: str = ""
     rules: tuple[Rule, ...] = ()
 
@@ -171,11 +175,14 @@ def resolve(
             names = ", ".join(layer.name for layer in layers[:3])
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe, only) for layer in layers]))
+    how = {"guard": recipe.guard} if recipe.guard else {}
+    if recipe.observer != "absmax":
+        how["observer"] = recipe.observer
     plan = Plan(
         layers=tuple(planned),
         kv_cache=_format_of(recipe.kv_cache, recipe.name),
         attention=_format_of(recipe.attention, recipe.name),
-        provenance=provenance or {},
+        provenance={**(provenance or {}), **how},
     )
     plan.check_groups()
     return plan

@@ -13,7 +13,8 @@ from torch import nn
 from quant.calibration.awq import channel_scale, search_scale
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fold import apply_fold, find_fold, modules_in_order
-from quant.calibration.sequential import Settings, Solved, solve_sequentially
+from quant.calibration.group import Settings, Solved
+from quant.calibration.sequential import solve_sequentially
 from quant.calibration.solver import get_pipeline, solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
@@ -171,19 +172,19 @@ def test_calls_of_equal_batches_share_their_arguments() -> None:
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq"])
 def test_transforms_change_nothing_before_rounding(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rounding replaced by the identity, the scaled and folded model is the old one."""
-    import quant.calibration.sequential as sequential
+    import quant.calibration.block_work as block_work
 
     model = _llama().double()
     with torch.no_grad():
         before = model(ROWS).logits
     kept: dict[str, torch.Tensor] = {}
-    real = sequential.solve_stacked
+    real = block_work.solve_stacked
 
-    def keep(weights: Any, stats: Any, format: Any, pipeline: Any) -> Any:
+    def keep(weights: Any, stats: Any, format: Any, pipeline: Any, stored: Any) -> Any:
         kept.update({name: weight.clone() for name, weight in weights.items()})
         return real(weights, stats, format, pipeline)
 
-    monkeypatch.setattr(sequential, "solve_stacked", keep)
+    monkeypatch.setattr(block_work, "solve_stacked", keep)
     solved = _solve(model, _plan(model, solver), ROWS, batch=2)
     assert all(s.pre_scale is None for s in solved.values())
     changed = [name for name, weight in kept.items() if not torch.allclose(weight, _weight(model, name), rtol=0.01)]
