@@ -20,6 +20,7 @@ from quant.cli_base import JSON as _JSON
 from quant.cli_base import QUIET as _QUIET
 from quant.cli_base import Command as _Command
 from quant.cli_base import Toolbox as _Toolbox
+from quant.cli_plan import plan_group
 
 # torch takes seconds to import: commands import what they need, so that --help does not wait for it.
 
@@ -165,6 +166,9 @@ def formats_command(as_json: bool, debug: bool) -> None:
         click.echo(json.dumps(format_tables(), indent=1))
     else:
         print_formats()
+
+
+main.add_command(plan_group)
 
 
 if __name__ == "__main__":
