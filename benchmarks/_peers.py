@@ -221,18 +221,22 @@ def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gpt
 
     modifier = GPTQModifier if gptq else QuantizationModifier
     batches = [{"input_ids": row[None], "attention_mask": torch.ones_like(row)[None]} for row in rows]
-    oneshot(
-        model=model,
-        dataset=DataLoader(batches, batch_size=None),
-        # It wants a tokenizer even for tokens, and does not use it.
-        processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())),
-        recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
-        max_seq_length=rows.shape[1],
-        num_calibration_samples=len(rows),
-    )
     with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory, save_compressed=True)
-        return ours(checkpoint.load(directory))
+        # It reads the config of the model again, from where the model came from: a GGUF has none there.
+        model.config.save_pretrained(directory)
+        model.config.name_or_path = directory
+        oneshot(
+            model=model,
+            dataset=DataLoader(batches, batch_size=None),
+            # It wants a tokenizer even for tokens, and does not use it.
+            processor=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE())),
+            recipe=modifier(targets="Linear", scheme=scheme, ignore=["lm_head"]),
+            max_seq_length=rows.shape[1],
+            num_calibration_samples=len(rows),
+        )
+        written = f"{directory}/quantized"
+        model.save_pretrained(written, save_compressed=True)
+        return ours(checkpoint.load(written))
 
 
 def ours(model: nn.Module) -> Outcome:
