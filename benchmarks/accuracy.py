@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import importlib.util
-import inspect
 import json
 import math
 import resource
@@ -27,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -85,6 +84,8 @@ COMPOSITIONS = (
     "lowrank", "lowrank+gptq", "awq+lowrank+gptq", "awq+autoround", "rotation+autoround",
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
+# Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
+UNSHARED = "a global scale per layer"
 # They reproduce another toolkit's arithmetic, or are scale rules for MX formats.
 NO_ROW = ("modelopt", "compressed_tensors", "ocp", "even")
 PACKAGES = {
@@ -148,6 +149,10 @@ def all_configurations(
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
         for solver in dict.fromkeys(wide):
             found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
+        if FORMATS[SETTINGS[key].weight].global_scale:
+            found[f"{key} Blockscale rtn, {UNSHARED}"] = partial(
+                run_ours, setting=key, solver="rtn", device=settings.device, shared=False
+            )
     notes = []
     for package, (toolkit, configurations) in PACKAGES.items():
         if importlib.util.find_spec(package) is None:
@@ -159,12 +164,15 @@ def all_configurations(
     return dict(sorted(found.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
 
 
-def run_ours(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str) -> Outcome:
-    """Our own row, on the device that the model is on."""
+def run_ours(
+    model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str, shared: bool = True
+) -> Outcome:
+    """Our own row, on the device that the model is on; `shared` for one global scale per fusion group."""
     formats = SETTINGS[setting]
-    recipe = Recipe(setting, formats.weight, formats.activation)
-    options = {"device": device} if "device" in inspect.signature(quant.quantize).parameters else {}
-    quant.quantize(model, recipe, rows.to(next(model.parameters()).device), solver=solver, **options)
+    plan = quant.make_plan(model, Recipe(setting, formats.weight, formats.activation), solver=solver)
+    if not shared:
+        plan = plan.replace_layers(replace(layer, group=None) for layer in plan.quantized)
+    quant.quantize(model, plan, rows.to(next(model.parameters()).device), device=device)
     return ours(model)
 
 
