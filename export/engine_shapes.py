@@ -1,0 +1,151 @@
+"""Optimization profiles: the range of shapes that an engine takes, written as text.
+
+An engine is compiled for a range of every dynamic dimension, and tuned for one value of it:
+
+    input_ids=1x1:1x128:4x512            min:opt:max of one input, all its dimensions
+    batch=1:1:4,sequence=1:128:512       min:opt:max of a named dimension, in every input that has it
+
+Several profiles make one engine of several programs, for example one for prefill and one for decoding. A dimension
+that the text leaves out takes a default, and whoever builds says which. TensorRT's fused FP8 attention has no
+kernel for sequences of 2 to 31 tokens, so a dimension that reaches one starts at 32 and not at 1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FP8_ATTENTION_MINIMUM = 32
+# By what a dimension's name begins with; `""` is every other.
+DEFAULT_RANGES = {"batch": (1, 1, 4), "past": (0, 128, 1024), "": (1, 128, 1024)}
+
+Range = tuple[int, int, int]
+Shapes = dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclass(frozen=True)
+class Input:
+    """A graph input; a dynamic dimension is its name, a fixed one a number."""
+
+    name: str
+    dims: tuple[int | str, ...]
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a profile must give its shape."""
+        return any(isinstance(dim, str) for dim in self.dims)
+
+    def __str__(self) -> str:
+        return f"{self.name} [{', '.join(map(str, self.dims))}]"
+
+
+def graph_inputs(model: Any) -> list[Input]:
+    """Inputs of an ONNX model; a dynamic dimension without a name gets one of its own."""
+    constants = {tensor.name for tensor in model.graph.initializer}
+    found = []
+    for value in model.graph.input:
+        if value.name in constants:
+            continue
+        dims = value.type.tensor_type.shape.dim
+        named = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in dims]
+        found.append(Input(value.name, tuple(f"{value.name}.{i}" if d == "" else d for i, d in enumerate(named))))
+    return found
+
+
+def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int]) -> Shapes:
+    """One profile: min, opt and max shape of every dynamic input.
+
+    Args:
+        text: as in the module docstring; entries that are left out take `DEFAULT_RANGES`.
+        inputs: as `graph_inputs` gives them.
+        floors: smallest value that a named dimension may take, where a kernel has one.
+
+    Raises:
+        ValueError: a typing error, an unknown name, a range that is not ascending, contradicts another or is below
+            a floor; the message names the input or dimension and what was expected.
+    """
+    ranges: dict[str, Range] = {}
+    by_name = {item.name: item for item in inputs}
+    for entry in filter(None, (part.strip() for part in text.split(","))):
+        name, _, values = entry.rpartition("=")
+        if not name or not values:
+            raise ValueError(f"--shapes: {entry!r} is not NAME=MIN:OPT:MAX, such as {_example(inputs)}")
+        if name in by_name:
+            _take(ranges, _input_ranges(entry, by_name[name], values))
+        elif any(name in item.dims for item in inputs):
+            if any(len(shape) != 1 for shape in _triple(entry, values)):
+                raise ValueError(f"--shapes: {entry!r}: {name} is one dimension; write {name}=1:128:512")
+            low, best, high = (shape[0] for shape in _triple(entry, values))
+            _take(ranges, {name: (low, best, high)})
+        else:
+            known = "; ".join(map(str, inputs))
+            raise ValueError(f"--shapes: no input or dimension {name!r}; the model's inputs are {known}")
+    for item in inputs:
+        for dim in item.dims:
+            if isinstance(dim, str) and dim not in ranges:
+                ranges[dim] = default_range(dim, floors.get(dim, 0))
+    for dim, (low, best, high) in ranges.items():
+        if not low <= best <= high:
+            raise ValueError(f"--shapes: {dim} is {low}:{best}:{high}; write it as MIN:OPT:MAX, ascending")
+        if low < floors.get(dim, 0):
+            raise ValueError(
+                f"--shapes: {dim} starts at {low}, and TensorRT's fused FP8 attention needs at least {floors[dim]}: "
+                f"start it there, or export with --attention none"
+            )
+    return {item.name: _bounds(item, ranges) for item in inputs if item.is_dynamic}
+
+
+def default_range(dim: str, floor: int) -> Range:
+    """The range of a dimension that nobody gave."""
+    low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))
+    return max(low, floor), max(best, floor), max(high, floor)
+
+
+def format_profile(shapes: Shapes) -> str:
+    """The text that `parse_profile` reads."""
+    return ",".join(f"{name}=" + ":".join("x".join(map(str, s)) for s in three) for name, three in shapes.items())
+
+
+def _bounds(item: Input, ranges: Mapping[str, Range]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    low, best, high = (
+        tuple(dim if isinstance(dim, int) else ranges[dim][i] for dim in item.dims) for i in range(3)
+    )
+    return low, best, high
+
+
+def _triple(entry: str, values: str) -> list[tuple[int, ...]]:
+    if not re.fullmatch(r"\d+(x\d+)*(:\d+(x\d+)*)*", values):
+        raise ValueError(f"--shapes: {entry!r}: a shape is numbers joined by x, such as 1x128")
+    shapes = [tuple(map(int, part.split("x"))) for part in values.split(":")]
+    if len(shapes) not in (1, 3):
+        raise ValueError(f"--shapes: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three")
+    return shapes if len(shapes) == 3 else shapes * 3
+
+
+def _input_ranges(entry: str, item: Input, values: str) -> dict[str, Range]:
+    shapes = _triple(entry, values)
+    found: dict[str, Range] = {}
+    if any(len(shape) != len(item.dims) for shape in shapes):
+        raise ValueError(f"--shapes: {entry!r}: {item} has {len(item.dims)} dimension(s)")
+    for dim, low, best, high in zip(item.dims, *shapes, strict=True):
+        if isinstance(dim, str):
+            _take(found, {dim: (low, best, high)})
+        elif {low, best, high} != {dim}:
+            raise ValueError(f"--shapes: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked")
+    return found
+
+
+def _take(ranges: dict[str, Range], more: Mapping[str, Range]) -> None:
+    for dim, wanted in more.items():
+        if ranges.setdefault(dim, wanted) != wanted:
+            raise ValueError(
+                f"--shapes: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "
+                f"{':'.join(map(str, wanted))} in another; it is one dimension"
+            )
+
+
+def _example(inputs: Sequence[Input]) -> str:
+    dynamic = next((item for item in inputs if item.is_dynamic), None)
+    return "input_ids=1x1:1x128:4x512" if dynamic is None else format_profile(parse_profile("", [dynamic], {}))
