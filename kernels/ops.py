@@ -24,6 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.attention import has_fp8_tensor_cores
+from quant.kernels.fp8_gemm import fp8_linear, takes
 
 SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
@@ -136,6 +138,8 @@ def _linear(
     activation: str,
 ) -> torch.Tensor:
     weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
+    if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
+        return fp8_linear(x, codes, scale, bias, input_scale, activation)
     if activation:
         x = _round_activation(x, FORMATS[activation], input_scale)
     dense = _cache.get(weight, x.dtype)
