@@ -109,9 +109,7 @@ def format_profile(shapes: Shapes) -> str:
 
 
 def _bounds(item: Input, ranges: Mapping[str, Range]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    low, best, high = (
-        tuple(dim if isinstance(dim, int) else ranges[dim][i] for dim in item.dims) for i in range(3)
-    )
+    low, best, high = (tuple(dim if isinstance(dim, int) else ranges[dim][i] for dim in item.dims) for i in range(3))
     return low, best, high
 
 

@@ -1,0 +1,301 @@
+"""Reading a built engine: which precision each GEMM and each attention really runs in.
+
+A serialized engine holds its compiled program as plain text beside the machine code, one program for each
+optimization profile. A line names the kernel, its operands, and the ONNX nodes that were fused into it:
+
+    tensor={ … dims={ 256 512 } name="w1" … type=fp4_e2m1 }
+    fully_connected={ name="a/matmul+b/matmul" output={"y" } input={"x4" "w1" …} … layers="[ONNX Layer: a/matmul]…" }
+    runtime_fusion={ name=__myl_CastMulFc args={ "w2" "x" … } input_args={…} output_args={…} … layers="…" }
+    function={ name=_gemm_mha_v2 args={ "q" "k" "v" … } … layers="[ONNX Layer: attention]" }
+
+So a machine without a GPU can prove that a layer was not left in half precision, which TensorRT does without a word
+whenever a graph misses one of its patterns. What runs is read from types, not from kernel names:
+
+    fp4 · fp8 · int8        both operands of the GEMM are codes
+    half, fp4 weights       weights stored as codes, multiplied in 16 bit: what a weight-only format asks for
+    half                    no trace of the quantization is left
+
+An ONNX node belongs to the layer that its name begins with, and the layer's GEMM is the kernel that its MatMul went
+into: `model.layers.0.mlp.up_proj/MatMul`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from quant.recipes.plan import LayerPlan, Plan
+
+# The second serves a single query, as in decoding.
+FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
+# The compiler's types, by the names used here.
+_TYPES = {
+    "fp4_e2m1": "fp4",
+    "fp8_e4m3": "fp8",
+    "int8": "int8",
+    "int4": "int4",
+    "half": "half",
+    "bf16": "half",
+    "bfloat16": "half",
+    "float": "float",
+}
+_BITS = {"fp4": 4, "int4": 4, "fp8": 8, "int8": 8, "half": 16, "float": 32}
+_ELEMENTS = {"e2m1": "fp4", "e4m3": "fp8", "int8": "int8", "int4": "int4"}
+_HEADER = re.compile(rb"header \{\n  version = ")
+_TENSOR = re.compile(r"^ +(?:sub_)?tensor=\{(.*)$", re.M)
+_LINE = re.compile(r'^  (\w+)=\{ name=("[^"]*"|\S+) (.*)$', re.M)
+_NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f?\[ONNX Layer: |$)")
+_NAMES = r"=\{((?:\s*\"[^\"]*\")*)\s*\}"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor that a kernel reads.
+
+    Attributes:
+        type: `fp4`, `fp8`, `int8`, `int4`, `half`, `float`, or the compiler's word where it is none of them.
+        dims: its shape; a dynamic dimension is None.
+        constant: whether it is stored in the engine.
+    """
+
+    type: str
+    dims: tuple[int | None, ...]
+    constant: bool
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it can be an operand of a GEMM, and is no scale, bias or shape."""
+        return self.type in _BITS and sum(dim != 1 for dim in self.dims) > 1
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One line of a compiled program.
+
+    Attributes:
+        kind: the compiler's word: `fully_connected`, `runtime_fusion`, `function`, …
+        name: of the kernel, or of the nodes it stands for.
+        nodes: names of the ONNX nodes that were fused into it.
+        inputs: operands in order; for a `fully_connected`, the activation and then the weight.
+        program: index of the program it belongs to.
+    """
+
+    kind: str
+    name: str
+    nodes: tuple[str, ...]
+    inputs: tuple[Operand, ...]
+    program: int
+
+    @property
+    def is_gemm(self) -> bool:
+        """Whether it multiplies matrices."""
+        if self.kind == "runtime_fusion":
+            return "Fc" in self.name
+        return self.kind in ("fully_connected", "gemm", "batch_gemm", "convolution")
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it is TensorRT's fused attention."""
+        return self.name.startswith(FUSED_ATTENTION)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A layer or an attention as planned and as found.
+
+    Attributes:
+        name: of the layer in the plan, or of the attention's ONNX node.
+        planned: what the plan asks for.
+        found: what the engine does, the worst of its programs.
+        passed: whether that is what was planned, or better.
+    """
+
+    name: str
+    planned: str
+    found: str
+    passed: bool
+
+
+_UNKNOWN = Operand("unknown", (), False)
+
+
+def read_kernels(engine: str | Path) -> list[Kernel]:
+    """Every kernel of every program in a serialized engine, in order.
+
+    Raises:
+        ValueError: the file holds no compiled program as text; it is no engine, or one of another TensorRT.
+    """
+    path = Path(engine)
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path}: the file is empty")
+    kernels: list[Kernel] = []
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+        for index, text in enumerate(_programs(blob)):
+            kernels += _read_program(text, index)
+    if not kernels:
+        raise ValueError(
+            f"{path}: no compiled program found in it; `quant audit` reads engines of TensorRT-RTX and TensorRT that "
+            "were built with detailed profiling, as `quant export --to tensorrt` does"
+        )
+    return kernels
+
+
+def audit(
+    engine: str | Path,
+    plan: Plan | None = None,
+    *,
+    attention: str | None = None,
+    attention_nodes: Sequence[str] = (),
+) -> list[Finding]:
+    """Compares what an engine runs with what a plan says.
+
+    Args:
+        engine: a serialized engine.
+        plan: what was asked for; without one, every GEMM is listed with what was found, and passes.
+        attention: precision asked of the fused attention, `fp8` or `half`; None takes the plan's, if it has one.
+        attention_nodes: names of the attention nodes of the exported graph. One that the engine does not run as a
+            fused attention is then a finding too.
+
+    Returns:
+        One finding a layer that the plan quantizes, one for each other GEMM, one an attention; in engine order.
+
+    Raises:
+        ValueError: the file is no engine that can be read.
+    """
+    kernels = read_kernels(engine)
+    planned = {layer.name: layer for layer in plan.quantized if layer.kind in ("linear", "head")} if plan else {}
+    if attention is None and plan is not None and plan.attention is not None:
+        attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
+    found = [_audit_layer(layer, kernels) for layer in planned.values()]
+    return [*found, *_audit_rest(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
+
+
+def failures(findings: Iterable[Finding]) -> list[str]:
+    """One clause for each finding that did not pass."""
+    return [f"{f.name}: planned {f.planned}, found {f.found}" for f in findings if not f.passed]
+
+
+def planned_precision(layer: LayerPlan) -> str:
+    """What a planned layer should be found as."""
+    assert layer.weight is not None
+    weight = _ELEMENTS.get(layer.weight.element.name.lower(), layer.weight.element.name.lower())
+    if layer.activation is None:
+        return f"half, {weight} weights"
+    activation = _ELEMENTS.get(layer.activation.element.name.lower(), layer.activation.element.name.lower())
+    return weight if weight == activation else f"{activation}, {weight} weights"
+
+
+def _programs(blob: mmap.mmap) -> Iterator[str]:
+    for match in _HEADER.finditer(blob):
+        end = blob.find(b"\0", match.start())
+        yield blob[match.start() : end if end >= 0 else len(blob)].decode("latin-1")
+
+
+def _read_program(text: str, index: int) -> list[Kernel]:
+    operands = dict(filter(None, (_operand(match[1]) for match in _TENSOR.finditer(text))))
+    start = text.find("\nmain {")
+    stop = text.find("\nshape_main {", start)
+    kernels = []
+    for match in _LINE.finditer(text, max(start, 0), stop if stop > 0 else len(text)):
+        rest = match[3]
+        names = re.search(rf"\b(?:input_args|input){_NAMES}", rest)
+        layers = re.search(r'\blayers="([^"]*)"', rest)
+        if names is None or layers is None:
+            continue
+        inputs = tuple(operands.get(name, _UNKNOWN) for name in re.findall(r'"([^"]*)"', names[1]))
+        kernels.append(Kernel(match[1], match[2].strip('"'), tuple(_NODE.findall(layers[1])), inputs, index))
+    return kernels
+
+
+def _operand(line: str) -> tuple[str, Operand] | None:
+    name, kind = re.search(r' name="([^"]*)"', line), re.search(r" type=(\w+)", line)
+    if name is None or kind is None:
+        return None
+    dims = re.search(r" dims=\{([^}]*)\}", line)
+    sizes = re.findall(r'"[^"]*"|\d+', dims[1]) if dims else []
+    shape = tuple(int(size) if size.isdigit() else None for size in sizes)
+    return name[1], Operand(_TYPES.get(kind[1], kind[1]), shape, "const_payload_size=" in line)
+
+
+def _runs(kernel: Kernel, layer: str) -> bool:
+    """Whether a kernel is the GEMM of a layer."""
+    return kernel.is_gemm and any(node.startswith(f"{layer}/MatMul") for node in kernel.nodes)
+
+
+def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:
+    planned = planned_precision(layer)
+    found = [_precision(kernel, kernels) for kernel in kernels if _runs(kernel, layer.name)]
+    if not found:
+        return Finding(layer.name, planned, "no GEMM of its name in the engine", False)
+    wrong = [word for word in found if word != planned]
+    return Finding(layer.name, planned, (wrong or found)[0], not wrong)
+
+
+def _audit_rest(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
+    """GEMMs that no planned layer owns: layers kept in 16 bit and, without a plan, all of them."""
+    seen = set()
+    for kernel in kernels:
+        matmuls = [node for node in kernel.nodes if "/MatMul" in node]
+        name = "+".join(node.rpartition("/")[0] for node in matmuls) or "+".join(kernel.nodes) or kernel.name
+        if kernel.is_gemm and name not in seen and not any(_runs(kernel, layer) for layer in planned):
+            seen.add(name)
+            yield Finding(name, "16 bit" if planned else "–", _precision(kernel, kernels), True)
+
+
+def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
+    """Fused attentions, and those of the graph that were not fused."""
+    left = dict.fromkeys(nodes)
+    found: dict[str, str] = {}
+    for kernel in kernels:
+        if kernel.is_attention:
+            name = next((node for node in kernel.nodes if node in left), "+".join(kernel.nodes) or kernel.name)
+            # q, k and v; what follows are shapes, scales and masks.
+            types = [operand.type for operand in kernel.inputs if operand.is_matrix][:3]
+            precision = types[0] if len(set(types)) == 1 else "/".join(types)
+            if found.get(name) in (None, wanted):
+                found[name] = precision
+    for name in (*found, *(node for node in left if node not in found)):
+        word = found.get(name, "not fused")
+        yield Finding(name, f"{wanted or 'half'}, fused" if wanted or left else "–", word, wanted in (None, word))
+
+
+def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
+    """What a GEMM runs in: the types of its operands and, where they are 16 bit, of the codes they came from."""
+    if gemm.kind == "runtime_fusion":
+        matrices = [operand for operand in gemm.inputs if operand.is_matrix]
+        # Weights may be unpacked inside the kernel; the input then is the operand that is not stored.
+        activation = next((o.type for o in matrices if not o.constant), "half")
+        weight = _narrowest(matrices)
+    else:
+        activation, weight = (operand.type for operand in gemm.inputs[:2])
+    if _BITS.get(weight or "half", 16) >= 16:
+        # Or unpacked by a kernel of its own, which stands for other nodes of the same layer.
+        layers = {node.rpartition("/")[0] for node in gemm.nodes if "/MatMul" in node}
+        weight = _narrowest([o for k in kernels if _unpacks(k, gemm, layers) for o in k.inputs]) or weight
+    if weight == activation or _BITS.get(weight or "half", 16) >= 16:
+        return activation
+    return f"{activation}, {weight} weights"
+
+
+def _unpacks(kernel: Kernel, gemm: Kernel, layers: set[str]) -> bool:
+    """Whether a kernel can be what dequantizes the weight of a GEMM."""
+    if kernel.is_gemm or kernel.program != gemm.program:
+        return False
+    return any(node.rpartition("/")[0] in layers for node in kernel.nodes)
+
+
+def _narrowest(operands: Iterable[Operand]) -> str | None:
+    """The type of the weight among stored matrices: the largest of them, and codes before what is as large."""
+    stored = [operand for operand in operands if operand.constant and operand.is_matrix]
+    return max(stored, key=lambda o: (_numel(o.dims), -_BITS[o.type])).type if stored else None
+
+
+def _numel(dims: tuple[int | None, ...]) -> int:
+    count = 1
+    for dim in dims:
+        count *= dim or 1
+    return count
