@@ -1,0 +1,292 @@
+"""Allocation: one format for every group, as an exact multiple-choice knapsack.
+
+    minimize    Σ_g Σ_f score[g, f] · x[g, f]
+    subject to  Σ_f x[g, f] = 1                     every group gets exactly one format
+                Σ_g Σ_f cost[g, f] · x[g, f] ≤ limit    for each resource: bytes, seconds
+                x ∈ {0, 1}
+
+HiGHS solves it by branch and cut (`scipy.optimize.milp`), to optimality: unlike a greedy walk along gain per bit, it
+fills the last bits of a budget, and any number of budgets hold at once. Score and cost can change places: the
+smallest model whose summed score stays below a limit is the same problem.
+
+The solver works in floating point with tolerances, and a budget of bytes is exact. So costs are given as fractions
+of their limit, the answer is added up again from the original numbers, and where it is over by less than the
+tolerance, the limit is lowered by that much and the problem solved again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+SCORE = "score"
+
+
+class Infeasible(ValueError):  # noqa: N818 -- the field's word
+    """No allocation keeps the limits; the message says what the smallest feasible value is."""
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """Groups, formats, and what each choice costs.
+
+    Attributes:
+        groups: G names.
+        candidates: F names.
+        scores: expected loss, float64 `[G, F]`; infinite where the format is not allowed.
+        costs: of each resource by name, float64 `[G, F]`.
+    """
+
+    groups: tuple[str, ...]
+    candidates: tuple[str, ...]
+    scores: np.ndarray
+    costs: Mapping[str, np.ndarray]
+
+    @property
+    def allowed(self) -> np.ndarray:
+        """Whether a group may take a format, bool `[G, F]`."""
+        return np.isfinite(self.scores)
+
+    def total(self, resource: str, choice: Sequence[int] | np.ndarray) -> float:
+        """Sum of `resource` (a key of `costs`, or "score") over a choice."""
+        table = self.scores if resource == SCORE else self.costs[resource]
+        return float(table[np.arange(len(self.groups)), choice].sum())
+
+    def restricted(self, allowed: np.ndarray) -> Problem:
+        """The problem with only those formats allowed that also `allowed` `[G, F]` says.
+
+        Raises:
+            Infeasible: a group is left with none; it is named.
+        """
+        scores = np.where(allowed & self.allowed, self.scores, np.inf)
+        empty = np.flatnonzero(~np.isfinite(scores).any(axis=1))
+        if len(empty):
+            names = ", ".join(self.groups[i] for i in empty[:3])
+            raise Infeasible(f"no format is left for {len(empty)} group(s): {names}; loosen the constraints")
+        return Problem(self.groups, self.candidates, scores, self.costs)
+
+
+@dataclass(frozen=True, eq=False)
+class Near:
+    """A limit on how far the answer may be from a known choice.
+
+    Attributes:
+        choice: index of a format for each group, `[G]`.
+        changes: groups that may differ from it.
+    """
+
+    choice: np.ndarray
+    changes: int
+
+
+def solve(
+    problem: Problem, limits: Mapping[str, float], *, minimize: str = SCORE, near: Near | None = None
+) -> np.ndarray:
+    """The best choice within `limits`.
+
+    Args:
+        problem: the groups.
+        limits: largest sum by resource: keys of `problem.costs`, or "score".
+        minimize: what is minimized; "score" or a resource.
+        near: keeps the answer near a known one.
+
+    Returns:
+        Index of the format of each group, int64 `[G]`.
+
+    Raises:
+        Infeasible: no choice keeps the limits.
+    """
+    _require_scipy()
+    check_feasible(problem, limits)
+    tightened = dict(limits)
+    for _ in range(8):
+        choice = _milp(problem, tightened, minimize, near)
+        over = {name: problem.total(name, choice) - limit for name, limit in limits.items()}
+        if all(excess <= 0 for excess in over.values()):
+            return choice
+        tightened = {name: tightened[name] - max(2 * over[name], 0.0) for name in limits}
+    raise Infeasible(f"no choice found within {_listed(limits)}; loosen a limit a little")
+
+
+def _require_scipy() -> None:
+    if importlib.util.find_spec("scipy") is None:
+        raise ValueError("allocation needs the package `scipy`: pip install 'blockscale[allocate]'")
+
+
+def smallest(problem: Problem, resource: str) -> float:
+    """The least that `resource` can sum to, whatever the others."""
+    table = problem.scores if resource == SCORE else problem.costs[resource]
+    return float(np.where(problem.allowed, table, np.inf).min(axis=1).sum())
+
+
+def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
+    """Raises Infeasible where one of `limits` alone cannot be kept, with the smallest value that can."""
+    for name, limit in limits.items():
+        least = smallest(problem, name)
+        if least > limit:
+            raise Infeasible(f"{name}: the limit is {limit:g}, the smallest feasible value is {least:g}")
+
+
+def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
+    """Best choices for `points` limits of `resource`, evenly spaced from the smallest to the least lossy's."""
+    low = smallest(problem, resource)
+    unbounded = problem.scores.argmin(axis=1)
+    high = max(problem.total(resource, unbounded), low)
+    found: dict[tuple[int, ...], np.ndarray] = {}
+    for limit in np.linspace(low, high, points):
+        choice = solve(problem, {resource: float(limit) * (1 + 1e-12)})
+        found.setdefault(tuple(choice), choice)
+    return list(found.values())
+
+
+def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
+    """The optimum, up to the solver's tolerances."""
+    rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
+    program = _program(problem, rows, columns, limits, minimize, near)
+    keep = _core(program, problem, rows, columns)
+    core = _Program(program.objective[keep], program.matrix[:, keep], program.low, program.high)
+    x = _run_milp(core)
+    if x is None:
+        raise Infeasible(f"no choice keeps {_listed(limits)} together")
+    return _strongest(len(problem.groups), rows[keep], columns[keep], x)
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """min objective · x subject to low ≤ matrix · x ≤ high, 0 ≤ x ≤ 1."""
+
+    objective: np.ndarray
+    matrix: Any
+    low: np.ndarray
+    high: np.ndarray
+
+
+def _program(
+    problem: Problem,
+    rows: np.ndarray,
+    columns: np.ndarray,
+    limits: Mapping[str, float],
+    minimize: str,
+    near: Near | None,
+) -> _Program:
+    from scipy.sparse import csr_array, vstack
+
+    count, groups = len(rows), len(problem.groups)
+    tables = {SCORE: problem.scores, **problem.costs}
+    objective = tables[minimize][rows, columns]
+    matrices = [csr_array((np.ones(count), (rows, np.arange(count))), shape=(groups, count))]
+    low, high = [np.ones(groups)], [np.ones(groups)]
+    for name, limit in limits.items():
+        values = tables[name][rows, columns]
+        # Coefficients about 1: the solver's tolerances are absolute.
+        unit = max(float(np.median(np.abs(values))), 1e-300)
+        matrices.append(csr_array(values[None] / unit))
+        low.append(np.array([-np.inf]))
+        high.append(np.array([limit / unit]))
+    if near is not None:
+        matrices.append(csr_array((near.choice[rows] == columns).astype(float)[None]))
+        low.append(np.array([float(groups - near.changes)]))
+        high.append(np.array([float(groups)]))
+    scale = max(float(np.abs(objective).mean()), 1e-300)
+    return _Program(objective / scale, vstack(matrices).tocsc(), np.concatenate(low), np.concatenate(high))
+
+
+def _core(program: _Program, problem: Problem, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Indices of the variables that an optimal solution may use.
+
+    The linear relaxation gives a lower bound and what each unused variable would add to it; a rounded solution gives
+    an upper bound. A variable that would lift the one above the other is in no optimal solution.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import vstack
+
+    groups = len(problem.groups)
+    everything = np.arange(len(rows))
+    equal, rest = program.matrix[:groups], program.matrix[groups:]
+    signs = [(rest, program.high[groups:]), (-rest, -program.low[groups:])]
+    # A row without a bound bounds nothing.
+    bounded = [(m[np.flatnonzero(np.isfinite(b))], b[np.isfinite(b)]) for m, b in signs]
+    relaxed = linprog(
+        program.objective,
+        A_ub=vstack([m for m, _ in bounded]),
+        b_ub=np.concatenate([b for _, b in bounded]),
+        A_eq=equal,
+        b_eq=np.ones(groups),
+        bounds=(0, 1),
+        method="highs",
+    )
+    if relaxed.status != 0:
+        return everything
+    upper = _rounded(program, problem, rows, columns, relaxed.x)
+    if upper is None:
+        return everything
+    slack = upper - relaxed.fun + 1e-9 * abs(upper)
+    return np.flatnonzero((relaxed.lower.marginals <= slack) | (relaxed.x > 0.5))
+
+
+def _rounded(program: _Program, problem: Problem, rows: np.ndarray, columns: np.ndarray, x: np.ndarray) -> float | None:
+    """Objective of a feasible solution near the relaxed one `x`; None where rounding does not give one."""
+    groups = len(problem.groups)
+    rest = program.matrix[groups:].toarray()
+    best = None
+    for order in (1, -1):  # of the few split variables, the cheapest for the first resource, or the dearest
+        weight = np.where(x > 1e-9, -order * rest[0] if len(rest) else x, -np.inf)
+        chosen = np.zeros(len(x))
+        pick = _strongest_index(groups, rows, weight)
+        chosen[pick] = 1
+        total = rest @ chosen
+        if np.all(total <= program.high[groups:] + 1e-12) and np.all(total >= program.low[groups:] - 1e-12):
+            value = float(program.objective @ chosen)
+            best = value if best is None else min(best, value)
+    return best
+
+
+def _strongest_index(groups: int, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """Index of the variable of each group with the largest weight, `[G]`."""
+    order = np.lexsort((weight, rows))
+    last = np.flatnonzero(np.append(rows[order][1:] != rows[order][:-1], True))
+    assert len(last) == groups
+    return order[last]
+
+
+def _strongest(groups: int, rows: np.ndarray, columns: np.ndarray, x: np.ndarray) -> np.ndarray:
+    return columns[_strongest_index(groups, rows, x)]
+
+
+def _run_milp(program: _Program) -> np.ndarray | None:
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    with _silent_stdout():
+        result = milp(
+            program.objective,
+            constraints=LinearConstraint(program.matrix, program.low, program.high),
+            integrality=np.ones(len(program.objective)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": 1e-6, "time_limit": 20.0},
+        )
+    return result.x  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _silent_stdout() -> Iterator[None]:
+    """HiGHS prints a line of its own now and then, past Python, which would end up in the middle of --json."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 1)
+        yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+
+
+def _listed(limits: Mapping[str, float]) -> str:
+    return " and ".join(f"{name} ≤ {limit:g}" for name, limit in limits.items())

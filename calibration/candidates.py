@@ -1,0 +1,87 @@
+"""Candidates: the formats an allocator may choose from, by the names that `--formats` takes.
+
+nvfp4, mxfp8, fp8, …     a preset: its weights and its inputs
+nvfp4a16, fp8a16, …      the same weights, inputs in 16 bit
+nvfp4@fp8, fp8@16bit     a weight format and an input format, written out
+keep                     16 bit; always among them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from quant.formats.format import Format, get_format
+from quant.recipes.plan import LayerPlan
+from quant.recipes.recipe import KEEP, presets
+
+_SIXTEEN = (KEEP, "16bit", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice for a fusion group.
+
+    Attributes:
+        name: as the user wrote it.
+        weight: weight format; None keeps 16 bit.
+        activation: input format; None keeps 16 bit.
+    """
+
+    name: str
+    weight: Format | None
+    activation: Format | None
+
+    def applied(self, layer: LayerPlan) -> LayerPlan:
+        """The layer in these formats; nothing stands beside its weight."""
+        return replace(
+            layer, weight=self.weight, activation=self.activation, pre_scale=False, hadamard=0, rank=0, cost=None
+        )
+
+
+KEPT = Candidate(KEEP, None, None)
+
+
+def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
+    """Candidates by name, in the order given, `keep` last.
+
+    Args:
+        names: a list, or one string with commas.
+
+    Raises:
+        ValueError: an unknown name, or the same pair of formats twice.
+    """
+    names = names.split(",") if isinstance(names, str) else list(names)
+    found = [_parse(name.strip()) for name in names if name.strip() and name.strip() not in _SIXTEEN]
+    if not found:
+        raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
+    pairs: dict[tuple[Format | None, Format | None], str] = {}
+    for candidate in found:
+        other = pairs.setdefault((candidate.weight, candidate.activation), candidate.name)
+        if other != candidate.name or [c.name for c in found].count(other) > 1:
+            raise ValueError(f"formats {other!r} and {candidate.name!r} are the same; name each once")
+    return (*found, KEPT)
+
+
+def _parse(name: str) -> Candidate:
+    if "@" in name:
+        weight, activation = name.split("@", 1)
+        return Candidate(name, get_format(weight), None if activation in _SIXTEEN else get_format(activation))
+    known = presets()
+    stem = name.removesuffix("a16")
+    if name not in known and (stem == name or stem not in known):
+        raise ValueError(
+            f"unknown format {name!r}; known formats: {', '.join(known)}, any of them with a16 at its end, "
+            "or WEIGHT@INPUT such as nvfp4@fp8"
+        )
+    recipe = known.get(name) or known[stem]
+    activation = recipe.activation if name in known else KEEP
+    return Candidate(name, get_format(recipe.weight), None if activation == KEEP else get_format(activation))
+
+
+def groups_of(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Layers by fusion group in order of first appearance; a layer alone is its own group."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        groups.setdefault(layer.group or layer.name, []).append(layer)
+    return groups

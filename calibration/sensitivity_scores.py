@@ -1,0 +1,389 @@
+"""Three ways to score a group in a format, from the cheapest to the most literal.
+
+    output   Σ ‖Y_q − Y‖² / Σ ‖Y‖²                one forward pass; how wrong the layer's own output gets
+    fisher   ½ Σ_tokens (∂L/∂Y · (Y_q − Y))²      one forward and one backward pass for all groups and formats
+    kl       KL(base‖model with this group alone quantized), measured: a forward pass for each group and format
+
+`fisher` is the second-order expansion of what `kl` measures, where L is the likelihood of a token that the model
+itself proposes (see `calibration.divergence`) and errors of different tokens are taken to be independent. With
+Y = x Wᵀ and Y_q = x_q W_qᵀ, a token's term is
+
+    ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · W_q) · x_q − (∂L/∂Y · W) · x
+
+so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
+is at that layer anyway. Members of a group are added up before the square, for they err together.
+
+`kl` keeps what the blocks before a group gave, which does not change, and runs the model from there on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Stop, block_names, find_chains
+from quant.calibration.candidates import KEPT, Candidate
+from quant.calibration.divergence import Divergence, divergence_of
+from quant.calibration.sensitivity import METHODS, UNITS, GroupScores, Sensitivity
+from quant.calibration.trial import Trial, TrialLayer, measure_amax, prepared
+from quant.calibration.units import Result, rank_and_world, remove_parts, run_units, total
+from quant.recipes.plan import LayerPlan
+
+Progress = Callable[[str, int, int], None]
+Allowed = Mapping[str, Sequence[Candidate]]
+
+
+def score_groups(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: Allowed,
+    rows: torch.Tensor,
+    *,
+    method: str = "fisher",
+    solver: str = "rtn",
+    dtype: torch.dtype | None = torch.float32,
+    seed: int = 0,
+    path: Path | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Scores of every group in every format that is allowed for it.
+
+    Args:
+        model: called as `model(rows)`; as before afterwards.
+        groups: layers by fusion group.
+        allowed: formats by group; `keep` needs no mention.
+        rows: token ids, int64 `[rows, seqlen]`.
+        method: "kl", "fisher" or "output".
+        solver: rounds the weights meanwhile; one that needs no data.
+        dtype: what 16-bit tensors are widened to meanwhile; None leaves them.
+        seed: of the tokens and directions that `fisher` draws.
+        path: where the table is kept: read if it is there and was made from the same, and resumed after an
+            interruption. None keeps nothing.
+        progress: called as `progress(stage, done, total)`.
+
+    Raises:
+        ValueError: unknown method, or a group that no token reached.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    started = time.perf_counter()
+    key = _key(model, groups, allowed, rows, method, solver, dtype, seed)
+    if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
+        return found
+    candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
+    report = _reporter(progress, "calibrate")
+    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    divergence = divergence_of(model)
+    with torch.no_grad(), prepared(model, None):
+        amax = measure_amax(model, groups, candidates, rows, report)
+    with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored) as trial:
+        units = _UNITS[method](trial, allowed, rows, divergence, seed)
+        results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
+    sums = units.finish(total(results))
+    silent = [name for name in groups if name not in sums and allowed[name]]
+    if silent:
+        raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such groups)")
+    table = Sensitivity(
+        method=method,
+        formats=(*candidates, KEPT.name),
+        unit=_unit(method, divergence),
+        rows=rows.shape[0],
+        seqlen=rows.shape[1],
+        groups=tuple(_entry(name, members, allowed[name], sums.get(name, {})) for name, members in groups.items()),
+        key=key,
+        seconds=time.perf_counter() - started,
+    )
+    if path is not None:
+        if rank_and_world()[0] == 0:
+            table.save(path)
+        remove_parts(path)
+    return table
+
+
+class _Fisher:
+    """One unit is one row: a forward and a backward pass."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.trial, self.allowed, self.rows, self.divergence, self.seed = trial, allowed, rows, divergence, seed
+        self.names = [f"row {i}" for i in range(len(rows))]
+
+    def work(self, name: str) -> Result:
+        index = int(name.split()[1])
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        row = self.rows[index : index + 1]
+        sums = _TokenProducts(self.trial, self.allowed)
+        self.trial.set({})
+        with observed(self.trial, sums.observe):
+            self.divergence.probe(row, generator)
+        return sums.squares()
+
+    def finish(self, sums: Result) -> Result:
+        count = self.divergence.count(self.rows)
+        return {group: {c: 0.5 * v / count for c, v in scores.items()} for group, scores in sums.items()}
+
+
+class _TokenProducts:
+    """∂L/∂Y · (Y_q − Y) of each token, by group and format, summed over the members of the group.
+
+    Members share their input, which tells one call of a group from the next.
+    """
+
+    def __init__(self, trial: Trial, allowed: Allowed) -> None:
+        self.trial, self.allowed = trial, allowed
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.products: dict[str, dict[str, torch.Tensor]] = {}
+        self.square: Result = {}
+        self.linear: Result = {}
+
+    def observe(self, layer: TrialLayer, x: torch.Tensor, gradient: torch.Tensor, index: int | None) -> None:
+        group, trial = layer.group, self.trial
+        if self.inputs.get(group) is not x:
+            self._flush(group)
+            self.inputs[group], self.products[group] = x, {}
+        now = trial.current(group)
+        here = _token_dot(gradient, trial.dense(layer, now, index), trial.round_input(group, x, now))
+        for candidate in (*self.allowed[group], KEPT):
+            if candidate.name == now.name:
+                continue
+            there = _token_dot(gradient, trial.dense(layer, candidate, index), trial.round_input(group, x, candidate))
+            into = self.products[group]
+            into[candidate.name] = into.get(candidate.name, 0.0) + (there - here)
+
+    def squares(self) -> Result:
+        """Σ over tokens of the squared products."""
+        self._finish()
+        return self.square
+
+    def sums(self) -> Result:
+        """Σ over tokens of the products: what a change adds to the loss, to first order."""
+        self._finish()
+        return self.linear
+
+    def _finish(self) -> None:
+        for group in list(self.inputs):
+            self._flush(group)
+        self.inputs.clear()
+        self.products.clear()
+        self.trial.forget_inputs()
+
+    def _flush(self, group: str) -> None:
+        for name, product in self.products.pop(group, {}).items():
+            for sums, value in ((self.square, product.square()), (self.linear, product)):
+                into = sums.setdefault(group, {})
+                into[name] = into.get(name, 0.0) + float(value.double().sum())
+
+
+def _token_dot(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """gradient · (x Wᵀ) of each token, flat."""
+    return ((gradient @ weight.to(gradient.dtype)) * x).sum(dim=-1).flatten()
+
+
+class _Output:
+    """One unit is one row: a forward pass in which every layer also computes what it would give in each format."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.trial, self.allowed, self.rows = trial, allowed, rows
+        self.names = [f"row {i}" for i in range(len(rows))]
+
+    def work(self, name: str) -> Result:
+        index = int(name.split()[1])
+        sums: Result = {}
+
+        def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+            assert isinstance(module, TrialLayer)
+            into = sums.setdefault(module.group, {"": 0.0})
+            into[""] += float(out.double().square().sum())
+            which = args[1] if len(args) > 1 else None
+            for candidate in self.allowed[module.group]:
+                if candidate.weight is None:
+                    continue
+                weight = self.trial.dense(module, candidate, which).to(out.dtype)
+                x = self.trial.round_input(module.group, args[0], candidate)
+                error = torch.nn.functional.linear(x, weight, module.bias) - out
+                into[candidate.name] = into.get(candidate.name, 0.0) + float(error.double().square().sum())
+
+        self.trial.set({})
+        handles = [layer.register_forward_hook(hook) for layer in self.trial.layers.values()]
+        try:
+            with torch.no_grad():
+                self.trial.model(self.rows[index : index + 1])
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.trial.forget_inputs()
+        return sums
+
+    def finish(self, sums: Result) -> Result:
+        return {
+            group: {name: value / scores[""] if scores[""] else 0.0 for name, value in scores.items() if name}
+            for group, scores in sums.items()
+        }
+
+
+class _Kl:
+    """One unit is one block: each of its groups in each format, from the block to the end of the model."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.trial, self.allowed, self.rows, self.divergence = trial, allowed, rows, divergence
+        self.resumed = Resumed(trial.model, rows[:1, :16])
+        self.blocks = {f"block {name}": name for name in self.resumed.chain}
+        self.groups = {unit: [] for unit in (*self.blocks, "rest")}
+        for group in trial.groups:
+            unit = next((u for u, block in self.blocks.items() if group.startswith(f"{block}.")), "rest")
+            self.groups[unit].append(group)
+        self.names = [unit for unit, inside in self.groups.items() if inside]
+        self.reference: Any = None
+
+    def work(self, name: str) -> Result:
+        self.trial.set({})
+        if self.reference is None:
+            self.reference = [self.divergence.reference(row) for row in self.rows.split(1)]
+        if name in self.blocks:
+            self.resumed.advance(self.blocks[name], self.rows.split(1))
+        found: Result = {}
+        for group in self.groups[name]:
+            found[group] = {}
+            for candidate in self.allowed[group]:
+                if candidate.weight is None:
+                    continue
+                self.trial.set({group: candidate.name})
+                found[group][candidate.name] = self._measure(name in self.blocks)
+        self.trial.set({})
+        self.trial.forget_inputs()
+        return found
+
+    def _measure(self, resumed: bool) -> float:
+        value = 0.0
+        for place, row in enumerate(self.rows.split(1)):
+            with self.resumed.at(place if resumed else None):
+                value += self.divergence.measure(row, self.reference[place])
+        return value
+
+    def finish(self, sums: Result) -> Result:
+        count = self.divergence.count(self.rows)
+        # A distance of zero may come out negative by a rounding error.
+        return {group: {c: max(v, 0.0) / count for c, v in scores.items()} for group, scores in sums.items()}
+
+
+class Resumed:
+    """Runs of a model that begin at one of its blocks, with the output of the block before as it was remembered.
+
+    The model is called as always; the blocks that are skipped return at once. What they return is what they returned
+    when they last ran, so nothing needs to be known of the code around them. A model whose blocks are no chain is
+    always run whole.
+    """
+
+    def __init__(self, model: nn.Module, few: torch.Tensor) -> None:
+        self.model = model
+        chains = find_chains(model, block_names(model), lambda: model(few)) if block_names(model) else []
+        self.chain = chains[0] if len(chains) == 1 else []
+        self.before = 0  # blocks that are skipped
+        self.outputs: list[Any] = []  # of the last of them, one a batch
+
+    def advance(self, block: str, batches: Sequence[torch.Tensor]) -> None:
+        """From now on, runs begin at `block`; they cannot go back."""
+        target = self.chain.index(block)
+        if target <= self.before:
+            return
+        outputs = []
+        last = self.model.get_submodule(self.chain[target - 1])
+        for place, batch in enumerate(batches):
+            outputs.append(self._output(last, batch, place))
+        self.before, self.outputs = target, outputs
+
+    def _output(self, last: nn.Module, batch: torch.Tensor, place: int) -> Any:
+        seen: list[Any] = []
+
+        def stop(module: nn.Module, args: Any, result: Any) -> None:
+            seen.append(result)
+            raise Stop
+
+        handle = last.register_forward_hook(stop)
+        try:
+            with torch.no_grad(), self.at(place if self.before else None):
+                self.model(batch)
+        except Stop:
+            pass
+        finally:
+            handle.remove()
+        return seen[0]
+
+    @contextmanager
+    def at(self, place: int | None) -> Iterator[None]:
+        """Within it, calls with batch number `place` begin at the block; None runs the whole model."""
+        skipped = [] if place is None else [self.model.get_submodule(name) for name in self.chain[: self.before]]
+        for module in skipped:
+            module.forward = lambda *args, **kwargs: self.outputs[place]  # type: ignore[method-assign,misc]
+        try:
+            yield
+        finally:
+            for module in skipped:
+                del module.forward
+
+
+@contextmanager
+def observed(trial: Trial, observe: Callable[..., None]) -> Iterator[None]:
+    """Within it, backward passes show every layer's input and output gradient."""
+    trial.observe = observe
+    try:
+        yield
+    finally:
+        trial.observe = None
+
+
+_UNITS: dict[str, Any] = {"fisher": _Fisher, "kl": _Kl, "output": _Output}
+
+
+def _unit(method: str, divergence: Divergence) -> str:
+    if method == "output":
+        return UNITS["output"]
+    return divergence.unit if method == "kl" else f"second-order estimate; {divergence.unit}"
+
+
+def _entry(
+    name: str, members: Sequence[LayerPlan], allowed: Sequence[Candidate], scores: Mapping[str, float]
+) -> GroupScores:
+    numel = sum(layer.numel for layer in members)
+    choices = [*(c for c in allowed if c.weight is not None), KEPT]
+    nbytes = {c.name: sum(c.applied(layer).nbytes for layer in members) for c in choices}
+    return GroupScores(
+        name=name,
+        layers=tuple(layer.name for layer in members),
+        numel=numel,
+        scores={c.name: scores[c.name] for c in choices if c.weight is not None} | {KEPT.name: 0.0},
+        bits={c: 8 * n / numel for c, n in nbytes.items()},
+        bytes=nbytes,
+    )
+
+
+def _key(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: Allowed,
+    rows: torch.Tensor,
+    *settings: Any,
+) -> str:
+    """SHA-256 over all that the scores depend on; of each weight, its shape and a few of its values."""
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, members in groups.items():
+        digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())
+        for layer in members:
+            parent_name, _, last = layer.name.rpartition(".")
+            weight = getattr(model.get_submodule(parent_name), last)
+            weight = weight.weight if isinstance(weight, nn.Module) else weight
+            flat = weight.detach().flatten()
+            some = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
+            digest.update(repr((layer.name, tuple(weight.shape))).encode() + some.numpy().tobytes())
+    digest.update(rows.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _reporter(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
+    return (lambda done, all_: progress(stage, done, all_)) if progress else None

@@ -1,0 +1,280 @@
+"""A model whose layers change format at a word: what scores and the closed loop measure with.
+
+Within a `Trial`, each linear of a fusion group is replaced by one that holds the original and, once asked for, its
+quantized form in every candidate format. `set` chooses; the next forward pass computes with exactly the codes,
+scales and rounded inputs that quantizing for real would give, because the same solver makes them.
+
+Quantized forms are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
+dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
+
+For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it offers
+input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.calibration.candidates import KEPT, Candidate
+from quant.calibration.collect import collect_input_amax
+from quant.calibration.solver import get_pipeline, get_solver, solve_group
+from quant.calibration.statistics import static_input_scale
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.linear import QuantExperts, experts_forward
+from quant.recipes.plan import LayerPlan
+
+Observe = Callable[["TrialLayer", torch.Tensor, torch.Tensor, int | None], None]
+
+
+def needs_static_scale(candidate: Candidate) -> bool:
+    """Whether the candidate's inputs have a scale that is measured beforehand."""
+    return candidate.activation is not None and (
+        candidate.activation.global_scale or candidate.activation.block == (0, 0)
+    )
+
+
+class TrialLayer(nn.Module):
+    """A linear, or one projection of a fused-experts module, in whatever format its trial says."""
+
+    def __init__(self, trial: Trial, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
+        nn.Module.__init__(self)
+        self.plan, self.group = plan, group
+        object.__setattr__(self, "trial", trial)  # no submodule
+        object.__setattr__(self, "original", weight)
+        object.__setattr__(self, "bias", bias)
+
+    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`; `index` is the expert's."""
+        if torch.is_grad_enabled():
+            return _Probe.apply(x, self.trial.anchor, self, index)  # type: ignore[no-any-return]
+        return self.compute(x, index)
+
+    def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
+        """The output in the present format."""
+        candidate = self.trial.current(self.group)
+        weight = self.trial.dense(self, candidate, index).to(x.dtype)
+        return linear(self.trial.round_input(self.group, x, candidate), weight, self.bias)
+
+
+class _TrialExperts(TrialLayer, QuantExperts):
+    """`experts_forward` calls modules of this class by expert; nothing else of `QuantExperts` is used."""
+
+
+class _Probe(torch.autograd.Function):
+    """y = layer(x), with a backward that shows x and dL/dy to the trial's observer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: TrialLayer, index: int | None) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.index = layer, index
+        return layer.compute(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        (gradient,) = gradients
+        if layer.trial.observe is not None:
+            layer.trial.observe(layer, x, gradient, ctx.index)
+        if not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        weight = layer.trial.dense(layer, layer.trial.current(layer.group), ctx.index)
+        return gradient @ weight.to(gradient.dtype), None, None, None
+
+
+@dataclass(eq=False)
+class Trial:
+    """See the module docstring.
+
+    Attributes:
+        model: changed while the trial is entered, as before afterwards.
+        groups: fusion groups by name, quantizable layers only.
+        candidates: formats by name; `keep` is always there.
+        amax: largest input magnitude of each layer, for static scales; see `measure_amax`.
+        solver: rounds the weights; one that needs no data.
+        stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
+        budget: bytes of dense weights that are kept.
+    """
+
+    model: nn.Module
+    groups: Mapping[str, Sequence[LayerPlan]]
+    candidates: Mapping[str, Candidate]
+    amax: Mapping[str, torch.Tensor]
+    solver: str = "rtn"
+    stored: torch.dtype | None = None
+    budget: int = 2 << 30
+    layers: dict[str, TrialLayer] = field(default_factory=dict)
+    observe: Observe | None = None
+    choice: dict[str, str] = field(default_factory=dict)
+    _solved: dict[tuple[str, str], dict[str, BlockScaledTensor]] = field(default_factory=dict)
+    _dense: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    _rounded: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    _undo: list[Callable[[], None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if get_pipeline(self.solver).needs_data:
+            raise ValueError(f"solver {self.solver!r} needs data; a trial takes one that does not, such as 'mse'")
+        self.candidates = {**self.candidates, KEPT.name: KEPT}
+        self.anchor = torch.empty(0, requires_grad=True)
+
+    def __enter__(self) -> Trial:
+        experts: set[nn.Module] = set()
+        for group, members in self.groups.items():
+            for layer in members:
+                parent_name, _, last = layer.name.rpartition(".")
+                parent = self.model.get_submodule(parent_name)
+                original = getattr(parent, last)
+                if layer.kind == "experts":
+                    self._replace_parameter(parent, last, _TrialExperts(self, layer, group, original.detach(), None))
+                    experts.add(parent)
+                else:
+                    trial = TrialLayer(self, layer, group, original.weight.detach(), _detached(original.bias))
+                    trial.train(original.training)
+                    self._undo.append(partial(setattr, parent, last, original))
+                    setattr(parent, last, trial)
+                self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
+        for module in experts:
+            module.forward = partial(experts_forward, module)  # type: ignore[method-assign]
+            self._undo.append(partial(delattr, module, "forward"))
+        return self
+
+    def _replace_parameter(self, parent: nn.Module, name: str, module: nn.Module) -> None:
+        parameter = parent.get_parameter(name)
+
+        def undo() -> None:
+            delattr(parent, name)
+            parent.register_parameter(name, parameter)
+
+        delattr(parent, name)
+        setattr(parent, name, module)
+        self._undo.append(undo)
+
+    def __exit__(self, *exc: object) -> None:
+        while self._undo:
+            self._undo.pop()()
+        self.layers.clear()
+        self._rounded.clear()
+        self._dense.clear()
+
+    def set(self, choice: Mapping[str, str]) -> None:
+        """Chooses a candidate by name for each group that is named; groups left out are in 16 bit."""
+        self.choice = dict(choice)
+
+    def current(self, group: str) -> Candidate:
+        """The candidate that is chosen for a group."""
+        return self.candidates[self.choice.get(group, KEPT.name)]
+
+    def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
+        """Codes and scales of a group in a format, solved when first asked for."""
+        key = (group, candidate.name)
+        if key not in self._solved:
+            assert candidate.weight is not None
+            weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
+            weights = {name: w.to(self.stored or w.dtype) for name, w in weights.items()}
+            self._solved[key] = {}
+            for part in self._parts(weights):
+                self._solved[key] |= solve_group(part, {}, candidate.weight, get_solver(self.solver))
+        return self._solved[key]
+
+    def _parts(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """What is solved together: a group, but each fused-experts projection apart."""
+        stacked = [name for name, weight in weights.items() if weight.dim() == 3]
+        return [{name: weights[name]} for name in stacked] if stacked else [weights]
+
+    def dense(self, layer: TrialLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
+        """The weight `[out, in]` in a format, of one expert where `index` says."""
+        if candidate.weight is None:
+            return layer.original if index is None else layer.original[index]
+        key = (layer.plan.name, candidate.name)
+        if key in self._dense:
+            return self._dense[key] if index is None else self._dense[key][index]
+        quantized = self.solved(layer.group, candidate)[layer.plan.name]
+        held = sum(weight.nbytes for weight in self._dense.values())
+        if held + layer.plan.numel * layer.original.dtype.itemsize <= self.budget:
+            self._dense[key] = quantized.dequantize(layer.original.dtype)
+            return self.dense(layer, candidate, index)
+        part = quantized if index is None else quantized.matrix(index)
+        return part.dequantize(layer.original.dtype)
+
+    def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
+        """`x` as a group sees it in a format; kept until the group gets another input."""
+        if candidate.activation is None:
+            return x
+        held, by_name = self._rounded.get(group, (None, {}))
+        if held is not x:
+            by_name = {}
+            self._rounded[group] = (x, by_name)
+        if candidate.name not in by_name:
+            scale = self.input_scale(group, candidate)
+            kind = "global_scale" if candidate.activation.global_scale else "scale"
+            by_name[candidate.name] = fake_quantize(x.detach(), candidate.activation, **{kind: scale})
+        return by_name[candidate.name]
+
+    def forget_inputs(self) -> None:
+        """Drops the rounded inputs of the pass before."""
+        self._rounded.clear()
+
+    def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
+        """Static scale of a group's inputs; None for formats that measure theirs."""
+        if not needs_static_scale(candidate):
+            return None
+        assert candidate.activation is not None
+        members = self.groups[group]
+        amax = torch.stack([self.amax[member.name] for member in members]).amax()
+        weight = self.layers[members[0].name].original
+        return static_input_scale(amax, candidate.activation, self.stored or weight.dtype)
+
+
+def measure_amax(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    candidates: Mapping[str, Candidate],
+    rows: torch.Tensor,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, torch.Tensor]:
+    """What `Trial.amax` takes: nothing where no candidate has static scales."""
+    if not any(needs_static_scale(candidate) for candidate in candidates.values()):
+        return {}
+    names = [layer.name for members in groups.values() for layer in members]
+    return collect_input_amax(model, names, rows, progress)
+
+
+@contextmanager
+def prepared(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """The model in eval mode, without a key-value cache or weight gradients, 16-bit tensors widened to `dtype`."""
+    modes = {module: module.training for module in model.modules()}
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
+    narrow = [t for t in tensors if dtype is not None and t.dtype in (torch.float16, torch.bfloat16)]
+    before = [t.dtype for t in narrow]
+    config = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    try:
+        for t in narrow:
+            t.data = t.data.to(dtype)
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        if use_cache:
+            config.use_cache = False  # type: ignore[union-attr]
+        model.eval()
+        yield
+    finally:
+        for t, narrower in zip(narrow, before, strict=True):
+            t.data = t.data.to(narrower)
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        if use_cache:
+            config.use_cache = use_cache  # type: ignore[union-attr]
+        for module, training in modes.items():
+            module.training = training
+
+
+def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.detach()
