@@ -1,4 +1,4 @@
-"""One ONNX translation for each `quant::linear_*` op: what a quantized linear is in an ONNX file.
+"""One ONNX translation for each `quant::` op: what quantized layers and attention are in an ONNX file.
 
     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
@@ -6,6 +6,8 @@
                   trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
                   divided by its scale, then as static                 fp8_token, int8_token
     linear        MatMul(activation, weight), Add(bias)
+    attention     Attention; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear, DequantizeLinear of q, k and v,
+                  or the node of our own plugin over their codes
 
 These are the patterns that TensorRT turns into GEMMs in the low precision; written any other way, the same arithmetic
 runs in half precision. Three details matter to both the pattern and the numbers:
@@ -23,18 +25,23 @@ runs in half precision. Three details matter to both the pattern and the numbers
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
+from quant.formats.tensor import fake_quantize
+from quant.kernels.attention_reference import attention_reference
 
 OPSET = 23
 TRT_DOMAIN = "trt"
+PLUGIN_DOMAIN = "quant"
 # Static scales of the codes of inputs that are scaled by token: the largest code times these is just below 1.
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
+_FLOAT, _E4M3 = 1, 17  # TensorProto.FLOAT and .FLOAT8E4M3FN
 
 Translation = Callable[..., Any]
 
@@ -46,10 +53,16 @@ def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
         packed: filled while the graph is translated: ONNX type of each value that holds packed 4-bit codes.
     """
     register_schemas()
-    return {
+    linears = {
         getattr(torch.ops.quant, f"linear_{format.name}").default: _linear(format, packed)
         for format in FORMATS.values()
         if format.element in (E4M3, E2M1, INT4, INT8) and not (format.element is E2M1 and format.scale is E8M0)
+    }
+    return {
+        **linears,
+        torch.ops.quant.onnx_attention.default: _attention,
+        torch.ops.quant.onnx_cache_write.default: _cache_write,
+        torch.ops.quant.onnx_cache_read.default: _cache_read,
     }
 
 
@@ -57,16 +70,16 @@ def _linear(format: Format, packed: dict[Any, int]) -> Translation:
     def translate(
         x: Any, codes: Any, scale: Any, global_scale: Any, bias: Any, input_scale: Any, activation: str
     ) -> Any:
-        op = _opset()
+        op, dtype = _opset(), x.dtype
         if format.element.bits == 4:
             packed[codes] = _element_type(format)
-        weight = op.Transpose(_weight(format, codes, scale, global_scale, x.dtype), perm=[1, 0])
+        weight = op.Transpose(_weight(format, codes, scale, global_scale, dtype), perm=[1, 0])
         after = None
         if activation:
             x, after = _activation(FORMATS[activation], x, input_scale)
         y = op.MatMul(x, weight)
         if after is not None:
-            y = op.Cast(op.Mul(op.Cast(y, to=_float32()), after), to=int(x.dtype))
+            y = op.Cast(op.Mul(op.Cast(y, to=_FLOAT), after), to=int(dtype))
         return y if bias is None else op.Add(y, bias)
 
     return translate
@@ -77,7 +90,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
     op, trt = _opset(), _trt_opset()
     rows, columns = format.block
     if format.global_scale:
-        step = op.DequantizeLinear(scale, op.Cast(global_scale, to=_float32()))
+        step = op.DequantizeLinear(scale, op.Cast(global_scale, to=_FLOAT))
         return op.Cast(op.DequantizeLinear(codes, step, axis=1, block_size=columns), to=int(dtype))
     if format.scale is E8M0:
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=1, block_size=columns, output_dtype=int(dtype))
@@ -93,23 +106,25 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
 def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
     """`x` rounded to `format`, and what the output is to be multiplied by, if anything."""
     op, trt = _opset(), _trt_opset()
+    block = format.block[1]
     if format.global_scale:
-        # 17 is FLOAT8E4M3FN, the type of the block scales.
-        codes, scale = trt.TRT_FP4DynamicQuantize(x, input_scale, axis=-1, block_size=16, scale_type=17, _outputs=2)
+        codes, scale = trt.TRT_FP4DynamicQuantize(
+            x, input_scale, axis=-1, block_size=block, scale_type=_E4M3, _outputs=2
+        )
         step = op.DequantizeLinear(scale, input_scale)
-        return op.Cast(op.DequantizeLinear(codes, step, axis=-1, block_size=16), to=int(x.dtype)), None
+        return op.Cast(op.DequantizeLinear(codes, step, axis=-1, block_size=block), to=int(x.dtype)), None
     if format.scale is E8M0:
-        codes, scale = trt.TRT_MXFP8DynamicQuantize(x, axis=-1, block_size=32, output_dtype=17, _outputs=2)
-        return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=32, output_dtype=int(x.dtype)), None
+        codes, scale = trt.TRT_MXFP8DynamicQuantize(x, axis=-1, block_size=block, output_dtype=_E4M3, _outputs=2)
+        return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=block, output_dtype=int(x.dtype)), None
     if format.block == (0, 0):
         return _round_trip(format, x, input_scale, x.dtype), None
-    wide = op.Cast(x, to=_float32())
+    wide = op.Cast(x, to=_FLOAT)
     amax = op.ReduceMax(op.Abs(wide), [-1], keepdims=1)
-    scale = op.Div(amax, format.element.max)
-    scale = op.Where(op.Greater(scale, 0.0), scale, 1.0)
-    step = _TOKEN_STEP[format.element]
+    scale = op.Div(amax, op.Constant(value_float=format.element.max))
+    scale = op.Where(op.Greater(scale, op.Constant(value_float=0.0)), scale, op.Constant(value_float=1.0))
+    step = op.Constant(value_float=_TOKEN_STEP[format.element])
     small = op.Mul(op.Div(wide, scale), step)
-    return _round_trip(format, small, op.Constant(value_float=step), x.dtype), op.Div(scale, step)
+    return _round_trip(format, small, step, x.dtype), op.Div(scale, step)
 
 
 def _round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
@@ -125,8 +140,139 @@ def _element_type(format: Format) -> int:
     return int(onnx_ir.DataType[types[format.element]])
 
 
-def _float32() -> int:
-    return 1  # TensorProto.FLOAT
+# Attention and the KV cache
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: Sequence[float],
+    kind: str,
+) -> torch.Tensor:
+    """The attention that an exported graph holds as one op; runs in PyTorch, too.
+
+    Args:
+        q: `[batch, heads, seq_q, dim]`.
+        k, v: `[batch, kv_heads, seq_kv, dim]`.
+        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
+        scale: multiplies q·k.
+        causal: query i sees keys up to i.
+        scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
+        kind: "native" or "plugin".
+    """
+    return torch.ops.quant.onnx_attention(q, k, v, mask, scale, causal, list(scales), kind)
+
+
+def _attention_body(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: list[float],
+    kind: str,
+) -> torch.Tensor:
+    if scales and kind == "plugin":
+        codes = [_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False)]
+        out, _ = attention_reference(
+            *codes, torch.tensor(scales[:3]), causal=causal, softmax_scale=scale, dtype=q.dtype
+        )
+        return out
+    dtype = q.dtype
+    if scales:
+        fp8 = FORMATS["fp8"]
+        q, k, v = (fake_quantize(x, fp8, scale=torch.tensor(s)) for x, s in zip((q, k, v), scales, strict=False))
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1).float(), v.repeat_interleave(repeat, 1).float()
+    scores = q.float() @ k.mT * scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    p = scores.softmax(-1)
+    if scales:
+        p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3]))
+    return (p @ v).to(dtype)
+
+
+def _to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
+) -> Any:
+    op = _opset()
+    if not scales:
+        y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
+        return y
+    if kind == "plugin":
+        codes = [
+            op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=_E4M3)
+            for x, s in zip((q, k, v), scales, strict=False)
+        ]
+        # Values of `quant.export.plugin.Attributes`, of which this room's importer knows the names alone.
+        return _plugin_opset().QuantFp8Attention(
+            *codes,
+            op.Constant(value_floats=list(scales[:3])),
+            causal=int(causal),
+            softmax_scale=scale,
+            output_type=int(q.dtype),
+            plugin_version="1",
+            plugin_namespace=PLUGIN_DOMAIN,
+        )
+    rounded = [
+        _round_trip(FORMATS["fp8"], x, op.Constant(value_float=s), x.dtype)
+        for x, s in zip((q, k, v), scales, strict=False)
+    ]
+    return _trt_opset().TRT_QuantizedAttention(
+        *rounded,
+        mask,
+        op.Constant(value_float=scales[3]),
+        scale=scale,
+        is_causal=int(causal),
+        normalization_quantize_to_type=_E4M3,
+    )
+
+
+def _cache_write(x: Any, scale: float) -> Any:
+    op = _opset()
+    return op.QuantizeLinear(x, op.Constant(value_float=scale), output_dtype=_E4M3)
+
+
+def _cache_read(codes: Any, scale: float, like: Any) -> Any:
+    op = _opset()
+    return op.DequantizeLinear(codes, op.Constant(value_float=scale), output_dtype=int(like.dtype))
+
+
+def _register_ops() -> None:
+    define, impl, fake = torch.library.define, torch.library.impl, torch.library.register_fake
+    name = "quant::onnx_attention"
+    define(
+        name,
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
+    )
+    impl(name, "default", _attention_body)
+    fake(name, lambda q, *rest: torch.empty_like(q))
+    name = "quant::onnx_cache_write"
+    define(name, "(Tensor x, float scale) -> Tensor")
+    impl(name, "default", _to_e4m3)
+    fake(name, lambda x, scale: torch.empty_like(x, dtype=torch.float8_e4m3fn))
+    name = "quant::onnx_cache_read"
+    define(name, "(Tensor codes, float scale, Tensor like) -> Tensor")
+    impl(name, "default", lambda codes, scale, like: (codes.float() * scale).to(like.dtype))
+    fake(name, lambda codes, scale, like: torch.empty_like(codes, dtype=like.dtype))
+
+
+_register_ops()
+
+
+# Opsets
 
 
 @functools.cache
@@ -144,45 +290,118 @@ def _trt_opset() -> Any:
 
 
 @functools.cache
+def _plugin_opset() -> Any:
+    from onnxscript.values import Opset
+
+    return Opset(PLUGIN_DOMAIN, 1)
+
+
+@functools.cache
 def register_schemas() -> None:
-    """Tells onnx the operators of TensorRT's domain, without which neither exporter nor checker accepts them."""
+    """Tells onnx the operators of TensorRT's domain and ours, without which exporter and checker refuse them."""
+    from onnx import TensorProto
     from onnx.defs import OpSchema, register_schema
 
-    kind, parameter = OpSchema.AttrType, OpSchema.FormalParameter
-    floats = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)"]
-    fp4, fp8, byte = "tensor(float4e2m1)", "tensor(float8e4m3fn)", "tensor(uint8)"
+    kind, parameter, option = OpSchema.AttrType, OpSchema.FormalParameter, OpSchema.FormalParameterOption
+    fp4, fp8, byte, float32 = "tensor(float4e2m1)", "tensor(float8e4m3fn)", "tensor(uint8)", "tensor(float)"
 
-    def register(name: str, inputs: dict[str, str], outputs: dict[str, str], attributes: dict[str, Any]) -> None:
+    def register(
+        name: str,
+        inputs: dict[str, str],
+        outputs: dict[str, str],
+        attributes: dict[str, Any],
+        infer: Callable[[Any], None],
+        domain: str = TRT_DOMAIN,
+    ) -> None:
+        def parameters(given: dict[str, str]) -> list[Any]:
+            return [
+                parameter(
+                    key.removesuffix("?"), value, param_option=option.Optional if key.endswith("?") else option.Single
+                )
+                for key, value in given.items()
+            ]
+
         schema = OpSchema(
             name,
-            TRT_DOMAIN,
+            domain,
             1,
-            inputs=[parameter(key, value) for key, value in inputs.items()],
-            outputs=[parameter(key, value) for key, value in outputs.items()],
-            type_constraints=[("T", floats, "precision of the layer")],
+            inputs=parameters(inputs),
+            outputs=parameters(outputs),
+            type_constraints=[("T", [float32, "tensor(float16)", "tensor(bfloat16)"], "precision of the layer")],
             attributes=[OpSchema.Attribute(key, value, "", required=False) for key, value in attributes.items()],
         )
+        schema.set_type_and_shape_inference_function(infer)
         register_schema(schema)
 
+    def like_input(attribute: str | None) -> Callable[[Any], None]:
+        """One output, of the shape of the first input and of the type that an attribute names, or the input's."""
+
+        def infer(context: Any) -> None:
+            type = context.get_input_type(0)
+            if attribute is not None:
+                type.tensor_type.elem_type = context.get_attribute(attribute).i
+            context.set_output_type(0, type)
+
+        return infer
+
+    def codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
+        """Codes of the shape of the first input, and a scale for each block of its last axis."""
+
+        def infer(context: Any) -> None:
+            type = context.get_input_type(0)
+            type.tensor_type.elem_type = codes
+            context.set_output_type(0, type)
+            type.tensor_type.elem_type = scale
+            if type.tensor_type.HasField("shape"):
+                last = type.tensor_type.shape.dim[-1]
+                last.dim_value = last.dim_value // context.get_attribute("block_size").i
+            context.set_output_type(1, type)
+
+        return infer
+
     blocks = {"axis": kind.INT, "block_size": kind.INT}
+    output = {"output_dtype": kind.INT}
     register(
         "TRT_FP4DynamicQuantize",
-        {"x": "T", "global_scale": "tensor(float)"},
+        {"x": "T", "global_scale": float32},
         {"codes": fp4, "scale": fp8},
         {**blocks, "scale_type": kind.INT},
+        codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN),
     )
     register(
-        "TRT_MXFP8DynamicQuantize", {"x": "T"}, {"codes": fp8, "scale": byte}, {**blocks, "output_dtype": kind.INT}
-    )
-    register(
-        "TRT_MXFP8DequantizeLinear",
-        {"codes": fp8, "scale": byte},
+        "TRT_MXFP8DynamicQuantize",
         {"x": "T"},
-        {**blocks, "output_dtype": kind.INT},
+        {"codes": fp8, "scale": byte},
+        {**blocks, **output},
+        codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8),
     )
+    wide = like_input("output_dtype")
+    register("TRT_MXFP8DequantizeLinear", {"codes": fp8, "scale": byte}, {"x": "T"}, {**blocks, **output}, wide)
     register(
         "TRT_BlockDequantize",
-        {"codes": fp8, "scale": "tensor(float)"},
+        {"codes": fp8, "scale": float32},
         {"x": "T"},
-        {"block_shape": kind.INTS, "output_dtype": kind.INT},
+        {"block_shape": kind.INTS, **output},
+        wide,
+    )
+    register(
+        "TRT_QuantizedAttention",
+        {"q": "T", "k": "T", "v": "T", "mask?": "tensor(bool)", "normalization_quantize_scale": float32},
+        {"y": "T"},
+        {"scale": kind.FLOAT, "is_causal": kind.INT, "normalization_quantize_to_type": kind.INT},
+        like_input(None),
+    )
+    register(
+        "QuantFp8Attention",
+        {"q": fp8, "k": fp8, "v": fp8, "scales": float32},
+        {"out": "T"},
+        {
+            "causal": kind.INT,
+            "softmax_scale": kind.FLOAT,
+            "output_type": kind.INT,
+            "plugin_version": kind.STRING,
+            "plugin_namespace": kind.STRING,
+        },
+        like_input("output_type"),
+        PLUGIN_DOMAIN,
     )

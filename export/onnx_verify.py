@@ -1,0 +1,256 @@
+"""Whether an ONNX file says what the model does: the checker, shape inference, and every layer's numbers.
+
+    fake quant    the `quant::` op in PyTorch, against the textbook in float64: round the input, multiply, add
+    checkpoint    the weight in the checkpoint's files, against the module's
+    onnx          the layer's nodes, cut out of the file and run by the reference evaluator, against the op; and its
+                  weight, dequantized in float32 from the initializers, against the module's
+    engine        filled in by whoever reads the constants of an engine
+
+Errors are relative: the Frobenius norm of the difference over that of the reference. Layers are compared one at a
+time and never as a whole model, where one flipped rounding in FP4 changes all that follows.
+
+The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
+"worst", "passed"}.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.export.onnx import LAYER_KEY
+from quant.export.onnx_ops import register_schemas
+from quant.export.onnx_reference import evaluator
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.linear import QuantLinear
+from quant.kernels.ops import quantized_linear
+
+TOKENS = 8
+# In half precision, sums that were added up in another order may round to the neighbouring value.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+WEIGHT_TOLERANCE = 1e-6
+_TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+def verify(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    checkpoint: Mapping[str, BlockScaledTensor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The receipt of an exported file.
+
+    Args:
+        model: what was exported.
+        path: the file.
+        checkpoint: weights by layer as its files hold them, where there is a checkpoint.
+        progress: called as `progress(layers done, layers in all)`.
+
+    Raises:
+        ValueError: the file is no valid ONNX, or a layer's nodes are not in it; the message names them.
+    """
+    graph = LayerGraphs(Path(path))
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    found = []
+    for done, (name, module) in enumerate(layers, 1):
+        found.append(_compare(name, module, graph, None if checkpoint is None else checkpoint[name], dtype))
+        if progress:
+            progress(done, len(layers))
+    worst = max(found, key=lambda layer: layer["onnx"] if layer["passed"] else float("inf"), default=None)
+    return {
+        "layers": found,
+        "worst": None if worst is None else worst["name"],
+        "passed": all(layer["passed"] for layer in found),
+    }
+
+
+def check_file(path: str | Path) -> None:
+    """Runs the ONNX checker and strict shape inference.
+
+    Raises:
+        ValueError: they refuse the file; the message is theirs, on one line.
+    """
+    import onnx
+
+    register_schemas()
+    path = Path(path)
+    try:
+        onnx.checker.check_model(str(path))
+        onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False), check_type=True, strict_mode=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
+
+
+class LayerGraphs:
+    """The nodes of each quantized linear in a file, as models of their own; weights are read when asked for.
+
+    Args:
+        path: of a file that `export_onnx` wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import onnx
+
+        self.path = path
+        self.model = onnx.load(path, load_external_data=False)
+        graph = self.model.graph
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.maker = {name: node for node in graph.node for name in node.output}
+        self.layer = {name: _layer_of(node) for name, node in self.maker.items()}
+        self.outputs = {
+            _layer_of(node): node.output[0] for node in graph.node if _layer_of(node)
+        }  # the last tagged node of a layer is the one that its output comes from
+
+    def linear(self, name: str) -> tuple[Any, str]:
+        """The layer's nodes as a model, and the name of its one input.
+
+        Raises:
+            ValueError: the file has no such layer, or its nodes are not connected as a linear's are.
+        """
+        if name not in self.outputs:
+            raise ValueError(f"{self.path}: no nodes of layer {name}; export the model again")
+        output = self.outputs[name]
+        return self._cut(output, lambda value: self._is_own(value, output), name)
+
+    def weight(self, name: str) -> np.ndarray:
+        """The layer's weight `[out, in]`, float32, dequantized from the initializers before any cast to half."""
+        from onnx import TensorProto, helper
+
+        nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
+        if len(nodes) != 1:
+            raise ValueError(f"{self.path}: {len(nodes)} nodes read {name}.codes, expected one")
+        (node,) = nodes
+        output = node.output[0]
+        model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
+        last = model.graph.node[-1]
+        kept = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
+        del last.attribute[:]
+        last.attribute.extend([*kept, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+        values = evaluator(model).run(None, {})[0]
+        return np.asarray(values, dtype=np.float32)
+
+    def _is_own(self, value: str, output: str) -> bool:
+        if value == output:
+            return True
+        tagged = bool(self.layer.get(value))
+        return (tagged and value not in self.outputs.values()) or self._is_constant(value)
+
+    def _is_constant(self, value: str) -> bool:
+        node = self.maker.get(value)
+        return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
+
+    def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
+        """The nodes that `output` is made by, as far back as `own` says, as a model."""
+        from onnx import helper
+        from onnx.external_data_helper import load_external_data_for_tensor
+
+        nodes, used, free, waiting = [], set(), [], [output]
+        for node in reversed(self.model.graph.node):
+            if not any(value in waiting for value in node.output):
+                continue
+            nodes.insert(0, node)
+            for value in filter(None, node.input):
+                if value in self.constants:
+                    used.add(value)
+                elif own(value):
+                    waiting.append(value)
+                elif value not in free:
+                    free.append(value)
+        if len(free) != inputs:
+            raise ValueError(f"{self.path}: the nodes of {name} read {free or 'nothing'}, expected {inputs} input(s)")
+        constants = []
+        for value in sorted(used):
+            tensor = copy.deepcopy(self.constants[value])
+            if tensor.data_location == tensor.EXTERNAL:
+                load_external_data_for_tensor(tensor, str(self.path.parent))
+            constants.append(tensor)
+        known = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in free]
+        made = helper.make_value_info(output, helper.make_tensor_type_proto(1, None))
+        graph = helper.make_graph(nodes, name, known, [made], constants)
+        model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        return model, free[0] if free else ""
+
+
+def _layer_of(node: Any) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
+def _compare(
+    name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = module.dequantize()
+    with torch.no_grad():
+        op = quantized_linear(
+            x, module.quantized_weight, module.bias, module.input_scale, module.activation_format
+        ).float()
+        fake_quant = relative_error(op, _textbook(x, module))
+    model, given = graph.linear(name)
+    out = evaluator(model).run(None, {given: to_numpy(x)})[0]
+    of_weight = relative_error(torch.from_numpy(graph.weight(name)), weight)
+    of_output = relative_error(torch.from_numpy(np.asarray(out, dtype=np.float32)), op)
+    checkpoint = None if stored is None else relative_error(stored.dequantize(), weight)
+    passed = (
+        fake_quant <= _TEXTBOOK[dtype]
+        and of_output <= TOLERANCE[dtype]
+        and of_weight <= WEIGHT_TOLERANCE
+        and (checkpoint or 0.0) <= WEIGHT_TOLERANCE
+    )
+    return {
+        "name": name,
+        "fake_quant": fake_quant,
+        "checkpoint": checkpoint,
+        "onnx": max(of_output, of_weight),
+        "engine": None,
+        "passed": passed,
+    }
+
+
+def _textbook(x: torch.Tensor, module: QuantLinear) -> torch.Tensor:
+    """The layer in float64."""
+    format = module.activation_format
+    if format is not None:
+        second = format.global_scale
+        x = fake_quantize(
+            x,
+            format,
+            scale=None if second else module.input_scale,
+            global_scale=module.input_scale if second else None,
+        )
+    bias = None if module.bias is None else module.bias.double()
+    return linear(x.double(), module.dequantize().double(), bias)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of what was expected, in float64."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """A tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
+    import ml_dtypes
+
+    kinds: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+        torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
+        torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    }
+    x = x.detach().cpu().contiguous()
+    if x.dtype in kinds:
+        plain, dtype = kinds[x.dtype]
+        return x.view(plain).numpy().view(dtype)
+    return x.numpy()
+
+
+def layers_of(path: str | Path) -> Iterator[str]:
+    """Names of the quantized linears in an exported file, in order."""
+    return iter(LayerGraphs(Path(path)).outputs)
