@@ -5,8 +5,11 @@ optimization profile. A line names the kernel, its operands, and the ONNX nodes 
 
     tensor={ … dims={ 256 512 } name="w1" … type=fp4_e2m1 }
     fully_connected={ name="a/matmul+b/matmul" output={"y" } input={"x4" "w1" …} … layers="[ONNX Layer: a/matmul]…" }
-    runtime_fusion={ name=__myl_CastMulFc args={ "w2" "x" … } input_args={…} output_args={…} … layers="…" }
+    runtime_fusion={ name=__myl_CastMulFc input_args={ "w2" "x" … } output_args={…} … layers="…" backbone=gemm }
     function={ name=_gemm_mha_v2 args={ "q" "k" "v" … } … layers="[ONNX Layer: attention]" }
+
+A `runtime_fusion` is compiled on the GPU it will run on; what it consists of follows as a small program of its own,
+whose GEMM shows the types that are multiplied.
 
 So a machine without a GPU can prove that a layer was not left in half precision, which TensorRT does without a word
 whenever a graph misses one of its patterns. What runs is read from types, not from kernel names:
@@ -30,6 +33,9 @@ from typing import Any
 
 from quant.recipes.plan import LayerPlan, Plan
 
+UNPLANNED = "–"
+"""What stands for the plan where nobody said one."""
+
 # The second serves a single query, as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
 # The compiler's types, by the names used here.
@@ -49,19 +55,25 @@ _HEADER = re.compile(rb"header \{\n  version = ")
 _TENSOR = re.compile(r"^ +(?:sub_)?tensor=\{(.*)$", re.M)
 _LINE = re.compile(r'^  (\w+)=\{ name=("[^"]*"|\S+) (.*)$', re.M)
 _NODE = re.compile(r"\[ONNX Layer: (.*?)\](?=\x1f?\[ONNX Layer: |$)")
-_NAMES = r"=\{((?:\s*\"[^\"]*\")*)\s*\}"
+_NAMES = {
+    "input": re.compile(r'\b(?:input_args|input)=\{((?:\s*"[^"]*")*)\s*\}'),
+    "output": re.compile(r'\b(?:output_args|output)=\{((?:\s*"[^"]*")*)\s*\}'),
+    "layers": re.compile(r'\blayers="([^"]*)"'),
+}
 
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a kernel reads.
+    """A tensor that a kernel reads or writes.
 
     Attributes:
+        name: of the memory it lies in; views of one tensor share it.
         type: `fp4`, `fp8`, `int8`, `int4`, `half`, `float`, or the compiler's word where it is none of them.
         dims: its shape; a dynamic dimension is None.
         constant: whether it is stored in the engine.
     """
 
+    name: str
     type: str
     dims: tuple[int | None, ...]
     constant: bool
@@ -81,6 +93,9 @@ class Kernel:
         name: of the kernel, or of the nodes it stands for.
         nodes: names of the ONNX nodes that were fused into it.
         inputs: operands in order; for a `fully_connected`, the activation and then the weight.
+        outputs: names of what it writes.
+        backbone: of a `runtime_fusion`: `gemm` where it is one.
+        is_body: whether it only says what a `runtime_fusion` consists of.
         program: index of the program it belongs to.
     """
 
@@ -88,14 +103,22 @@ class Kernel:
     name: str
     nodes: tuple[str, ...]
     inputs: tuple[Operand, ...]
+    outputs: tuple[str, ...]
+    backbone: str
+    is_body: bool
     program: int
 
     @property
     def is_gemm(self) -> bool:
         """Whether it multiplies matrices."""
         if self.kind == "runtime_fusion":
-            return "Fc" in self.name
-        return self.kind in ("fully_connected", "gemm", "batch_gemm", "convolution")
+            return self.backbone == "gemm"
+        return self.kind in ("fully_connected", "convolution") and not self.is_body
+
+    @property
+    def matmuls(self) -> set[str]:
+        """Names of the MatMul nodes in it."""
+        return {node for node in self.nodes if "/MatMul" in node}
 
     @property
     def is_attention(self) -> bool:
@@ -118,9 +141,6 @@ class Finding:
     planned: str
     found: str
     passed: bool
-
-
-_UNKNOWN = Operand("unknown", (), False)
 
 
 def read_kernels(engine: str | Path) -> list[Kernel]:
@@ -199,15 +219,32 @@ def _read_program(text: str, index: int) -> list[Kernel]:
     operands = dict(filter(None, (_operand(match[1]) for match in _TENSOR.finditer(text))))
     start = text.find("\nmain {")
     stop = text.find("\nshape_main {", start)
+    is_body = "region=runtime-fusion-consts" in text or "accelerators={*}" in text
     kernels = []
     for match in _LINE.finditer(text, max(start, 0), stop if stop > 0 else len(text)):
-        rest = match[3]
-        names = re.search(rf"\b(?:input_args|input){_NAMES}", rest)
-        layers = re.search(r'\blayers="([^"]*)"', rest)
-        if names is None or layers is None:
+        inputs, outputs, layers = (_NAMES[key].search(match[3]) for key in ("input", "output", "layers"))
+        if inputs is None or outputs is None or layers is None:
             continue
-        inputs = tuple(operands.get(name, _UNKNOWN) for name in re.findall(r'"([^"]*)"', names[1]))
-        kernels.append(Kernel(match[1], match[2].strip('"'), tuple(_NODE.findall(layers[1])), inputs, index))
+        read, written = (
+            tuple(
+                operands.get(name, Operand(name, "unknown", (), False)) for name in re.findall(r'"([^"]*)"', names[1])
+            )
+            for names in (inputs, outputs)
+        )
+        nodes = tuple(_NODE.findall(layers[1]))
+        backbone = re.search(r"\bbackbone=(\w+)", match[3])
+        kernels.append(
+            Kernel(
+                kind=match[1],
+                name=match[2].strip('"'),
+                nodes=nodes,
+                inputs=read,
+                outputs=tuple(o.name for o in written),
+                backbone=backbone[1] if backbone else "",
+                is_body=is_body,
+                program=index,
+            )
+        )
     return kernels
 
 
@@ -218,7 +255,9 @@ def _operand(line: str) -> tuple[str, Operand] | None:
     dims = re.search(r" dims=\{([^}]*)\}", line)
     sizes = re.findall(r'"[^"]*"|\d+', dims[1]) if dims else []
     shape = tuple(int(size) if size.isdigit() else None for size in sizes)
-    return name[1], Operand(_TYPES.get(kind[1], kind[1]), shape, "const_payload_size=" in line)
+    base = re.search(r' base="([^"]*)"', line)
+    stored = "const_payload_size=" in line
+    return name[1], Operand(base[1] if base else name[1], _TYPES.get(kind[1], kind[1]), shape, stored)
 
 
 def _runs(kernel: Kernel, layer: str) -> bool:
@@ -239,11 +278,11 @@ def _audit_rest(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterat
     """GEMMs that no planned layer owns: layers kept in 16 bit and, without a plan, all of them."""
     seen = set()
     for kernel in kernels:
-        matmuls = [node for node in kernel.nodes if "/MatMul" in node]
-        name = "+".join(node.rpartition("/")[0] for node in matmuls) or "+".join(kernel.nodes) or kernel.name
+        names = [node.rpartition("/")[0] for node in kernel.nodes if node in kernel.matmuls] or kernel.nodes
+        name = "+".join(names) or kernel.name
         if kernel.is_gemm and name not in seen and not any(_runs(kernel, layer) for layer in planned):
             seen.add(name)
-            yield Finding(name, "16 bit" if planned else "–", _precision(kernel, kernels), True)
+            yield Finding(name, "16 bit" if planned else UNPLANNED, _precision(kernel, kernels), True)
 
 
 def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Sequence[str]) -> Iterator[Finding]:
@@ -251,7 +290,7 @@ def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Seque
     left = dict.fromkeys(nodes)
     found: dict[str, str] = {}
     for kernel in kernels:
-        if kernel.is_attention:
+        if kernel.is_attention and not kernel.is_body:
             name = next((node for node in kernel.nodes if node in left), "+".join(kernel.nodes) or kernel.name)
             # q, k and v; what follows are shapes, scales and masks.
             types = [operand.type for operand in kernel.inputs if operand.is_matrix][:3]
@@ -260,32 +299,29 @@ def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Seque
                 found[name] = precision
     for name in (*found, *(node for node in left if node not in found)):
         word = found.get(name, "not fused")
-        yield Finding(name, f"{wanted or 'half'}, fused" if wanted or left else "–", word, wanted in (None, word))
+        yield Finding(name, wanted or UNPLANNED, word, wanted in (None, word))
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
     """What a GEMM runs in: the types of its operands and, where they are 16 bit, of the codes they came from."""
+    matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
-        matrices = [operand for operand in gemm.inputs if operand.is_matrix]
-        # Weights may be unpacked inside the kernel; the input then is the operand that is not stored.
-        activation = next((o.type for o in matrices if not o.constant), "half")
-        weight = _narrowest(matrices)
+        inside = [k for k in kernels if k.is_body and k.kind == "fully_connected" and k.matmuls & gemm.matmuls]
+        multiplied = inside[0] if inside else None
     else:
-        activation, weight = (operand.type for operand in gemm.inputs[:2])
-    if _BITS.get(weight or "half", 16) >= 16:
-        # Or unpacked by a kernel of its own, which stands for other nodes of the same layer.
-        layers = {node.rpartition("/")[0] for node in gemm.nodes if "/MatMul" in node}
-        weight = _narrowest([o for k in kernels if _unpacks(k, gemm, layers) for o in k.inputs]) or weight
-    if weight == activation or _BITS.get(weight or "half", 16) >= 16:
+        multiplied = gemm
+    if multiplied is None:
+        return "unknown"
+    activation, weight = (operand.type for operand in multiplied.inputs[:2])
+    if _BITS.get(weight, 16) >= 16:
+        # 16 bit by now: unpacked inside this kernel, or by one of its own that writes what this one reads.
+        read = {(gemm.program, operand.name) for operand in matrices}
+        unpackers = [k for k in kernels if not k.is_gemm and any((k.program, name) in read for name in k.outputs)]
+        stored = _narrowest([*matrices, *(operand for kernel in unpackers for operand in kernel.inputs)])
+        weight = stored or weight
+    if weight == activation or _BITS.get(weight, 16) >= 16:
         return activation
     return f"{activation}, {weight} weights"
-
-
-def _unpacks(kernel: Kernel, gemm: Kernel, layers: set[str]) -> bool:
-    """Whether a kernel can be what dequantizes the weight of a GEMM."""
-    if kernel.is_gemm or kernel.program != gemm.program:
-        return False
-    return any(node.rpartition("/")[0] in layers for node in kernel.nodes)
 
 
 def _narrowest(operands: Iterable[Operand]) -> str | None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from quant.cli_audit import audit_command
 from quant.cli_base import DEBUG as _DEBUG
 from quant.cli_base import JSON as _JSON
 from quant.cli_base import QUIET as _QUIET
@@ -169,6 +170,7 @@ def formats_command(as_json: bool, debug: bool) -> None:
 
 
 main.add_command(plan_group)
+main.add_command(audit_command)
 
 
 if __name__ == "__main__":
