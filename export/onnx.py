@@ -149,7 +149,9 @@ def _fp8_scales(
     return operand_scales(scales)
 
 
-def _ranges(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> dict[str, tuple[int, int]]:
+def dimension_ranges(
+    inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
+) -> dict[str, tuple[int, int]]:
     """Smallest and largest value of each dynamic dimension that `shapes` limits."""
     found: dict[str, tuple[int, int]] = {}
     given_inputs = [Input(name, given.dims) for name, given in inputs.items()]
@@ -163,7 +165,7 @@ def _ranges(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
 
 
 def _longest(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> int | None:
-    return _ranges(inputs, shapes).get("sequence", (0, None))[1]
+    return dimension_ranges(inputs, shapes).get("sequence", (0, None))[1]
 
 
 def _trace(
@@ -175,7 +177,7 @@ def _trace(
 ) -> torch.export.ExportedProgram:
     """The module as a graph over named dimensions."""
     config = getattr(getattr(module, "model", None), "config", None)
-    ranges = _ranges(inputs, shapes)
+    ranges = dimension_ranges(inputs, shapes)
     limits = {"sequence": getattr(config, "max_position_embeddings", None)}
     names = {dim for given in inputs.values() for dim in given.dims if isinstance(dim, str)}
     dims = {name: torch.export.Dim(name, max=ranges.get(name, (0, limits.get(name)))[1]) for name in sorted(names)}

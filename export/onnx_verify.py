@@ -10,13 +10,13 @@ Errors are relative: the Frobenius norm of the difference over that of the refer
 time and never as a whole model, where one flipped rounding in FP4 changes all that follows.
 
 The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
-"worst", "passed"}.
+"passed"}.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,8 @@ from quant.kernels.linear import QuantLinear
 from quant.kernels.ops import quantized_linear
 
 TOKENS = 8
-# In half precision, sums that were added up in another order may round to the neighbouring value.
+# In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
+# scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 WEIGHT_TOLERANCE = 1e-6
 _TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
@@ -43,7 +44,7 @@ def verify(
     model: nn.Module,
     path: str | Path,
     *,
-    checkpoint: Mapping[str, BlockScaledTensor] | None = None,
+    checkpoint: Callable[[str], BlockScaledTensor] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
     """The receipt of an exported file.
@@ -51,7 +52,7 @@ def verify(
     Args:
         model: what was exported.
         path: the file.
-        checkpoint: weights by layer as its files hold them, where there is a checkpoint.
+        checkpoint: gives a layer's weight as the checkpoint's files hold it, where there is a checkpoint.
         progress: called as `progress(layers done, layers in all)`.
 
     Raises:
@@ -62,15 +63,19 @@ def verify(
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     found = []
     for done, (name, module) in enumerate(layers, 1):
-        found.append(_compare(name, module, graph, None if checkpoint is None else checkpoint[name], dtype))
+        found.append(_compare(name, module, graph, checkpoint(name) if checkpoint else None, dtype))
         if progress:
             progress(done, len(layers))
-    worst = max(found, key=lambda layer: layer["onnx"] if layer["passed"] else float("inf"), default=None)
-    return {
-        "layers": found,
-        "worst": None if worst is None else worst["name"],
-        "passed": all(layer["passed"] for layer in found),
-    }
+    return {"layers": found, "passed": all(layer["passed"] for layer in found)}
+
+
+def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The layer that fails by most, or else the one that is nearest to it; None without layers."""
+
+    def badness(layer: dict[str, Any]) -> tuple[bool, float]:
+        return not layer["passed"], max(layer["onnx"] or 0.0, layer["checkpoint"] or 0.0)
+
+    return max(receipt["layers"], key=badness, default=None)
 
 
 def check_file(path: str | Path) -> None:
@@ -201,7 +206,7 @@ def _compare(
     checkpoint = None if stored is None else relative_error(stored.dequantize(), weight)
     passed = (
         fake_quant <= _TEXTBOOK[dtype]
-        and of_output <= TOLERANCE[dtype]
+        and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
         and of_weight <= WEIGHT_TOLERANCE
         and (checkpoint or 0.0) <= WEIGHT_TOLERANCE
     )
@@ -213,6 +218,11 @@ def _compare(
         "engine": None,
         "passed": passed,
     }
+
+
+def _is_by_token(module: QuantLinear) -> bool:
+    format = module.activation_format
+    return format is not None and format.block == (1, 0) and module.input_scale is None
 
 
 def _textbook(x: torch.Tensor, module: QuantLinear) -> torch.Tensor:
@@ -249,8 +259,3 @@ def to_numpy(x: torch.Tensor) -> np.ndarray:
         plain, dtype = kinds[x.dtype]
         return x.view(plain).numpy().view(dtype)
     return x.numpy()
-
-
-def layers_of(path: str | Path) -> Iterator[str]:
-    """Names of the quantized linears in an exported file, in order."""
-    return iter(LayerGraphs(Path(path)).outputs)

@@ -21,6 +21,7 @@ from quant.cli_base import JSON as _JSON
 from quant.cli_base import QUIET as _QUIET
 from quant.cli_base import Command as _Command
 from quant.cli_base import Toolbox as _Toolbox
+from quant.cli_export import export_command
 from quant.cli_plan import plan_group
 
 # torch takes seconds to import: commands import what they need, so that --help does not wait for it.
@@ -171,6 +172,7 @@ def formats_command(as_json: bool, debug: bool) -> None:
 
 main.add_command(plan_group)
 main.add_command(audit_command)
+main.add_command(export_command)
 
 
 if __name__ == "__main__":
