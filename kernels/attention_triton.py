@@ -147,29 +147,42 @@ def launch(
     arch: int | None = None,
 ) -> None:
     """Runs the kernel on dense operands; `arch` chooses the tiles, by default those of the operands' GPU."""
+    if out.numel():
+        grid, arguments, constants = _launch_of(q, k, v, scales, out, lse, causal, softmax_scale, arch)
+        attention_forward[grid](*arguments, **constants)
+
+
+def launch_in_graph(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: torch.Tensor,
+    causal: bool,
+    softmax_scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The launch as a node that `torch.compile` and AOTInductor see: they compile the kernel into what they make."""
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    grid, arguments, constants = _launch_of(q, k, v, scales, out, None, causal, softmax_scale, None)
+    torch.library.wrap_triton(attention_forward)[grid](*arguments, **constants)
+    return out
+
+
+def _launch_of(q, k, v, scales, out, lse, causal, softmax_scale, arch):
+    """Grid, run-time arguments and compile-time ones."""
     batch, heads, seq_q, dim = q.shape
-    if out.numel() == 0:
-        return
     if arch is None:
         major, minor = torch.cuda.get_device_capability(q.device)
         arch = 10 * major + minor
     tiles = tiles_for(dim, arch)
-    attention_forward[(triton.cdiv(seq_q, tiles.block_q), heads, batch)](
-        q,
-        k,
-        v,
-        scales,
-        heads,
-        k.shape[1],
-        seq_q,
-        k.shape[2],
-        out,
-        lse,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        dim=dim,
-        block_q=tiles.block_q,
-        block_kv=tiles.block_kv,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
-    )
+    constants = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "dim": dim,
+        "block_q": tiles.block_q,
+        "block_kv": tiles.block_kv,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    arguments = (q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out, lse)
+    return (triton.cdiv(seq_q, tiles.block_q), heads, batch), arguments, constants

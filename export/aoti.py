@@ -1,0 +1,237 @@
+"""AOTInductor packages: a quantized module compiled ahead of time into one `.pt2` file.
+
+    torch.export         the module as a graph; a quantized linear is one `quant::` op in it
+    here                 every such op becomes what a compiler can see through (the table below)
+    AOTInductor          kernels for one device, compiled and tuned, with the weights, in a zip file
+
+    op                                   on a GPU with FP8 tensor cores          elsewhere
+    FP8 weights, FP8 inputs              rounding that fuses into the producer   rounding, dequantized weights,
+                                         of the input, then `torch._scaled_mm`   a plain matmul
+    other linears                        weights decoded by integer arithmetic, then a plain matmul
+    quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
+
+Nothing of `quant::` is left after that, so the package needs neither Python nor this library: C++ loads it with
+`torch::inductor::AOTIModelPackageLoader`, Python with `torch._inductor.aoti_load_package`. Input scales that are
+equal (q, k and v share theirs) become one, so that their input is rounded once.
+
+A package is for the kind of GPU that made it. Making one for CUDA needs that GPU, for kernels are tuned on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.packing import unpack
+from quant.formats.rounding import decode_power_of_two
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.attention import has_fp8_tensor_cores
+from quant.kernels.attention_reference import attention_reference
+from quant.kernels.fp8_gemm import fp8_linear, takes
+from quant.kernels.linear import QuantLinear
+from quant.kernels.ops import op_name
+
+_ATTENTION = "quant::fp8_attention"
+
+Dims = Mapping[str, Mapping[int, str]]
+
+
+def export_aoti(
+    model: nn.Module,
+    path: str | Path,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    device: torch.device | str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Path:
+    """Compiles `model` into a `.pt2` package.
+
+    Args:
+        model: quantized or not; its outputs are tensors, in any nest of tuples and dicts. Moved to `device`.
+        path: of the package; ends in `.pt2`.
+        inputs: an example of each input by the name of `forward`'s parameter.
+        dims: names of dynamic dimensions, by input and axis; all others are fixed at the examples' sizes.
+        ranges: smallest and largest size of a named dimension.
+        device: to run on, "cuda" or "cpu"; by default where the model is.
+        options: settings of Inductor, such as `{"max_autotune": True}`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: there is no such device, the name is wrong, or the model does not export; nothing is written.
+    """
+    path = Path(path)
+    if path.suffix != ".pt2":
+        raise ValueError(f"{path}: an AOTInductor package ends in .pt2")
+    device = torch.device(device) if device is not None else _device_of(model)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{path}: no CUDA device here; a package for a GPU is made on that GPU, or pass device='cpu'")
+    program = lowered(model.to(device), {name: x.to(device) for name, x in inputs.items()}, dims=dims, ranges=ranges)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder,
+        _visible({_ATTENTION: _attention}),
+    ):
+        made = torch._inductor.aoti_compile_and_package(
+            program, package_path=str(Path(folder, path.name)), inductor_configs=dict(options or {})
+        )
+        os.replace(made, path)
+    return path
+
+
+def lowered(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+) -> torch.export.ExportedProgram:
+    """The exported graph that the package is compiled from: without our linear ops; arguments as for `export_aoti`.
+
+    Raises:
+        ValueError: the model does not export with these dimensions.
+    """
+    _warm_tables()
+    names = {name for axes in (dims or {}).values() for name in axes.values()}
+    sizes = {name: torch.export.Dim(name, **_bounds((ranges or {}).get(name))) for name in names}
+    dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
+    with torch.no_grad(), _shared_input_scales(model):
+        try:
+            program = torch.export.export(model, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+        except (torch._dynamo.exc.UserError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
+        with _visible({op_name(format): _linear_of(format) for format in FORMATS.values()}):
+            return program.run_decompositions()
+
+
+def load_aoti(path: str | Path) -> Callable[..., Any]:
+    """A package as a function of the model's inputs."""
+    return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+
+
+def _bounds(limits: tuple[int, int] | None) -> dict[str, int]:
+    return {} if limits is None else {"min": limits[0], "max": limits[1]}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+
+
+@contextlib.contextmanager
+def _shared_input_scales(model: nn.Module) -> Iterator[None]:
+    """While a graph is made, linears whose static input scales are equal hold one and the same tensor."""
+    first: dict[float, torch.Tensor] = {}
+    replaced: list[tuple[QuantLinear, torch.Tensor]] = []
+    for module in model.modules():
+        if isinstance(module, QuantLinear) and module.input_scale is not None:
+            own = module.input_scale
+            module.input_scale = first.setdefault(float(own), own)
+            replaced.append((module, own))
+    try:
+        yield
+    finally:
+        for module, own in replaced:
+            module.input_scale = own
+
+
+def _linear_of(format: Format) -> Callable[..., torch.Tensor]:
+    def linear(
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+        activation: str,
+    ) -> torch.Tensor:
+        shape = (codes.shape[0], x.shape[-1])
+        if takes(format, activation, shape, x.dtype) and has_fp8_tensor_cores(x.device):
+            return fp8_linear(x, codes, scale, bias, input_scale, activation)
+        if activation:
+            given = FORMATS[activation]
+            x = fake_quantize(x, given, **{"global_scale" if given.global_scale else "scale": input_scale})
+        weight = dequantize_in_graph(BlockScaledTensor(codes, scale, format, shape, global_scale), x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    return linear
+
+
+def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
+    format, (rows, columns) = weight.format, weight.shape
+    elements = _element_values(weight.codes, format, columns)
+    scale = weight.scale if weight.scale.dtype.is_floating_point else decode_power_of_two(weight.scale)
+    step = scale.float()
+    if weight.global_scale is not None:
+        step = (step.double() * weight.global_scale.double()).float()
+    block_rows, block_columns = format.block_shape(weight.shape)
+    step = step.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+    return (elements * step).to(dtype)
+
+
+def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.Tensor:
+    element = format.element
+    if element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
+        return codes.float()
+    bits = unpack(codes, element.bits, columns).int()
+    if element.is_integer:
+        half = 1 << (element.bits - 1)
+        return ((bits ^ half) - half).float()
+    # The code's exponent and mantissa, moved to their places in FP16, are a number whose exponent is off by the
+    # difference of the two biases; subnormals become subnormals.
+    sign = bits >> (element.bits - 1)
+    magnitude = (bits & ((1 << (element.bits - 1)) - 1)) << (10 - element.mantissa)
+    half_precision = (magnitude | (sign << 15)).to(torch.int16).view(torch.float16)
+    return half_precision.float() * 2.0 ** (15 - element.bias)
+
+
+def _warm_tables() -> None:
+    """Makes the tables that `formats` keeps, outside a trace, where they would become part of the graph."""
+    for format in FORMATS.values():
+        fake_quantize(torch.ones(1, 128), format)
+
+
+def _attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: torch.Tensor,
+    causal: bool,
+    softmax_scale: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    if not has_fp8_tensor_cores(q.device):
+        return attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype)[0]
+    from quant.kernels.attention_triton import launch_in_graph
+
+    return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)
+
+
+@contextlib.contextmanager
+def _visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+    """While graphs are traced, ops of these names are replaced by what their bodies do."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    def traced(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+        def inside(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+            with mode:
+                return body(*args, **(kwargs or {}))
+
+        return inside
+
+    with torch.library._scoped_library("quant", "FRAGMENT") as library:
+        for name, body in bodies.items():
+            torch.library.register_torch_dispatch(name, FunctionalTensorMode, traced(body), lib=library)
+        yield
