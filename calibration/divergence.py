@@ -24,7 +24,6 @@ from torch import nn
 from quant.calibration.blocks import output_of
 
 _SLICE_ELEMENTS = 1 << 23
-_KEPT_BYTES = 1 << 28
 
 
 class Divergence(Protocol):
@@ -41,8 +40,13 @@ class Divergence(Protocol):
         """How many values a sum over `rows` is a sum of."""
         ...
 
-    def reference(self, rows: torch.Tensor) -> Any:
-        """What must be remembered of the original model's output, to be called with it as it is now."""
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        """What must be remembered of the original model's output, to be called with it as it is now.
+
+        Args:
+            rows: the text.
+            keep: remember whole distributions, which are large, where they would have to be worked out every time.
+        """
         ...
 
     def measure(self, rows: torch.Tensor, reference: Any) -> float:
@@ -77,13 +81,10 @@ class NextToken:
     def count(self, rows: torch.Tensor) -> int:
         return rows.shape[0] * (rows.shape[1] - 1)
 
-    def reference(self, rows: torch.Tensor) -> Any:
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             hidden = self._hidden(rows)
-            vocabulary = self._logits(hidden[:1]).shape[-1]
-            if 4 * len(hidden) * vocabulary <= _KEPT_BYTES:
-                return [self._logp(hidden[part]) for part in _slices(len(hidden), vocabulary)]
-            return hidden
+            return [self._logp(hidden[part]) for part in self._parts(hidden)] if keep else hidden
 
     def measure(self, rows: torch.Tensor, reference: Any) -> float:
         total = 0.0
@@ -91,6 +92,16 @@ class NextToken:
             hidden = self._hidden(rows)
             for place, part in enumerate(self._parts(hidden)):
                 total += float(_kl(self._base(reference, place, part), self._logp(hidden[part])).double().sum())
+        return total
+
+    def nll(self, rows: torch.Tensor) -> float:
+        """Summed negative log-likelihood of the next tokens, in nats."""
+        targets = rows[:, 1:].flatten()
+        total = 0.0
+        with torch.no_grad():
+            hidden = self._hidden(rows)
+            for part in self._parts(hidden):
+                total -= float(self._logp(hidden[part]).gather(1, targets[part, None]).double().sum())
         return total
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
@@ -178,7 +189,7 @@ class Embeddings:
     def count(self, rows: torch.Tensor) -> int:
         return rows.shape[0]
 
-    def reference(self, rows: torch.Tensor) -> Any:
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             return self._embed(rows)
 

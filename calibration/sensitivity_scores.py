@@ -32,9 +32,11 @@ from quant.calibration.blocks import Stop, block_names, find_chains
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity import METHODS, UNITS, GroupScores, Sensitivity
-from quant.calibration.trial import Trial, TrialLayer, measure_amax, prepared
+from quant.calibration.trial import Seen, Trial, TrialLayer, measure_amax, prepared
 from quant.calibration.units import Result, rank_and_world, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
+
+_KEPT_BYTES = 1 << 29
 
 Progress = Callable[[str, int, int], None]
 Allowed = Mapping[str, Sequence[Candidate]]
@@ -50,6 +52,7 @@ def score_groups(
     solver: str = "rtn",
     dtype: torch.dtype | None = torch.float32,
     seed: int = 0,
+    amax: Mapping[str, torch.Tensor] | None = None,
     path: Path | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
@@ -64,6 +67,7 @@ def score_groups(
         solver: rounds the weights meanwhile; one that needs no data.
         dtype: what 16-bit tensors are widened to meanwhile; None leaves them.
         seed: of the tokens and directions that `fisher` draws.
+        amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
         path: where the table is kept: read if it is there and was made from the same, and resumed after an
             interruption. None keeps nothing.
         progress: called as `progress(stage, done, total)`.
@@ -74,15 +78,17 @@ def score_groups(
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     started = time.perf_counter()
-    key = _key(model, groups, allowed, rows, method, solver, dtype, seed)
+    ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
+    key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges)
     if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
         return found
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
     report = _reporter(progress, "calibrate")
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     divergence = divergence_of(model)
-    with torch.no_grad(), prepared(model, None):
-        amax = measure_amax(model, groups, candidates, rows, report)
+    if amax is None:
+        with prepared(model, None):
+            amax = measure_amax(model, groups, candidates, rows, report)
     with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored) as trial:
         units = _UNITS[method](trial, allowed, rows, divergence, seed)
         results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
@@ -118,7 +124,7 @@ class _Fisher:
         index = int(name.split()[1])
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         row = self.rows[index : index + 1]
-        sums = _TokenProducts(self.trial, self.allowed)
+        sums = TokenProducts(self.trial, self.allowed)
         self.trial.set({})
         with observed(self.trial, sums.observe):
             self.divergence.probe(row, generator)
@@ -129,60 +135,53 @@ class _Fisher:
         return {group: {c: 0.5 * v / count for c, v in scores.items()} for group, scores in sums.items()}
 
 
-class _TokenProducts:
+class TokenProducts:
     """∂L/∂Y · (Y_q − Y) of each token, by group and format, summed over the members of the group.
 
-    Members share their input, which tells one call of a group from the next.
+    Members share their input, and one follows the other in a backward pass; another input is another call.
     """
 
     def __init__(self, trial: Trial, allowed: Allowed) -> None:
         self.trial, self.allowed = trial, allowed
-        self.inputs: dict[str, torch.Tensor] = {}
-        self.products: dict[str, dict[str, torch.Tensor]] = {}
+        self.group = ""
+        self.input: torch.Tensor | None = None
+        self.products: dict[str, torch.Tensor] = {}
         self.square: Result = {}
         self.linear: Result = {}
 
-    def observe(self, layer: TrialLayer, x: torch.Tensor, gradient: torch.Tensor, index: int | None) -> None:
+    def observe(self, layer: TrialLayer, seen: Seen) -> None:
+        """Takes in one call of a layer."""
         group, trial = layer.group, self.trial
-        if self.inputs.get(group) is not x:
-            self._flush(group)
-            self.inputs[group], self.products[group] = x, {}
+        if self.group != group or self.input is not seen.x:
+            self._flush()
+            self.group, self.input = group, seen.x
         now = trial.current(group)
-        here = _token_dot(gradient, trial.dense(layer, now, index), trial.round_input(group, x, now))
-        for candidate in (*self.allowed[group], KEPT):
+        here = (seen.back * trial.round_input(group, seen.x, now)).sum(dim=-1).flatten()
+        for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
             if candidate.name == now.name:
                 continue
-            there = _token_dot(gradient, trial.dense(layer, candidate, index), trial.round_input(group, x, candidate))
-            into = self.products[group]
-            into[candidate.name] = into.get(candidate.name, 0.0) + (there - here)
+            weight = trial.dense(layer, candidate, seen.index).to(seen.gradient.dtype)
+            x = trial.round_input(group, seen.x, candidate)
+            there = ((seen.gradient @ weight) * x).sum(dim=-1).flatten()
+            self.products[candidate.name] = self.products.get(candidate.name, 0.0) + (there - here)
 
     def squares(self) -> Result:
         """Σ over tokens of the squared products."""
-        self._finish()
+        self._flush()
         return self.square
 
     def sums(self) -> Result:
         """Σ over tokens of the products: what a change adds to the loss, to first order."""
-        self._finish()
+        self._flush()
         return self.linear
 
-    def _finish(self) -> None:
-        for group in list(self.inputs):
-            self._flush(group)
-        self.inputs.clear()
-        self.products.clear()
-        self.trial.forget_inputs()
-
-    def _flush(self, group: str) -> None:
-        for name, product in self.products.pop(group, {}).items():
+    def _flush(self) -> None:
+        for name, product in self.products.items():
             for sums, value in ((self.square, product.square()), (self.linear, product)):
-                into = sums.setdefault(group, {})
+                into = sums.setdefault(self.group, {})
                 into[name] = into.get(name, 0.0) + float(value.double().sum())
-
-
-def _token_dot(gradient: torch.Tensor, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """gradient · (x Wᵀ) of each token, flat."""
-    return ((gradient @ weight.to(gradient.dtype)) * x).sum(dim=-1).flatten()
+        self.products, self.input = {}, None
+        self.trial.forget_inputs()
 
 
 class _Output:
@@ -244,7 +243,9 @@ class _Kl:
     def work(self, name: str) -> Result:
         self.trial.set({})
         if self.reference is None:
-            self.reference = [self.divergence.reference(row) for row in self.rows.split(1)]
+            vocabulary = getattr(getattr(self.trial.model, "config", None), "vocab_size", 0)
+            keep = 4 * self.rows.numel() * vocabulary <= _KEPT_BYTES
+            self.reference = [self.divergence.reference(row, keep=keep) for row in self.rows.split(1)]
         if name in self.blocks:
             self.resumed.advance(self.blocks[name], self.rows.split(1))
         found: Result = {}

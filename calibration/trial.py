@@ -7,7 +7,7 @@ scales and rounded inputs that quantizing for real would give, because the same 
 Quantized forms are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
 
-For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it offers
+For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
 input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards.
 """
 
@@ -31,7 +31,25 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.linear import QuantExperts, experts_forward
 from quant.recipes.plan import LayerPlan
 
-Observe = Callable[["TrialLayer", torch.Tensor, torch.Tensor, int | None], None]
+
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """What a backward pass shows of one call of a layer.
+
+    Attributes:
+        x: its input, `[..., in]`.
+        gradient: ∂L/∂Y, `[..., out]`.
+        back: gradient · W with the weight as it is now, `[..., in]`.
+        index: the expert, or None.
+    """
+
+    x: torch.Tensor
+    gradient: torch.Tensor
+    back: torch.Tensor
+    index: int | None
+
+
+Observe = Callable[["TrialLayer", Seen], None]
 
 
 def needs_static_scale(candidate: Candidate) -> bool:
@@ -81,12 +99,11 @@ class _Probe(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (x,), layer = ctx.saved_tensors, ctx.layer
         (gradient,) = gradients
-        if layer.trial.observe is not None:
-            layer.trial.observe(layer, x, gradient, ctx.index)
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None
         weight = layer.trial.dense(layer, layer.trial.current(layer.group), ctx.index)
-        return gradient @ weight.to(gradient.dtype), None, None, None
+        back = gradient @ weight.to(gradient.dtype)
+        if layer.trial.observe is not None:
+            layer.trial.observe(layer, Seen(x, gradient, back, ctx.index))
+        return back if ctx.needs_input_grad[0] else None, None, None, None
 
 
 @dataclass(eq=False)
@@ -115,7 +132,7 @@ class Trial:
     choice: dict[str, str] = field(default_factory=dict)
     _solved: dict[tuple[str, str], dict[str, BlockScaledTensor]] = field(default_factory=dict)
     _dense: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    _rounded: dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]] = field(default_factory=dict)
+    _rounded: tuple[str, torch.Tensor | None, dict[str, torch.Tensor]] = ("", None, {})
     _undo: list[Callable[[], None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,7 +177,7 @@ class Trial:
         while self._undo:
             self._undo.pop()()
         self.layers.clear()
-        self._rounded.clear()
+        self.forget_inputs()
         self._dense.clear()
 
     def set(self, choice: Mapping[str, str]) -> None:
@@ -204,13 +221,12 @@ class Trial:
         return part.dequantize(layer.original.dtype)
 
     def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
-        """`x` as a group sees it in a format; kept until the group gets another input."""
+        """`x` as a group sees it in a format; kept until another input comes."""
         if candidate.activation is None:
             return x
-        held, by_name = self._rounded.get(group, (None, {}))
-        if held is not x:
-            by_name = {}
-            self._rounded[group] = (x, by_name)
+        if self._rounded[0] != group or self._rounded[1] is not x:
+            self._rounded = (group, x, {})
+        by_name = self._rounded[2]
         if candidate.name not in by_name:
             scale = self.input_scale(group, candidate)
             kind = "global_scale" if candidate.activation.global_scale else "scale"
@@ -218,8 +234,8 @@ class Trial:
         return by_name[candidate.name]
 
     def forget_inputs(self) -> None:
-        """Drops the rounded inputs of the pass before."""
-        self._rounded.clear()
+        """Drops the rounded input of the call before."""
+        self._rounded = ("", None, {})
 
     def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
         """Static scale of a group's inputs; None for formats that measure theirs."""
