@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from quant.formats.format import Format
-from quant.formats.number import E4M3, Number
+from quant.formats.number import E2M1, E4M3, Number
 from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales
 
@@ -48,7 +48,8 @@ def search_block(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The best values found for a block, and their scale.
 
-    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
+    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it. On a
+    GPU all of NVFP4's are.
 
     Args:
         block: `[k, n]`.
@@ -60,6 +61,10 @@ def search_block(
     Returns:
         Values `[k, n]` and block scales `[n]`.
     """
+    if block.is_cuda and format.element is E2M1 and format.scale is E4M3 and len(block) == 16:
+        from quant.calibration.block_search_triton import search_nvfp4_block
+
+        return search_nvfp4_block(block, inverse, global_scale)
     scales = block_scales(block, format, global_scale)
     if shortlist < len(scales):
         step = scales * global_scale

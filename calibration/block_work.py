@@ -50,6 +50,7 @@ class BlockWork:
         self.stand_ins: dict[str, StandIn] = {}
         self.solved: dict[str, tuple[LayerPlan, Solved | None]] = {}
         self.rounded: dict[str, torch.Tensor] = {}
+        self.token_weights: list[torch.Tensor] = []
 
     def solve(
         self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
@@ -65,6 +66,9 @@ class BlockWork:
         Returns:
             The hidden states behind the block: quantized, original.
         """
+        limit = self.settings.limit
+        if limit is not None and original[0].hidden.is_floating_point():
+            self.token_weights = [token_weights(call.hidden.flatten(0, -2), limit) for call in original]
         if self.settings.guard is None and all(group.pipeline.at_once for group in self.groups):
             outputs = self._observe_at_once(original)
             self._solve_experts(original)
@@ -112,8 +116,8 @@ class BlockWork:
                 magnitude = x.abs()
                 self._check(magnitude, args[0], group)
                 amax = magnitude.amax(0).float()
-                if self.settings.limit is not None:
-                    magnitude *= token_weights(x, self.settings.limit).sqrt_()[:, None].to(x)
+                if (weight := self._weight(x)) is not None:
+                    magnitude *= weight.sqrt()[:, None].to(x)
                 total = magnitude.sum(0, dtype=torch.float32)
                 group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
                 group.total = total if group.total is None else group.total + total
@@ -152,10 +156,7 @@ class BlockWork:
                 group.notes.append("input scale left out: nothing before the layer can take it")
                 continue
             assert group.total is not None and group.amax is not None
-            sample = torch.cat([x[:: max(group.tokens // self.settings.sample, 1)].float() for x in group.kept])
-            weight_of = sample.new_ones(len(sample))
-            if self.settings.limit is not None:
-                weight_of = token_weights(sample, self.settings.limit)
+            sample, weight_of = self._sample(group)
             for transform in group.pipeline.transforms:
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
@@ -171,6 +172,21 @@ class BlockWork:
                 group.divisor = divisor * scale
                 for name in group.names:
                     self._set_target(name, self.targets[name] * scale)
+
+    def _sample(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some of the group's original inputs, float32 `[tokens, in]`, and what each of them counts."""
+        every = max(group.tokens // self.settings.sample, 1)
+        sample, weights = [], []
+        for self.clock[0], x in enumerate(group.kept):
+            weight = self._weight(x)
+            sample.append(x[::every].float())
+            weights.append((sample[-1].new_ones(len(x)) if weight is None else weight)[::every])
+        return torch.cat(sample), torch.cat(weights)
+
+    def _weight(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each token of an input counts in means, where it holds the block's tokens and no routed few."""
+        weight = self.token_weights[self.clock[0]] if self.token_weights else None
+        return weight if weight is not None and len(weight) == len(x) else None
 
     def _find_folds(self, small: Call) -> list[Fold | None]:
         """Where each group's input scale can go, tried in float64 on a few tokens."""
@@ -233,7 +249,7 @@ class BlockWork:
         self, stage: list[Group], calls: Sequence[Call]
     ) -> tuple[list[LayerStats | None], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
         """Statistics of each group; and for the guard its inputs on held-out rows, each with what it should be."""
-        sums = [MomentSum(self.settings.limit) for _ in stage]
+        sums = [MomentSum() for _ in stage]
         pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in stage]
         judged = self._held_out(len(calls))
 
@@ -270,10 +286,10 @@ class BlockWork:
             return
         if group.pipeline.rank and group.activation is not None:
             # The branch sees the input unrounded and answers for its drift, the rest for its rounding.
-            group.unrounded = group.unrounded or MomentSum(self.settings.limit)
-            group.unrounded.add(group.input(x), reference)
+            group.unrounded = group.unrounded or MomentSum()
+            group.unrounded.add(group.input(x), reference, self._weight(x))
             reference = group.input(x)
-        moment.add(group.round_input(x), reference)
+        moment.add(group.round_input(x), reference, self._weight(x))
 
     def _promote(
         self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -421,13 +437,13 @@ class BlockWork:
                     if keeps:
                         group.kept.append(x)
                     if group.pipeline.needs_moment:
-                        moment.add(x)
+                        moment.add(x, None, self._weight(x))
 
             return hook
 
         hooks = {}
         for group in self.groups:
-            sums[group.names[0]] = MomentSum(self.settings.limit, group.weight_format.block[1] or None)
+            sums[group.names[0]] = MomentSum(group.weight_format.block[1] or None)
             hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)

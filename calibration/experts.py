@@ -95,9 +95,7 @@ class ExpertsWork:
         together = max(_BUDGET // (4 * columns * (width or columns)), 1)
         found: list[LayerStats | None] = []
         for first in range(0, count, together):
-            sums = {
-                expert: MomentSum(self.settings.limit, width) for expert in range(first, min(first + together, count))
-            }
+            sums = {expert: MomentSum(width) for expert in range(first, min(first + together, count))}
 
             def observe(name: str, expert: int, x: torch.Tensor, sums: dict[int, MomentSum] = sums) -> None:
                 if name != projection or expert not in sums or len(x) == 0:

@@ -63,7 +63,8 @@ class Settings:
         device: where blocks are worked on, one at a time; None is where the model is.
         online: keep an input scale that cannot be folded as `pre_scale`; otherwise such a group stays unscaled.
         sample: tokens that transforms look at.
-        limit: largest squared norm of a token that counts in full, in units of the median; see `MomentSum`.
+        limit: largest squared norm of a token's hidden state at which it counts in full, in units of the median; see
+            `token_weights`. None for all tokens alike.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
     """

@@ -117,7 +117,7 @@ class Gptq:
     """
 
     damping: float = 0.01
-    correction: float = 0.0
+    correction: float = 0.5
     sweeps: int = 2
     shortlist: int = 4
     rule: str = "mse"
@@ -203,7 +203,7 @@ class Awq:
         rows: at most so many output rows take part in the search.
     """
 
-    trial: str = "rtn"
+    trial: str = "mse"
     powers: tuple[tuple[float, float], ...] = tuple((p / 10, 0.0) for p in range(10))
     rows: int = 512
 

@@ -75,36 +75,29 @@ def pooled_stats(found: Sequence[LayerStats]) -> LayerStats | None:
 class MomentSum:
     """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in `dtype`.
 
-    In many language models the first token of a text carries activations a thousand times larger than all others.
-    Squared, it would be the only one that counts, though normalization makes it no more important than another. So
-    a token whose squared norm is beyond `limit` times the median of its batch is weighted down to that.
-
     Args:
-        limit: see above; None weights all tokens alike.
         width: keep only the diagonal blocks of this width; None keeps the whole matrix.
         dtype: of the sums; float64 takes the products in float64 too.
     """
 
-    def __init__(
-        self, limit: float | None = None, width: int | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
-        self.limit = limit
+    def __init__(self, width: int | None = None, dtype: torch.dtype = torch.float32) -> None:
         self.width = width
         self.dtype = dtype
         self.tokens = 0
         self.second: torch.Tensor | None = None
         self.cross: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
         """Takes in one batch.
 
         Args:
             x: `[tokens, in]`, what the layer gets.
             reference: `[tokens, in]`, what it got in the original model; None if that is `x`.
+            weight: what each token counts, `[tokens]`; None for all alike.
         """
         self.tokens += len(x)
-        if self.limit is not None:
-            root = token_weights(x, self.limit).sqrt_()[:, None].to(x)
+        if weight is not None:
+            root = weight.sqrt()[:, None].to(x)
             x, reference = x * root, None if reference is None else reference * root
         if self.dtype is torch.float64:
             x, reference = x.double(), None if reference is None else reference.double()
@@ -132,7 +125,13 @@ class MomentSum:
 
 
 def token_weights(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """Weights `[tokens]` that hold the squared norm of each token of `x` `[tokens, in]` below limit · median."""
+    """Weights `[tokens]` that hold the squared norm of each token of `x` `[tokens, hidden]` below limit · median.
+
+    In many language models the first token of a text has a hidden state a thousand times larger than all others.
+    What a layer adds to it is divided by that size in the norm that follows, so an error there matters as little as
+    the token is large. Squared, it would be the only one that counts in a mean; so a token whose squared norm is
+    beyond `limit` times the median is weighted down to that.
+    """
     norm = x.float().square().sum(1)
     return (limit * norm.median() / norm.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(max=1)
 
