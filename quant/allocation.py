@@ -251,6 +251,29 @@ def allocate(
     return Allocation(space.plan(found.choice, problem, scores, goal, loop), record, scores)
 
 
+def score(
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    formats: str | Sequence[str] = FORMATS,
+    method: str = "fisher",
+    solver: str = "rtn",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = torch.float32,
+    seed: int = 0,
+    path: Path | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
+    space = _Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
+    return score_groups(
+        model, space.groups, space.allowed, rows, method=method, solver=solver, dtype=dtype, seed=seed, path=path,
+        progress=progress,
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, eq=False)
 class _Space:
     """The choices: groups, formats, what is allowed, what it takes, and what is fixed around it."""
@@ -661,7 +684,7 @@ class Loop:
         which is where it would end if scores were exact, and each measurement rescales the next guess.
         """
         budgets = self.space.limits(self.goal)
-        least = smallest(self.problem, SCORE)
+        least = self.problem.total(SCORE, solve(self.problem, budgets))
         good: tuple[float, np.ndarray] | None = None
         bad: float | None = None
         allowance = self._limit_as_loss()
@@ -709,7 +732,7 @@ class Loop:
 
     def _close(self, good: np.ndarray, bad: float, budgets: Mapping[str, float]) -> bool:
         """Whether the size at the largest known good sum and at the smallest bad one differ by less than 0.3 %."""
-        over = self._smallest_within(max(bad, smallest(self.problem, SCORE)), budgets)
+        over = self._smallest_within(bad, budgets)
         return self.space.bytes(good) - self.space.bytes(over) < 0.003 * self.space.bytes(good)
 
     def _limit_as_loss(self) -> float:

@@ -23,6 +23,7 @@ from quant.cli_base import Command as _Command
 from quant.cli_base import Toolbox as _Toolbox
 from quant.cli_export import export_command
 from quant.cli_plan import plan_group
+from quant.cli_sensitivity import allocation_options, sensitivity_command, take_request
 
 # torch takes seconds to import: commands import what they need, so that --help does not wait for it.
 
@@ -58,6 +59,7 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens a row.")
 @click.option("--seed", default=0, show_default=True, help="Seed of everything random.")
+@allocation_options
 @click.option("--dry-run", is_flag=True, help="Print the plan with its sizes; read no weights, write nothing.")
 @_model_options
 @_QUIET
@@ -67,12 +69,13 @@ def quantize_command(**options: Any) -> None:
     """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
 
     Ends with a checkpoint that vLLM and transformers load, a plan that says why every layer is what it is, and a
-    report. Give one of --format, --recipe and --plan.
+    report. Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
     from quant.pipeline import Job, run
 
     quiet, as_json = options.pop("quiet"), options.pop("as_json")
     options.pop("debug")
+    options["request"] = take_request(options)
     options["command"] = shlex.join(["quantize", *sys.argv[1:]])
     outcome = run(Job(**options), quiet=quiet or as_json)
     if as_json:
@@ -171,6 +174,7 @@ def formats_command(as_json: bool, debug: bool) -> None:
 
 
 main.add_command(plan_group)
+main.add_command(sensitivity_command)
 main.add_command(audit_command)
 main.add_command(export_command)
 

@@ -17,7 +17,14 @@ from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
 
 CONSOLE = Console(stderr=True, markup=False)
-_STAGES = {"generate": "writing text", "calibrate": "calibrating", "solve": "quantizing", "evaluate": "evaluating"}
+_STAGES = {
+    "generate": "writing text",
+    "calibrate": "calibrating",
+    "score": "scoring",
+    "verify": "measuring",
+    "solve": "quantizing",
+    "evaluate": "evaluating",
+}
 
 
 def status(text: str, quiet: bool) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from quant import api, checkpoint, console
+from quant.allocation import Allocation, Goal, allocate
+from quant.allocation_request import AllocationRequest
 from quant.calibration.data import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate
@@ -56,6 +58,7 @@ class Job:
     model_factory: str | None = None
     unsafe_load: bool = False
     command: str = "quantize"
+    request: AllocationRequest = field(default_factory=AllocationRequest)
 
 
 def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
@@ -67,7 +70,10 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the user's mistakes; nothing has been written.
     """
-    recipe = _recipe(job)
+    goal = job.request.goal()
+    recipe = _recipe(job) if goal is None else None
+    if goal is not None:
+        _check_allocation(job)
     if not job.dry_run:
         if job.out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
@@ -77,6 +83,9 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     with console.status(f"loading {job.model}", quiet):
         source = open_model(job.model, model_factory=job.model_factory, unsafe_load=job.unsafe_load, meta=job.dry_run)
     loaded = time.perf_counter()
+    if goal is not None:
+        return _run_allocated(job, source, goal, quiet, loaded - started)
+    assert recipe is not None
     plan = _plan(job, source, recipe)
     check_plan(plan)
     if job.dry_run:
@@ -135,19 +144,69 @@ def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
     return plan
 
 
+def _check_allocation(job: Job) -> None:
+    """Refuses options that say what an allocation finds out."""
+    given = {"--format": job.format_name, "--recipe": job.recipe_file, "--plan": job.plan_file}
+    named = [option for option, value in given.items() if value is not None]
+    if named:
+        raise UserError(f"{named[0]} fixes the formats that a budget would choose; name what it may use with --formats")
+    if job.dry_run:
+        raise UserError("--dry-run reads no weights, and an allocation measures what they lose; leave one of them out")
+
+
+def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, load_seconds: float) -> dict[str, Any]:
+    """Chooses the formats for a budget or a limit on the loss, then goes on as with any plan."""
+    if source.model is None:
+        raise UserError(
+            f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
+        )
+    eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
+    with console.stages(quiet) as progress:
+        data = read_calibration(job, source, progress)
+        found = allocate(
+            source.model,
+            data,
+            goal,
+            solver=job.solver or "rtn",
+            include=job.include,
+            exclude=job.exclude,
+            kv_cache=job.kv_cache,
+            check=eval_rows if goal.has_limit else None,
+            seed=job.seed,
+            provenance={**_provenance(job, source), "calibration": job.calib or "self"},
+            progress=progress,
+            **job.request.options(),
+        )
+    check_plan(found.plan)
+    return _run_model(job, source, found.plan, quiet, load_seconds, data, found)
+
+
+def _provenance(job: Job, source: Source) -> dict[str, Any]:
+    return {"model": source.name, "command": job.command, "seed": job.seed, "versions": versions()}
+
+
 def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
     assert source.state_dict is not None
     return {name: tuple(tensor.shape) for name, tensor in source.state_dict.items()}
 
 
-def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
+def _run_model(
+    job: Job,
+    source: Source,
+    plan: Plan,
+    quiet: bool,
+    load_seconds: float,
+    data: torch.Tensor | None = None,
+    allocation: Allocation | None = None,
+) -> dict[str, Any]:
     assert source.model is not None and job.out is not None
     model = source.model
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = copy.deepcopy(model) if eval_rows is not None else None
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
-        data = _calibration_data(job, source, plan, progress) if api.lacks_data(plan) else None
+        if data is None and api.lacks_data(plan):
+            data = read_calibration(job, source, progress, plan)
         quantized = api.quantize(model, plan, data, progress=progress)
         plan = quantized.plan
         evaluation = None
@@ -159,6 +218,9 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     tokenizer = _tokenizer_if_any(source)
     report = _report(job, source, plan, quantized.layers, bytes_before, evaluation)
     report.seconds = {"load": load_seconds, **quantized.seconds}
+    if allocation is not None:
+        report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
+        report.seconds |= {"score": allocation.sensitivity.seconds, "allocate": allocation.record.seconds}
     if evaluation:
         report.seconds["evaluate"] = evaluation.seconds
     checkpoint.save(
@@ -172,10 +234,11 @@ def _run_model(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: 
     return _finish(job, report, quiet)
 
 
-def _calibration_data(job: Job, source: Source, plan: Plan, progress: api.Progress) -> torch.Tensor:
-    """Token rows of --calib, or what the model writes itself."""
+def read_calibration(job: Job, source: Source, progress: api.Progress, plan: Plan | None = None) -> torch.Tensor:
+    """Token rows of --calib, or what the model writes itself for `plan`; None stands for one that is being found."""
     if job.calib is None or job.calib == "self":
         assert source.model is not None
+        plan = plan or make_plan(source.model, "fp8", include=job.include, exclude=job.exclude)
         return api.own_text(source.model, plan, _tokenizer_if_any(source), seed=job.seed, progress=progress)
     tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
     return calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
