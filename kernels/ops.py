@@ -3,8 +3,9 @@
     quant::linear_nvfp4(x, codes, scale, global_scale?, bias?, input_scale?, activation) -> y
 
 The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT all see the same
-node, and each has its own translation of it. The body below is the oracle: it rounds the input to the activation
-format, dequantizes the weight exactly and calls a plain matmul. It runs anywhere.
+node, and each has its own translation of it. On a GPU, `kernels/dispatch.py` picks a kernel. The body below is the
+oracle: it rounds the input to the activation format, dequantizes the weight exactly and calls a plain matmul. It runs
+anywhere.
 
 On a CPU, dequantizing costs more than a one-token matmul, so the oracle keeps dequantized weights while they fit
 in `set_cache_budget`; a weight beyond the budget is dequantized in slices of rows at every call. First come, first
@@ -140,6 +141,17 @@ def _linear(
     weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
     if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
         return fp8_linear(x, codes, scale, bias, input_scale, activation)
+    if x.is_cuda:
+        from quant.kernels import dispatch
+
+        y = dispatch.linear(x, weight, bias, input_scale, activation)
+        if y is not None:
+            return y
+    if codes.dtype is torch.int32:
+        from quant.kernels.prepack import restore
+
+        weight = restore(weight)
+        codes, scale = weight.codes, weight.scale
     if activation:
         x = _round_activation(x, FORMATS[activation], input_scale)
     dense = _cache.get(weight, x.dtype)

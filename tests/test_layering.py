@@ -33,7 +33,13 @@ FORMATS_MAY_IMPORT = {"torch", "numpy", "quant"} | sys.stdlib_module_names
 CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_module_names
 
 # Files of Triton kernels, which load triton with themselves; whoever calls them imports them inside a function.
-TRITON_FILES: set[str] = {"kernels/attention_triton.py"}
+TRITON_FILES: set[str] = {
+    "kernels/attention_triton.py",
+    "kernels/matmul.py",
+    "kernels/matmul_gluon.py",
+    "kernels/cast.py",
+    "kernels/fused.py",
+}
 
 
 @dataclass(frozen=True)

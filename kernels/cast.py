@@ -1,0 +1,245 @@
+"""Quantizing activations on a GPU in one pass: BF16 or FP16 rows to codes and scales.
+
+A program owns a row, and finds it in one of four ways, so that what produced the row costs no trip through memory:
+
+    plain      x
+    rms        x / rms(x) · weight
+    add_rms    h = x + residual, which is written too; then as rms
+    swiglu     silu(x) · second
+
+then, with the row in registers:
+
+    [columns] ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes
+
+The values are those of the modules that are replaced, each intermediate rounded to the dtype of x where they round
+it, and the codes those of `formats/`: to nearest even, against the decoded scale. The optional Hadamard rotation is a
+dot with a matrix of signs, exact in FP32 accumulation.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.scaling import global_scale_of
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.matmul import decode_scale
+
+FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
+"""Activation formats that can be written."""
+MAX_COLUMNS = 32768
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Codes, int32, of float32: to nearest even, saturating.
+
+    Adding 1.5 · 2^23 steps leaves the number of steps in the low bits of the sum, rounded as the hardware rounds; a
+    step is half the power of two below the value, and at least a half.
+    """
+    magnitude = tl.minimum(tl.abs(x), 6.0)
+    power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+    magic = (power + (22 << 23)) | 0x400000
+    steps = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) & 15
+    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
+    return (((power >> 23) - 127) * 2 + steps) | sign
+
+
+@triton.jit
+def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
+    """Block scales by the `max` rule: what is stored, and the step it stands for."""
+    if kind == "e4m3":
+        ideal = tl.div_rn(amax, largest * global_scale)
+        stored = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0).to(tl.float8e4nv)
+        return stored, stored.to(tl.float32) * global_scale
+    elif kind == "e8m0":
+        bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
+        code = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        code = tl.where(bits <= 0x400000, 0, code)
+        return code.to(tl.uint8), decode_scale(code, "e8m0")
+    else:
+        scale = tl.div_rn(amax, largest)
+        scale = tl.where(scale > 0, scale, 1.0)
+        return scale, scale
+
+
+@triton.jit
+def _signs(n: tl.constexpr):
+    """The Sylvester-Hadamard matrix, [n, n]: minus where row and column share an odd number of bits."""
+    common = tl.arange(0, n)[:, None] & tl.arange(0, n)[None, :]
+    common ^= common >> 8
+    common ^= common >> 4
+    common ^= common >> 2
+    common ^= common >> 1
+    return tl.where((common & 1) == 1, -1.0, 1.0)
+
+
+@triton.jit
+def quantize_rows_kernel(
+    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
+    source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One row; `block` is 0 where the row has one scale. See the module docstring."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = x.dtype.element_ty
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if source == "add_rms":
+        value += tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(dtype)
+        tl.store(hidden + row * K + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if source == "rms" or source == "add_rms":
+        mean_square = tl.sum(value * value, axis=0) / K
+        normed = (value * tl.rsqrt(mean_square + eps)).to(dtype).to(tl.float32)
+        value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)
+        value = value.to(tl.float32)
+    if source == "swiglu":
+        other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.div_rn(value, 1.0 + tl.exp(-value)).to(dtype).to(tl.float32)
+        value = (gate * other).to(dtype).to(tl.float32)
+    if hadamard > 0:
+        rows = value.to(dtype).reshape(width // hadamard, hadamard)
+        value = (tl.dot(rows, _signs(hadamard).to(dtype)) * root).to(dtype).to(tl.float32).reshape(width)
+
+    if static:
+        stored = tl.load(global_scale).to(tl.float32)
+        steps = tl.div_rn(value, stored)
+    elif block == 0:
+        stored, step = encode_scale(tl.max(tl.abs(value), axis=0), 1.0, kind, largest)
+        tl.store(scale + row, stored)
+        steps = tl.div_rn(value, step)
+    else:
+        blocks = value.reshape(width // block, block)
+        second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
+        stored, step = encode_scale(tl.max(tl.abs(blocks), axis=1), second_level, kind, largest)
+        index = tl.arange(0, width // block)
+        tl.store(scale + row * (K // block) + index, stored, mask=index < K // block)
+        steps = tl.div_rn(blocks, tl.broadcast_to(step[:, None], (width // block, block))).reshape(width)
+
+    if element == "e2m1":
+        low, high = tl.split(encode_e2m1(steps).reshape(width // 2, 2))
+        byte = tl.arange(0, width // 2)
+        tl.store(codes + row * (K // 2) + byte, (low | high << 4).to(tl.uint8), mask=byte < K // 2)
+    elif element == "int8":
+        nearest = (steps + 12582912.0) - 12582912.0
+        tl.store(codes + row * K + column, tl.clamp(nearest, -127.0, 127.0).to(tl.int8), mask=inside)
+    else:
+        tl.store(codes + row * K + column, tl.clamp(steps, -448.0, 448.0).to(tl.float8e4nv), mask=inside)
+
+
+def quantize(
+    x: torch.Tensor,
+    format: Format,
+    *,
+    scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    hadamard: int = 0,
+) -> BlockScaledTensor:
+    """`x` in `format`, block scales by the `max` rule: what `fake_quantize` rounds to, as codes.
+
+    Args:
+        x: `[..., in]`, FP16 or BF16.
+        format: one of `FORMATS_OUT`.
+        scale: static scale of `fp8`, float32 scalar; measured where None.
+        global_scale: static second-level scale of `nvfp4`, float32 scalar; measured where None.
+        hadamard: block of a rotation to apply first, a power of two from 16 to 256; 0 for none.
+
+    Returns:
+        Codes and scales of `[tokens, in]`, leading axes flattened.
+
+    Raises:
+        ValueError: a format, dtype, width or rotation that the kernel does not take.
+    """
+    return quantize_rows(x, format, "plain", scale=scale, global_scale=global_scale, hadamard=hadamard)
+
+
+def quantize_rows(
+    x: torch.Tensor,
+    format: Format,
+    source: str,
+    *,
+    second: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    hadamard: int = 0,
+) -> BlockScaledTensor:
+    """One launch of the kernel for any `source`; `kernels/fused.py` names its arguments."""
+    _check(x, format, source, second, norm_weight, hadamard)
+    rows = _contiguous_rows(x)
+    other = rows if second is None else _contiguous_rows(second)
+    tokens, columns = rows.shape
+    per_tensor = format.block == (0, 0)
+    unmeasured = scale is None if per_tensor else format.global_scale and global_scale is None
+    if unmeasured and (source != "plain" or hadamard):
+        raise ValueError(f"{source} to {format}: needs a static scale, for the tensor's amax is not known in one pass")
+    if per_tensor and scale is None:
+        amax = rows.abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=torch.float32)
+        scale = amax / format.element.max
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    if format.global_scale and global_scale is None:
+        amax = rows.abs().amax() if rows.numel() else rows.new_zeros(())
+        global_scale = global_scale_of(amax, format)
+    codes = torch.empty(
+        format.codes_shape(rows.shape), dtype=format.element.torch_dtype or torch.uint8, device=x.device
+    )
+    if per_tensor:
+        assert scale is not None
+        scales = scale.reshape(1, 1).float()
+    else:
+        scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
+        scales = torch.empty(format.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
+    if tokens:
+        width = max(triton.next_power_of_2(columns), 64, hadamard)
+        quantize_rows_kernel[tokens,](
+            rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden,
+            codes, scales, scales if global_scale is None else global_scale,
+            rows.stride(0), other.stride(0), columns, eps,
+            source=source, element=format.element.name, largest=format.element.max,
+            kind="wide" if format.scale.is_wide else format.scale.name, block=format.block[1],
+            static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0, width=width,
+            num_warps=4 if width <= 4096 else 8 if width <= 16384 else 16,
+        )  # fmt: skip
+    return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
+
+
+def _check(
+    x: torch.Tensor,
+    format: Format,
+    source: str,
+    second: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    hadamard: int,
+) -> None:
+    what = f"{source} of x {list(x.shape)} to {format}"
+    if format.name not in FORMATS_OUT or format is not FORMATS.get(format.name):
+        raise ValueError(f"{what}: no such kernel; activation formats: {', '.join(FORMATS_OUT)}")
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{what}: x is {x.dtype}, expected float16 or bfloat16")
+    columns = x.shape[-1]
+    multiple = max(format.block[1], 2 if format.element.bits == 4 else 1, hadamard, 1)
+    if columns % multiple or not 0 < columns <= MAX_COLUMNS:
+        raise ValueError(f"{what}: the last axis must be a multiple of {multiple}, at most {MAX_COLUMNS}")
+    if hadamard and (hadamard & (hadamard - 1) or not 16 <= hadamard <= 256):
+        raise ValueError(f"{what}: hadamard is {hadamard}, expected a power of two from 16 to 256, or 0")
+    if second is not None and (second.shape != x.shape or second.dtype != x.dtype or second.device != x.device):
+        raise ValueError(
+            f"{what}: the second input is {list(second.shape)} {second.dtype} on {second.device}, expected "
+            f"{list(x.shape)} {x.dtype} on {x.device}"
+        )
+    if norm_weight is not None and (norm_weight.shape != (columns,) or norm_weight.device != x.device):
+        raise ValueError(f"{what}: weight is {list(norm_weight.shape)} on {norm_weight.device}, expected [{columns}]")
+    if norm_weight is not None and not norm_weight.is_contiguous():
+        raise ValueError(f"{what}: weight is not contiguous")
+
+
+def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -1,0 +1,136 @@
+"""Which kernel multiplies by a quantized weight on a GPU, and the checks that come before any launch.
+
+    x ──checks──▶ rounded to the activation format ──▶ choose(format, tokens, shape) ──▶ kernel
+
+The choice is a look-up: first what `quant tune` measured on this machine, then the table that is shipped for the
+GPU, then the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first one is as fast as the rest
+once its kernel is compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear as dense_linear
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels import hardware, tiles, tune
+
+_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def linear(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor | None:
+    """`x @ weight.T + bias` on a GPU, or None where only the oracle can do it (FP32, or no Triton here).
+
+    Args:
+        x: `[..., in]`.
+        weight: `[out, in]`, in the layout of a checkpoint or prepacked.
+        bias: `[out]`, or None.
+        input_scale: static scale of the activation format, or None.
+        activation: name of the format that x is rounded to first, or "".
+
+    Raises:
+        ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
+    """
+    check(x, weight, bias)
+    if x.dtype not in _FLOATS or not tune.has_triton():
+        return None
+    if activation:
+        x = _round(x, FORMATS[activation], input_scale)
+    rows = _rows(x)
+    return run(rows, weight, bias, choose(weight, rows)).view(*x.shape[:-1], weight.shape[0])
+
+
+def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
+    from quant.kernels.prepack import is_prepacked
+
+    shape, format = weight.shape, weight.format
+    codes_shape, scale_shape = format.codes_shape(shape), format.scale_shape(shape)
+    if is_prepacked(weight):
+        codes_shape, scale_shape = (shape[0], shape[1] // 8), (shape[0], shape[1] // 64)
+    expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]] = {
+        "codes": (weight.codes, codes_shape),
+        "scale": (weight.scale, scale_shape),
+        "global_scale": (weight.global_scale, ()),
+        "bias": (bias, (shape[0],)),
+    }
+    what = f"linear_{format} with a weight of {list(shape)}"
+    for name, (tensor, wanted) in expected.items():
+        if tensor is None:
+            if name == "global_scale" and format.global_scale:
+                raise ValueError(f"{what}: global_scale is missing; {format} has one per matrix")
+            continue
+        if tuple(tensor.shape) != wanted:
+            raise ValueError(f"{what}: {name} has shape {list(tensor.shape)}, expected {list(wanted)}")
+        if tensor.device != x.device:
+            raise ValueError(f"{what}: {name} is on {tensor.device}, x on {x.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{what}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
+    if not is_prepacked(weight):
+        dtype = format.element.torch_dtype or torch.uint8
+        if weight.codes.dtype is not dtype:
+            raise ValueError(f"{what}: codes are {weight.codes.dtype}, expected {dtype}")
+    if bias is not None and not bias.dtype.is_floating_point:
+        raise ValueError(f"{what}: bias is {bias.dtype}, expected the dtype of x, {x.dtype}")
+
+
+def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+    """How to multiply x `[tokens, in]`, as `_rows` gives it, by `weight`."""
+    from quant.kernels.prepack import is_prepacked
+
+    prepacked = is_prepacked(weight)
+    if prepacked and x.dtype is not torch.bfloat16:
+        return tiles.DENSE
+    gpu = hardware.current(x.device.index or 0)
+    shape = (weight.shape[0], weight.shape[1])
+    found = tune.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    return found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
+
+
+def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice) -> torch.Tensor:
+    """`x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
+    if isinstance(choice, tiles.Tiles):
+        from quant.kernels import matmul
+
+        return matmul.linear(x, weight, bias, choice)
+    if isinstance(choice, tiles.GluonTiles):
+        from quant.kernels import matmul_gluon
+
+        return matmul_gluon.linear(x, weight, bias, choice)
+    return dense_linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, in]` of `weight`, on a GPU, in `dtype`."""
+    from quant.kernels import matmul, prepack
+
+    if not prepack.is_prepacked(weight):
+        return matmul.dequantize(weight, dtype)
+    if dtype is torch.bfloat16:
+        from quant.kernels import matmul_gluon
+
+        return matmul_gluon.dequantize(weight)
+    return matmul.dequantize(prepack.restore(weight), dtype)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """`[tokens, in]`, rows contiguous, and 16-byte aligned where their length allows it; a copy only where needed."""
+    rows = x.reshape(-1, x.shape[-1])
+    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
+    whole = rows.shape[1] * rows.itemsize % 16 == 0
+    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1] or (whole and not aligned):
+        return rows.clone(memory_format=torch.contiguous_format)
+    return rows
+
+
+def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    if format.global_scale:
+        return fake_quantize(x, format, global_scale=input_scale)
+    return fake_quantize(x, format, scale=input_scale)

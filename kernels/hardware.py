@@ -1,0 +1,139 @@
+"""What a GPU is and can do: the one on this machine, or a target by name.
+
+Rates are the vendor's for dense matrices at boost clock; what a program reaches is less (`quant bench` measures it).
+Capabilities follow from the compute capability alone: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from
+10.0 on, wgmma on 9.0 only.
+
+Sources: NVIDIA data sheets and architecture white papers of A100, L40S, H100 SXM, H200 SXM, B200 and B300 (HGX, per
+GPU), GeForce RTX 5090 and RTX PRO 6000 Blackwell. SM counts and L2 of the parts at hand are read from the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Facts about a GPU.
+
+    Attributes:
+        name: key in `TARGETS`, or what the driver calls a GPU that is not there.
+        capability: compute capability.
+        sms: streaming multiprocessors.
+        l2: bytes of the L2 cache.
+        memory: bytes of device memory.
+        bandwidth: bytes per second of device memory.
+        tflops: dense tensor-core rate by dtype, TFLOP/s; a dtype that is absent has no tensor-core instruction.
+        known: whether `bandwidth` and `tflops` are known for this part and not taken from one that is like it.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    sms: int
+    l2: int
+    memory: int
+    bandwidth: float
+    tflops: dict[str, float]
+    known: bool = True
+
+    @property
+    def arch(self) -> int:
+        """Compute capability as one number, such as 90."""
+        return 10 * self.capability[0] + self.capability[1]
+
+    @property
+    def has_fp8(self) -> bool:
+        """FP8 tensor cores."""
+        return self.capability >= (8, 9)
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Tensor cores that take block scales: NVFP4, MXFP4, MXFP6 and MXFP8 without dequantizing."""
+        return self.capability >= (10, 0)
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Hopper's matrix instructions, whose left operand may be in registers."""
+        return self.capability == (9, 0)
+
+    @property
+    def native_formats(self) -> tuple[str, ...]:
+        """Formats that a tensor core multiplies as they are."""
+        plain = ("int8",) + (("fp8",) if self.has_fp8 else ())
+        return plain + (("mxfp8", "mxfp6", "mxfp4", "nvfp4") if self.has_block_scales else ())
+
+
+_GB, _MIB, _GIB = 10**9, 1 << 20, 1 << 30
+
+
+def _gpu(
+    name: str, capability: tuple[int, int], sms: int, l2: int, memory: int, bandwidth: float, *rates: float
+) -> Hardware:
+    names = ("bf16", "int8", "fp8", "fp4")[: len(rates)]
+    return Hardware(
+        name, capability, sms, l2 * _MIB, memory * _GIB, bandwidth * _GB, dict(zip(names, rates, strict=True))
+    )
+
+
+TARGETS: dict[str, Hardware] = {
+    gpu.name: gpu
+    for gpu in (
+        _gpu("a100", (8, 0), 108, 40, 80, 2039, 312, 624),
+        _gpu("l40s", (8, 9), 142, 96, 48, 864, 362, 733, 733),
+        _gpu("h100", (9, 0), 132, 50, 80, 3350, 989, 1979, 1979),
+        _gpu("h200", (9, 0), 132, 60, 141, 4800, 989, 1979, 1979),
+        _gpu("b200", (10, 0), 148, 126, 180, 7700, 2250, 4500, 4500, 9000),
+        # B300 gave its INT8 units to FP4.
+        _gpu("b300", (10, 3), 148, 126, 270, 7700, 2250, 150, 4500, 13500),
+        _gpu("rtx5090", (12, 0), 170, 96, 32, 1792, 210, 838, 419, 1676),
+        _gpu("rtxpro6000", (12, 0), 188, 128, 96, 1792, 252, 1008, 503, 2015),
+    )
+}
+"""GPUs that a plan, an export or a table may name."""
+
+
+def get_hardware(name: str) -> Hardware:
+    """The target called `name`.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    try:
+        return TARGETS[name]
+    except KeyError:
+        raise ValueError(f"unknown GPU {name!r}; known: {', '.join(TARGETS)}") from None
+
+
+@cache
+def current(index: int = 0) -> Hardware:
+    """The GPU that PyTorch calls `cuda:index`, by the driver's own numbers where the driver has them.
+
+    Raises:
+        ValueError: PyTorch sees no such GPU.
+    """
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"there is no GPU cuda:{index} on this machine; PyTorch sees {torch.cuda.device_count()}")
+    seen = torch.cuda.get_device_properties(index)
+    like = _recognise(seen.name, (seen.major, seen.minor))
+    return replace(
+        like,
+        name=like.name if like.known else seen.name,
+        capability=(seen.major, seen.minor),
+        sms=seen.multi_processor_count,
+        l2=seen.L2_cache_size,
+        memory=seen.total_memory,
+    )
+
+
+def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
+    """The target whose name the driver's name holds; else the nearest one that is not newer, marked as a likeness."""
+    compact = name.lower().replace(" ", "").replace("-", "")
+    for target in TARGETS.values():
+        if target.name in compact and target.capability[0] == capability[0]:
+            return target
+    older = [gpu for gpu in TARGETS.values() if gpu.capability <= capability] or [TARGETS["a100"]]
+    return replace(max(older, key=lambda gpu: gpu.capability), known=False)

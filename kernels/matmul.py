@@ -1,0 +1,292 @@
+"""Weight-only matmul in Triton: y = x · Wᵀ + bias, W in codes and block scales as a checkpoint stores them.
+
+One kernel serves every format of `FORMATS`. A program owns a tile of y and walks along K; a tile of W is read as
+codes, decoded in registers, rounded to the dtype of x as the oracle rounds it, and multiplied:
+
+                 K, in `splits` parts                 codes  [N, K · bits / 8]
+           ┌───────────────┬───────────────┐          scale  [N / rows, K / columns]
+        N  │ block_n × block_k  →  →  →    │
+           └───────────────┴───────────────┘          x      [M, K]
+                  × xᵀ [block_k, block_m]             y      [M, N]
+
+Where a scale goes: one that is constant along K (tensor, channel) multiplies the finished sum; one that is constant
+over a tile (128 columns) multiplies the tile's product; a finer one multiplies the decoded weights. A byte of 4-bit
+codes holds an even and an odd column, so x is split the same way and each half has its own dot: nothing is shuffled.
+
+With few rows (decoding) there are fewer tiles than the GPU has room for, so K is split: each part leaves its float32
+sum in `partial`, and the program that arrives last adds the parts, always in the same order, and finishes the tile.
+
+`swap` computes yᵀ = W · xᵀ: the tensor core's side of 64 rows is then W's, and x needs only as many columns as there
+are tokens. Every tail is masked: M, N and K may be anything.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.tiles import Tiles
+
+
+@triton.jit
+def decode_element(code, element: tl.constexpr):
+    """Codes (int32, or the element's own dtype) to float32, exactly."""
+    if element == "e2m1":
+        # Sign, exponent and mantissa moved to their places in a float32 whose exponent is 126 too small.
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif element == "e2m3":
+        bits = ((code & 32) << 26) | ((code & 31) << 20)
+        return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+    elif element == "e3m2":
+        bits = ((code & 32) << 26) | ((code & 31) << 21)
+        return bits.to(tl.float32, bitcast=True) * 2.1267647932558654e37
+    elif element == "int4":
+        return ((code << 28) >> 28).to(tl.float32)
+    else:
+        return code.to(tl.float32)
+
+
+@triton.jit
+def decode_scale(scale, kind: tl.constexpr):
+    """Stored scales to float32, exactly. Code 0 of E8M0 is a float32 subnormal, 255 is NaN."""
+    if kind == "e8m0":
+        code = scale.to(tl.int32)
+        bits = tl.where(code == 0, 1 << 22, code << 23)
+        return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
+
+
+@triton.jit
+def _scales(scale, n, first, N, K, stride, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+            width: tl.constexpr, repeat: tl.constexpr):  # fmt: skip
+    """Block scales of `width` consecutive blocks from block `first`, each repeated: [block_n, width · repeat]."""
+    block = first + tl.arange(0, width)
+    pointer = scale + (n[:, None] // rows).to(tl.int64) * stride + block[None, :]
+    inside = (n[:, None] < N) & (block[None, :] * columns < K)
+    value = decode_scale(tl.load(pointer, mask=inside, other=0.0), kind)
+    value = tl.broadcast_to(value[:, :, None], (value.shape[0], width, repeat))
+    return value.reshape(value.shape[0], width * repeat)
+
+
+@triton.jit
+def _multiply(acc, x, w, swap: tl.constexpr):
+    """acc + x · wᵀ, or its transpose."""
+    if swap:
+        return tl.dot(w, tl.trans(x), acc)
+    else:
+        return tl.dot(x, tl.trans(w), acc)
+
+
+@triton.jit
+def linear_kernel(
+    x, codes, scale, global_scale, bias, y, partial, counter,
+    M, N, K, x_stride, codes_stride, scale_stride, codes_width,
+    element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    has_global: tl.constexpr, has_bias: tl.constexpr, splits: tl.constexpr, swap: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. `rows` and `columns` of a block are 0 where it spans the axis."""
+    tile_n, tile_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    m = tile_m * block_m + tl.arange(0, block_m)
+    n = tile_n * block_n + tl.arange(0, block_n)
+    # Rows beyond the end read the last one: those loads need no mask, and their results are never stored.
+    x_row = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
+    code_row = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * codes_stride
+    per_weight: tl.constexpr = columns > 0 and columns < block_k
+    per_tile: tl.constexpr = columns >= block_k
+    acc = tl.zeros((block_n, block_m) if swap else (block_m, block_n), dtype=tl.float32)
+    steps = tl.cdiv(tl.cdiv(K, block_k), splits)
+    for step in range(part * steps, min((part + 1) * steps, tl.cdiv(K, block_k))):
+        start = step * block_k
+        k = start + tl.arange(0, block_k)
+        tokens = tl.load(x_row + k[None, :], mask=k[None, :] < K, other=0.0)
+        product = tl.zeros_like(acc) if per_tile else acc
+        if bits == 4:
+            byte = step * (block_k // 2) + tl.arange(0, block_k // 2)
+            pair = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
+            low, high = decode_element(pair & 15, element), decode_element(pair >> 4, element)
+            if per_weight:
+                s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
+                            block_k // columns, columns // 2)  # fmt: skip
+                low, high = low * s, high * s
+            even, odd = tl.split(tokens.reshape(block_m, block_k // 2, 2))
+            product = _multiply(product, even, low.to(x.dtype.element_ty), swap)
+            product = _multiply(product, odd, high.to(x.dtype.element_ty), swap)
+        else:
+            if bits == 6:
+                byte = k * 6 // 8
+                first = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
+                next_inside = byte[None, :] + 1 < codes_width
+                second = tl.load(code_row + byte[None, :] + 1, mask=next_inside, other=0).to(tl.int32)
+                code = ((first | second << 8) >> (k * 6 % 8)[None, :]) & 63
+                w = decode_element(code, element)
+            else:
+                code = tl.load(code_row + k[None, :], mask=k[None, :] < K, other=0.0)
+                w = decode_element(code, element)
+            if per_weight:
+                w = w * _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
+                                block_k // columns, columns)  # fmt: skip
+            product = _multiply(product, tokens, w.to(x.dtype.element_ty), swap)
+        if per_tile:
+            pointer = scale + (tl.minimum(n, N - 1) // rows).to(tl.int64) * scale_stride + start // columns
+            s = decode_scale(tl.load(pointer), kind)
+            acc += product * (s[:, None] if swap else s[None, :])
+        else:
+            acc = product
+    if swap:
+        acc = tl.trans(acc)
+    inside = (m[:, None] < M) & (n[None, :] < N)
+    place = m.to(tl.int64)[:, None] * N + n[None, :]
+    if splits > 1:
+        size = M.to(tl.int64) * N
+        tl.store(partial + part * size + place, acc, mask=inside)
+        tl.debug_barrier()
+        arrival = counter + tile_m * tl.num_programs(0) + tile_n
+        if tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1:
+            total = tl.zeros((block_m, block_n), dtype=tl.float32)
+            for other in range(splits):
+                # Past L1, which knows nothing of what other programs wrote.
+                total += tl.load(partial + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
+            _finish(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+                    has_global, has_bias)  # fmt: skip
+            tl.store(arrival, 0)
+    else:
+        _finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+                has_global, has_bias)  # fmt: skip
+
+
+@triton.jit
+def _finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
+            rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
+    """Scales that are constant along K, the bias, the rounding to the dtype of y."""
+    if columns == 0:
+        row = tl.minimum(n, N - 1)
+        index = row // rows if rows > 0 else row * 0
+        acc *= decode_scale(tl.load(scale + index.to(tl.int64) * scale_stride), kind)[None, :]
+    if has_global:
+        acc *= tl.load(global_scale).to(tl.float32)
+    if has_bias:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + place, acc.to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes, scale, global_scale, out, N, K, codes_stride, scale_stride, codes_width,
+    element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """W in the dtype of `out`, [N, K]: what the oracle gives, bit for bit, but for one rounding of the global scale."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = codes + n.to(tl.int64)[:, None] * codes_stride
+    if bits == 4:
+        byte = tl.program_id(0) * (block_k // 2) + tl.arange(0, block_k // 2)
+        mask = (n[:, None] < N) & (byte[None, :] < codes_width)
+        pair = tl.load(row + byte[None, :], mask=mask, other=0).to(tl.int32)
+        w = tl.join(decode_element(pair & 15, element), decode_element(pair >> 4, element)).reshape(block_n, block_k)
+    elif bits == 6:
+        byte = k * 6 // 8
+        first = tl.load(row + byte[None, :], mask=inside & (byte[None, :] < codes_width), other=0).to(tl.int32)
+        second = tl.load(row + byte[None, :] + 1, mask=inside & (byte[None, :] + 1 < codes_width), other=0)
+        code = ((first | second.to(tl.int32) << 8) >> (k * 6 % 8)[None, :]) & 63
+        w = decode_element(code, element)
+    else:
+        w = decode_element(tl.load(row + k[None, :], mask=inside, other=0.0), element)
+    second_level = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    if columns > 0 and columns <= block_k:
+        s = _scales(scale, n, tl.program_id(0) * block_k // columns, N, K, scale_stride, kind, rows, columns,
+                    block_k // columns, columns)  # fmt: skip
+    else:
+        first_row = n // rows if rows > 0 else n * 0
+        block = tl.program_id(0) * block_k // columns if columns > 0 else 0
+        pointer = scale + first_row.to(tl.int64) * scale_stride + block
+        s = decode_scale(tl.load(pointer, mask=n < N, other=0.0), kind)[:, None]
+    w *= s * second_level
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], w.to(out.dtype.element_ty), mask=inside)
+
+
+def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+    """`x @ weight.T + bias`; the arguments have been checked.
+
+    Args:
+        x: `[tokens, in]`, FP16 or BF16, rows contiguous.
+        weight: `[out, in]`, contiguous.
+        bias: `[out]`, or None.
+        tiles: how to cut it up.
+
+    Returns:
+        `[tokens, out]`, dtype of `x`.
+    """
+    M, K = x.shape
+    N = weight.shape[0]
+    y = x.new_empty(M, N)
+    if not y.numel():
+        return y
+    grid = (triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m), tiles.splits)
+    partial = counter = y
+    if tiles.splits > 1:
+        partial = torch.empty(tiles.splits, M, N, dtype=torch.float32, device=x.device)
+        counter = arrival_counters(weight.codes, grid[0] * grid[1])
+    linear_kernel[grid](
+        x, weight.codes, weight.scale, _or(weight.global_scale, weight.scale), _or(bias, x), y, partial, counter,
+        M, N, K, x.stride(0), weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
+        **layout(weight.format), has_global=weight.global_scale is not None, has_bias=bias is not None,
+        splits=tiles.splits, swap=tiles.swap, block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
+        num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    return y
+
+
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
+    N, K = weight.shape
+    out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
+    block_n, block_k = 16, 256 if weight.format.block[1] < 128 else 128
+    dequantize_kernel[triton.cdiv(K, block_k), triton.cdiv(N, block_n)](
+        weight.codes, weight.scale, _or(weight.global_scale, weight.scale), out, N, K,
+        weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
+        **layout(weight.format), has_global=weight.global_scale is not None,
+        block_n=block_n, block_k=block_k, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def layout(format: Format) -> dict[str, object]:
+    """The compile-time constants that say what a format's codes and scales mean."""
+    return {
+        "element": format.element.name,
+        "bits": format.element.bits,
+        "kind": "wide" if format.scale.is_wide else format.scale.name,
+        "rows": format.block[0],
+        "columns": format.block[1],
+    }
+
+
+_counters = WeakIdKeyDictionary()
+
+
+def arrival_counters(codes: torch.Tensor, tiles: int) -> torch.Tensor:
+    """Zeros, int32, at least `tiles` of them, which a launch leaves zero: one buffer a weight, freed with it.
+
+    Two streams must not multiply by the same weight at the same time, as with any workspace that a layer owns.
+    """
+    counters = _counters.get(codes)
+    if counters is None or counters.numel() < tiles or counters.device != codes.device:
+        counters = torch.zeros(tiles, dtype=torch.int32, device=codes.device)
+        # What is allocated while a graph is captured belongs to that graph.
+        if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+            _counters[codes] = counters
+    return counters  # type: ignore[no-any-return]
+
+
+def _or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
+    """A pointer that the kernel never reads, where there is no tensor."""
+    return placeholder if tensor is None else tensor

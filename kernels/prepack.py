@@ -1,0 +1,178 @@
+"""Weights laid out for a kernel when a model is loaded, and put back bit for bit; never in a checkpoint.
+
+On Hopper a warpgroup multiplies 64 rows of W by 16 columns at a time, and its threads hold W in registers in a fixed
+pattern. NVFP4 codes are stored here in exactly the order in which those threads need them: a thread reads 16 bytes,
+its share of a tile of 64 × 64, and nothing has to be exchanged.
+
+    row    = 64·tile + 16·warp + 8·b + g          thread = (warp, g, q): g, q = 0..7, 0..3
+    column = 64·step of K + 16·s + 8·a + 2·q + h   word s of a thread, half h, code a + 2·b of that half
+
+A half word holds four codes so that one mask after one shift leaves a code as a bfloat16 that is 2^126 too small:
+sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the shifted three leave over:
+
+    bit     15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
+    code    0s  3s  30  1s  32  31  2s  02  01  00  12  11  10  22  21  20
+
+A block scale, positive and E4M3, is stored as the eight bits by which s · 2^119 differs from other such bfloat16s:
+a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import FORMATS
+from quant.formats.number import E4M3
+from quant.formats.packing import pack, unpack
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear import QuantLinear
+
+TILE = 64
+# Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14))
+# Codes of a half word come from rows g and g + 8, columns 2q and 2q + 8: (b, a) runs over them, a fastest.
+_SPLIT_CODES = (4, 2, 8, -1, 4, 2, 4, 2)  # warp b g | tile of K, s, a, q, h
+_TO_WORDS = (0, 4, 1, 3, 7, 5, 8, 2, 6)  # tile, tile of K, warp, g, q, s, h | b, a
+_TO_SCALES = (0, 4, 1, 3, 2, 5)  # tile, tile of K, warp, g, b | s
+_SCALE_ORDER = (0, 2, 1, 3)
+_ROWS_AT_ONCE = 1024
+
+
+def is_prepacked(weight: BlockScaledTensor) -> bool:
+    """Whether the codes are in the order of this module and not in that of a checkpoint."""
+    return weight.codes.dtype is torch.int32
+
+
+def why_not(weight: BlockScaledTensor) -> str:
+    """Why `prepack` would refuse `weight`, or nothing."""
+    if weight.format is not FORMATS["nvfp4"]:
+        return f"{weight.format} has no kernel layout"
+    rows, columns = weight.shape[-2:]
+    if len(weight.shape) != 2 or rows % TILE or columns % (2 * TILE):
+        return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {2 * TILE}]"
+    table = _scale_table().to(weight.codes.device)
+    stored = weight.scale.view(torch.uint8)
+    if bool((table[stored.int()] < 0).any()):
+        return "a block scale is negative or NaN"
+    empty = stored == 0
+    if bool(empty.any()) and bool(weight.codes.view(*stored.shape, -1)[empty].any()):
+        return "a block whose scale is zero has codes that are not"
+    return ""
+
+
+def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32.
+
+    Args:
+        weight: NVFP4, `[out, in]`, out a multiple of 64 and in of 128.
+
+    Raises:
+        ValueError: it has no such layout; the message says why.
+    """
+    reason = why_not(weight)
+    if reason:
+        raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
+    rows, columns = weight.shape
+    words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
+    for part in _row_slices(rows):
+        codes = unpack(weight.codes[part], 4, columns).view(-1, *_fill(_SPLIT_CODES, columns))
+        four = codes.permute(_TO_WORDS).reshape(-1, 4).int()
+        half = torch.zeros(four.shape[0], dtype=torch.int32, device=four.device)
+        for code, places in zip(four.unbind(1), _PLACES, strict=True):
+            for bit, place in enumerate(places):
+                half |= (code >> bit & 1) << place
+        words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
+    stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
+    stored = stored.view(-1, 4, 2, 8, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
+    return replace(weight, codes=words, scale=stored.contiguous().view(torch.int32).view(rows, columns // TILE))
+
+
+def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """The inverse of `prepack`, bit for bit."""
+    rows, columns = weight.shape
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.codes.device)
+    for part in _row_slices(rows):
+        half = weight.codes[part].contiguous().view(torch.int16).int().view(-1)
+        four = torch.zeros(half.shape[0], 4, dtype=torch.uint8, device=half.device)
+        for code, places in enumerate(_PLACES):
+            for bit, place in enumerate(places):
+                four[:, code] |= ((half >> place & 1) << bit).to(torch.uint8)
+        shape = (four.shape[0] * 4 // (TILE * columns), *_fill(_SPLIT_CODES, columns))
+        permuted = four.view([shape[i] for i in _TO_WORDS])
+        codes = permuted.permute(_inverse(_TO_WORDS)).reshape(-1, columns)
+        packed[part] = pack(codes.contiguous(), 4)
+    stored = weight.scale.contiguous().view(torch.uint8).view(-1, columns // TILE, 4, 8, 2, 4)[..., list(_SCALE_ORDER)]
+    stored = stored.permute(_inverse(_TO_SCALES)).reshape(rows, columns // 16)
+    table = _scale_table()
+    inverse = torch.zeros(256, dtype=torch.uint8)
+    known = table >= 0
+    inverse[table[known]] = torch.arange(256, dtype=torch.uint8)[known]
+    scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
+    return replace(weight, codes=packed, scale=scale)
+
+
+def prepack_model(model: nn.Module) -> dict[str, str]:
+    """Prepacks the quantized linears of `model` that have a kernel layout, in place; `state_dict` is as before.
+
+    Returns:
+        Why not, by the name of each quantized linear that keeps the layout of a checkpoint.
+    """
+    skipped = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear) or is_prepacked(module.quantized_weight):
+            continue
+        reason = why_not(module.quantized_weight)
+        if reason:
+            skipped[name] = reason
+            continue
+        _replace(module, prepack(module.quantized_weight))
+        module.register_state_dict_post_hook(_save_restored)
+    return skipped
+
+
+def restore_model(model: nn.Module) -> None:
+    """Undoes `prepack_model`."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear) and is_prepacked(module.quantized_weight):
+            _replace(module, restore(module.quantized_weight))
+
+
+def _replace(module: QuantLinear, weight: BlockScaledTensor) -> None:
+    module.codes, module.scale = weight.codes, weight.scale
+
+
+def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(module, QuantLinear)
+    weight = module.quantized_weight
+    if is_prepacked(weight):
+        weight = restore(weight)
+        state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
+
+
+@cache
+def _scale_table() -> torch.Tensor:
+    """The byte that stands for each E4M3 code, int32 `[256]`; -1 where there is none (negative or NaN)."""
+    values = E4M3.values()
+    bits = (values.double() * 2.0**119).to(torch.bfloat16).view(torch.int16).int()
+    table = torch.where(values > 0, bits >> 4 & 0xFF, -1)
+    table[0] = 0
+    return table
+
+
+def _fill(split: tuple[int, ...], columns: int) -> tuple[int, ...]:
+    return tuple(columns // TILE if size < 0 else size for size in split)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
+
+
+def _row_slices(rows: int) -> Iterator[slice]:
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        yield slice(start, min(start + _ROWS_AT_ONCE, rows))

@@ -1,0 +1,156 @@
+"""How a matmul is cut up: the choices, the ones worth trying for a shape, and a first guess without a measurement.
+
+Three ways to multiply by a quantized weight:
+
+    Tiles       the portable kernel (kernels/matmul.py): any format, any shape
+    GluonTiles  Hopper's NVFP4 kernel (kernels/matmul_gluon.py): a prepacked weight and few tokens
+    DENSE       write W in 16 bit, then the library's matmul: right for many tokens, where W is small beside the work
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from quant.formats.format import Format
+from quant.kernels.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A launch of the portable kernel.
+
+    Attributes:
+        block_m, block_n, block_k: tile of tokens, of output features, and the step along K.
+        splits: programs that share the K of one tile.
+        swap: whether W is the left operand.
+        warps, stages: per program, and the depth of its software pipeline.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    splits: int = 1
+    swap: bool = False
+    warps: int = 4
+    stages: int = 3
+
+
+@dataclass(frozen=True)
+class GluonTiles:
+    """A launch of Hopper's kernel: tokens of a tile (8, 16, … 256), and the programs that share the K of one tile."""
+
+    block_m: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Dequantize, then the library's matmul."""
+
+
+DENSE = Dense()
+Choice = Tiles | GluonTiles | Dense
+_KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[Dense]] = {
+    "triton": Tiles,
+    "gluon": GluonTiles,
+    "dense": Dense,
+}
+
+# From this many tokens on, 16-bit tensor cores are busy for longer than it takes to write W in 16 bit and read it.
+_DENSE_FROM = 512
+_FEW = 64
+_X_SHARED_BYTES = 200 << 10
+
+
+def to_dict(choice: Choice) -> dict[str, Any]:
+    """JSON-ready."""
+    kind = next(name for name, cls in _KINDS.items() if isinstance(choice, cls))
+    return {"kernel": kind, **asdict(choice)}
+
+
+def from_dict(data: dict[str, Any]) -> Choice:
+    """The inverse of `to_dict`."""
+    return _KINDS[data["kernel"]](**{key: value for key, value in data.items() if key != "kernel"})
+
+
+def bucket(tokens: int) -> int:
+    """Number of tokens that stands for `tokens` in tables: the next power of two, at most 4096."""
+    return min(1 << max(tokens - 1, 0).bit_length(), 4096)
+
+
+def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool) -> Choice:
+    """A launch for a shape that nothing was measured for; the same for every call, and at once.
+
+    With few tokens the time is that of reading W, which takes a few programs on every SM: K is split until there
+    are four. With many, W is written in 16 bit once.
+    """
+    rows, columns = shape
+    if prepacked:
+        if tokens > _FEW:
+            return DENSE
+        block_m = max(8, bucket(tokens))
+        return GluonTiles(block_m, _gluon_splits(rows, columns, block_m, hardware.sms * 6))
+    if tokens >= _DENSE_FROM:
+        return DENSE
+    if tokens > _FEW:
+        return Tiles(64, 128, 64, _splits(rows // 128, columns, 64, hardware.sms), warps=8)
+    block_m = max(16, bucket(tokens))
+    return Tiles(block_m, 64, 128, _splits(-(-rows // 64), columns, 128, hardware.sms * 4))
+
+
+def candidates(
+    format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool
+) -> list[Choice]:
+    """Launches worth timing for a shape, the guess first."""
+    rows, columns = shape
+    found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
+    if prepacked:
+        block_m = max(8, min(bucket(tokens), 128))
+        for waves in (2, 4, 6, 8, 12):
+            found.append(GluonTiles(block_m, _gluon_splits(rows, columns, block_m, hardware.sms * waves)))
+    elif tokens <= _FEW:
+        block_m = max(16, bucket(tokens))
+        for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):
+            for swap in (False, True):
+                if swap and block_n < 64:
+                    continue
+                splits = _splits(-(-rows // block_n), columns, block_k, hardware.sms * 3)
+                found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
+    else:
+        for block_m, block_n, block_k, warps, stages in (
+            (64, 128, 64, 4, 4),
+            (128, 128, 64, 8, 3),
+            (128, 256, 64, 8, 3),
+        ):
+            for swap in (False, True):
+                splits = _splits(-(-rows // block_n) * -(-tokens // block_m), columns, block_k, hardware.sms)
+                found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
+    if tokens > _FEW:
+        found.append(DENSE)
+    return list(dict.fromkeys(found))
+
+
+def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
+    """Parts of K that give about `programs` programs, each with two steps or more."""
+    wanted = programs / max(tiles, 1)
+    most = max(columns // (2 * block_k), 1)
+    splits = 1
+    while splits * 2 <= min(wanted, most, 32):
+        splits *= 2
+    return splits
+
+
+def _gluon_splits(rows: int, columns: int, block_m: int, programs: int) -> int:
+    """The number of parts nearest to `programs` programs among those that the kernel can take.
+
+    Each part has an even number of tiles of 64 columns, a power of two, and its x fits in shared memory.
+    """
+    tiles = columns // 64
+    allowed = []
+    steps = 2
+    while tiles % steps == 0:
+        if steps * 64 * block_m * 2 <= _X_SHARED_BYTES:
+            allowed.append(tiles // steps)
+        steps *= 2
+    return min(allowed, key=lambda splits: abs(splits * (rows // 64) - programs))

@@ -1,0 +1,197 @@
+"""Tables of the best launch by shape: shipped with the package, measured by `quant tune`, looked up by `dispatch`.
+
+A table is a JSON file of one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
+of the file that a search writes holds the versions of Triton and of this package, so that an update of either starts
+afresh. Tokens are powers of two, each for the numbers up to it.
+
+A search times every candidate as a serving loop would run it: replayed from a CUDA graph, over copies of the weight
+that together do not fit in the L2 cache. A candidate is first compared with the dequantized weight in float64; one
+that is wrong is dropped and named, never timed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels import tiles
+from quant.kernels.hardware import Hardware
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SHIPPED = Path(__file__).resolve().parent / "tuned"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured candidate: microseconds a call, and its largest error relative to the largest output."""
+
+    choice: tiles.Choice
+    microseconds: float
+    error: float
+
+
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with a CUDA build of PyTorch."""
+    return _found("triton")
+
+
+@cache
+def _found(module: str) -> bool:
+    return find_spec(module) is not None
+
+
+def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> tiles.Choice | None:
+    """The measured launch for a shape, or None."""
+    return _table(gpu.name).get(key(format, tokens, shape, prepacked))
+
+
+def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
+    """Name of an entry."""
+    layout = "prepacked" if prepacked else "checkpoint"
+    return f"{format}|{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
+
+
+@lru_cache(maxsize=8)
+def _table(gpu: str) -> dict[str, tiles.Choice]:
+    """Shipped entries, and those measured here on top."""
+    found: dict[str, tiles.Choice] = {}
+    for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
+        if path.exists():
+            entries = json.loads(path.read_text())["entries"]
+            found.update({name: tiles.from_dict(entry["choice"]) for name, entry in entries.items()})
+    return found
+
+
+def cache_file(gpu: str) -> Path:
+    """Where a search on this machine is kept: `$BLOCKSCALE_CACHE`, else `~/.cache/blockscale`."""
+    folder = Path(os.environ.get("BLOCKSCALE_CACHE") or Path.home() / ".cache" / "blockscale")
+    safe = "".join(c if c.isalnum() else "-" for c in gpu.lower())
+    return folder / f"tuned-{safe}-triton{_version('triton')}-blockscale{_version('blockscale')}.json"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
+    """Adds measured entries to this machine's table; the file is replaced as a whole.
+
+    Returns:
+        The file.
+    """
+    path = cache_file(gpu.name)
+    known = json.loads(path.read_text())["entries"] if path.exists() else {}
+    known.update(
+        {
+            name: {"choice": tiles.to_dict(t.choice), "microseconds": round(t.microseconds, 2)}
+            for name, t in entries.items()
+        }
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps({"gpu": gpu.name, "entries": known}, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)
+    _table.cache_clear()
+    return path
+
+
+def search(
+    weight: BlockScaledTensor, tokens: int, gpu: Hardware, *, choices: Iterable[tiles.Choice] | None = None
+) -> tuple[list[Timing], dict[tiles.Choice, str]]:
+    """Times the candidates for `weight` and `tokens` rows of BF16, fastest first.
+
+    Args:
+        weight: on the GPU, in either layout.
+        tokens: rows of x.
+        gpu: the GPU it is on.
+        choices: what to try; by default `tiles.candidates`.
+
+    Returns:
+        The correct candidates with their times, and why each of the others was dropped.
+    """
+    from quant.kernels import dispatch
+    from quant.kernels.prepack import is_prepacked
+
+    shape = (weight.shape[0], weight.shape[1])
+    if choices is None:
+        choices = tiles.candidates(weight.format, tokens, shape, gpu, is_prepacked(weight))
+    x = torch.randn(tokens, shape[1], device=weight.codes.device, dtype=torch.bfloat16)
+    dense = dispatch.dequantize(weight, torch.bfloat16)
+    exact = x.double() @ dense.double().T
+    largest = float(exact.abs().max())
+    copies = list(_copies(weight, gpu.l2))
+    timings, dropped = [], {}
+    for choice in choices:
+        try:
+            y = dispatch.run(x, weight, None, choice)
+            error = float((y.double() - exact).abs().max()) / largest
+            # One rounding of the weights in 16 bit and one of the result, both of half a unit in 2^-8.
+            if not error < 2**-7:
+                dropped[choice] = f"error {error:.1e} of the largest output"
+                continue
+            calls = [_call(x, copy, choice) for copy in copies]
+            timings.append(Timing(choice, graph_microseconds(calls), error))
+        except Exception as error_:  # A compiler may refuse a candidate in any way; the search goes on.
+            dropped[choice] = f"{type(error_).__name__}: {' '.join(str(error_).split())[:200]}"
+    return sorted(timings, key=lambda t: t.microseconds), dropped
+
+
+def _call(x: torch.Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> Callable[[], Any]:
+    from quant.kernels import dispatch
+
+    return lambda: dispatch.run(x, weight, None, choice)
+
+
+def _copies(weight: BlockScaledTensor, l2: int) -> Iterator[BlockScaledTensor]:
+    """The weight, and as many copies as make each replay read it from memory."""
+    yield weight
+    for _ in range(min(max(3 * l2 // weight.codes.nbytes, 1), 32)):
+        yield replace(weight, codes=weight.codes.clone(), scale=weight.scale.clone())
+
+
+def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:
+    """Microseconds a call: the median over `repeats` replays of one graph that makes all `calls`, several times.
+
+    Args:
+        calls: each launches work on the current stream.
+        repeats: replays that are timed.
+        at_least: seconds that one replay should take, roughly.
+    """
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    rounds = 1
+    while True:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        times = [_replay_seconds(graph) for _ in range(repeats + 1)][1:]
+        seconds = sorted(times)[repeats // 2]
+        if seconds > at_least / 2 or rounds >= 64:
+            return seconds / (rounds * len(calls)) * 1e6
+        rounds = min(rounds * max(int(at_least / max(seconds, 1e-6)), 2), 64)
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3

@@ -1,0 +1,113 @@
+"""Prepacked weights: undone bit for bit, and laid out as the Hopper kernel reads them."""
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.formats.number import E2M1, E4M3
+from quant.formats.packing import pack
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.linear import QuantLinear
+from quant.kernels.prepack import is_prepacked, prepack, prepack_model, restore, restore_model, why_not
+
+
+def all_pairs(rows: int = 128, columns: int = 2048) -> BlockScaledTensor:
+    """Every element code at every usable scale, at every place of a tile."""
+    codes = torch.randint(0, 16, (rows, columns), dtype=torch.uint8)
+    scale = (torch.arange(rows * columns // 16).view(rows, -1) % E4M3.max_code + 1).to(torch.uint8)
+    scale = scale[:, torch.randperm(columns // 16)].contiguous().view(torch.float8_e4m3fn)
+    return BlockScaledTensor(pack(codes, 4), scale, FORMATS["nvfp4"], (rows, columns), torch.tensor(0.37))
+
+
+def decode_as_the_kernel(weight: BlockScaledTensor) -> torch.Tensor:
+    """`matmul_gluon._decode` in PyTorch: masks, shifts and one BF16 product, each value put where its thread has it."""
+    rows, columns = weight.shape
+    tiles = (rows // 64, columns // 64)
+    words = (weight.codes.long() & 0xFFFFFFFF).view(*tiles, 128, 4)
+    mask = 0x81C081C0
+    shifted = [words & mask, words << 3 & mask, words << 6 & mask]
+    shifted.append((words << 1 & 0x80008000) | (words >> 3 & 0x01800180) | (words >> 7 & 0x00400040))
+
+    def bf16(bits: torch.Tensor) -> torch.Tensor:
+        return bits.to(torch.int16).view(torch.bfloat16)  # the low 16 bits
+
+    value = torch.stack([torch.stack([bf16(w & 0xFFFF), bf16(w >> 16 & 0xFFFF)], -1) for w in shifted], -1)
+    packed = (weight.scale.long() & 0xFFFFFFFF).view(*tiles, 32, 2)
+    even, odd = (packed << 4 & 0x0FF00FF0) | 0x70007000, (packed >> 4 & 0x0FF00FF0) | 0x70007000
+    scale = torch.stack([bf16(even & 0xFFFF), bf16(even >> 16), bf16(odd & 0xFFFF), bf16(odd >> 16)], -1)
+    scale = scale.repeat_interleave(4, dim=2)  # thread of a tile, b, s
+    dense = torch.empty(rows, columns, dtype=torch.bfloat16)
+    view = dense.view(tiles[0], 64, tiles[1], 64)
+    thread = torch.arange(128)
+    warp, g, q = thread // 32, thread // 4 % 8, thread % 4
+    for s in range(4):
+        for half in range(2):
+            for code in range(4):
+                a, b = code % 2, code // 2
+                product = value[:, :, thread, s, half, code] * scale[:, :, thread, b, s]
+                view[:, 16 * warp + 8 * b + g, :, 16 * s + 8 * a + 2 * q + half] = product.permute(2, 0, 1)
+    return dense.double() * 2.0**7
+
+
+def test_the_kernels_arithmetic_gives_every_code_at_every_scale_exactly() -> None:
+    weight = all_pairs()
+    exact = weight.element_values().double() * weight.scale.double().repeat_interleave(16, dim=1)
+    assert torch.equal(decode_as_the_kernel(prepack(weight)), exact)
+    used = set(
+        zip(
+            weight.element_values().flatten().tolist(),
+            weight.scale.float().repeat_interleave(16, 1).flatten().tolist(),
+            strict=True,
+        )
+    )
+    assert len(used) >= 15 * E4M3.max_code  # ±0 count once
+    assert len(E2M1.values()) == 16
+
+
+@pytest.mark.parametrize("shape", [(64, 128), (128, 384), (1088, 256)])
+def test_restored_bit_for_bit(shape: tuple[int, int]) -> None:
+    weight = quantize(torch.randn(shape), FORMATS["nvfp4"])
+    packed = prepack(weight)
+    assert is_prepacked(packed) and not is_prepacked(weight)
+    assert packed.codes.nbytes == weight.codes.nbytes and packed.scale.nbytes == weight.scale.nbytes
+    back = restore(packed)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
+    assert back.scale.dtype is weight.scale.dtype and back.shape == weight.shape
+
+
+def test_a_zero_scale_keeps_its_zero_codes() -> None:
+    weight = all_pairs()
+    weight.scale.view(torch.uint8)[5, 3] = 0
+    weight.codes[5, 24:32] = 0
+    back = restore(prepack(weight))
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
+    assert not decode_as_the_kernel(prepack(weight))[5, 48:64].any()
+
+
+def test_what_has_no_layout_says_why() -> None:
+    weight = all_pairs()
+    weight.scale.view(torch.uint8)[5, 3] = 0
+    with pytest.raises(ValueError, match=r"\[128, 2048\] cannot be prepacked: a block whose scale is zero has codes"):
+        prepack(weight)
+    weight.scale.view(torch.uint8)[5, 3] = 0x80 | 3
+    assert why_not(weight) == "a block scale is negative or NaN"
+    assert "no multiple of [64, 128]" in why_not(quantize(torch.randn(64, 192), FORMATS["nvfp4"]))
+    assert why_not(quantize(torch.randn(64, 128), FORMATS["mxfp4"])) == "mxfp4 has no kernel layout"
+
+
+def test_a_prepacked_model_saves_and_computes_as_before() -> None:
+    model = torch.nn.Sequential(
+        QuantLinear(quantize(torch.randn(128, 128), FORMATS["nvfp4"])),
+        QuantLinear(quantize(torch.randn(32, 128), FORMATS["nvfp4"])),
+    )
+    x = torch.randn(3, 128)
+    y, saved = model(x), {name: value.clone() for name, value in model.state_dict().items()}
+    assert prepack_model(model) == {"1": "the shape [32, 128] is no multiple of [64, 128]"}
+    assert is_prepacked(model[0].quantized_weight)
+    assert torch.equal(model(x), y)
+    now = model.state_dict()
+    assert all(torch.equal(now[n].view(torch.uint8), v.view(torch.uint8)) for n, v in saved.items())
+    restore_model(model)
+    assert not is_prepacked(model[0].quantized_weight) and torch.equal(model(x), y)
