@@ -1,9 +1,9 @@
 """The report as one HTML file: no request leaves it, it reads in light and dark, on a desk and on a phone.
 
-Each section is a function from a `View` to HTML, and `SECTIONS` is the page. Plots are inline SVG whose positions
-are percentages, so that they stretch with the page while text and marks keep their size; axis labels are HTML
-beside them. The script only adds hovering, a filter and a copy button: without it the page still says everything.
-A layer is written once, as a row of the table, and what hovers over its mark is read from that row.
+Each section is a function from a `View` to HTML, and `SECTIONS` is the page; a section without data is left out.
+The charts are in `quant.report_charts`. The script only adds hovering, a filter and a copy button: without it the page
+still says everything. A layer is written once, as a row of the table, and what hovers over its mark is read from that
+row.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
+from quant import report_charts as charts
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report import LayerResult, Report, megabytes
 
@@ -84,7 +85,8 @@ def render(report: Report, plan: Plan) -> str:
         '<meta name="color-scheme" content="light dark">\n'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'\">\n"
-        f"<title>{escape(report.model)} · quantization report</title>\n<style>{_CSS}</style>\n</head>\n<body>\n"
+        f"<title>{escape(report.model)} · quantization report</title>\n"
+        f"<style>{_CSS}{charts.CSS}</style>\n</head>\n<body>\n"
         f'{_MARKS}\n<main>\n{body}\n</main>\n<div id="tip" role="status" hidden></div>\n'
         f"<script>{_JS}</script>\n</body>\n</html>\n"
     )
@@ -111,6 +113,10 @@ def _headline(view: View) -> str:
         if evaluation.top1 is not None:
             note = f"same likeliest token, over {evaluation.tokens:,} positions"
             tiles.append(_tile("Top-1 agreement", f"{100 * evaluation.top1:.1f}%", note))
+    if (record := report.allocation) is not None:
+        predicted, measured = charts.number(record.chosen.kl_predicted), charts.number(record.chosen.kl_measured)
+        text = f"loss {predicted} predicted, {measured} measured"
+        tiles.insert(0, _tile("Asked for", charts.budget_text(record.budget), text))
     formats = ", ".join(view.formats) or "nothing quantized"
     count = sum(layer.format is not None for layer in report.layers)
     warnings = "".join(f'<p class="warning"><b>Warning.</b> {escape(text)}</p>' for text in report.warnings)
@@ -169,33 +175,20 @@ def _errors(view: View) -> str:
     measured = [layer.snr_db for layer in shown if layer.snr_db is not None]
     if not measured:
         return ""
-    low, high, ticks = _nice(min(measured), max(measured))
+    y = charts.linear(measured, least=1.0)
     marks = []
     for position, layer in enumerate(shown):
-        x = (position + 0.5) / len(shown)
         exact = layer.format is not None and layer.snr_db is None
-        y = 0.0 if exact else 1.0 if layer.snr_db is None else (high - layer.snr_db) / (high - low)
+        top = 0.0 if exact else 1.0 if layer.snr_db is None else 1 - y.at(layer.snr_db)
         series = _role(layer.name) if view.by_role else layer.format
         css = _colour(view.series, series if layer.format else None)
-        marks.append(
-            f'<use class="{css}" href="#mark-{css}" x="{100 * x:.2f}%" y="{100 * y:.2f}%" '
-            f'data-i="{view.index[layer.name]}" data-x="{x:.4f}" data-y="{y:.4f}"/>'
-        )
-    grid = "".join(
-        f'<line x2="100%" y1="{y}" y2="{y}"/>' for y in (f"{100 * (high - t) / (high - low):.2f}%" for t in ticks)
-    )
-    yaxis = "".join(f'<span style="top:{100 * (high - t) / (high - low):.2f}%">{t:g}</span>' for t in ticks)
+        marks.append(charts.mark(css, (position + 0.5) / len(shown), top, str(view.index[layer.name])))
     blocks = _block_starts(shown)
-    xaxis = "".join(f'<span style="left:{100 * (i + 0.5) / len(shown):.2f}%">{block}</span>' for i, block in blocks)
     keys = [(f"c{i}", name) for i, name in enumerate(view.series[:_COLOURS])]
     if len(view.series) > _COLOURS:
         keys[-1] = (keys[-1][0], "other")
     if any(layer.format is None for layer in shown):
         keys.append(("kept", "16 bit, no error"))
-    legend = "".join(
-        f'<li><svg class="{css}"><use href="#mark-{css}" x="8" y="{13 if css == "kept" else 8}"/></svg>{escape(n)}</li>'
-        for css, n in keys
-    )
     worst = min((layer for layer in shown if layer.snr_db is not None), key=lambda layer: layer.snr_db or 0.0)
     summary = (
         f"Median {statistics.median(measured):.1f} dB, best {max(measured):.1f} dB, "
@@ -204,37 +197,74 @@ def _errors(view: View) -> str:
     )
     return _section(
         "Error by layer",
-        f"<p>{summary}</p><ul class=legend>{legend}</ul>"
-        "<p class=axis>signal to quantization noise (dB), higher is better</p>"
-        f"<div class=plot><div class=yaxis>{yaxis}</div><div class=field><svg class=canvas role=img "
-        f'aria-label="Signal to quantization noise of each layer in dB, in model order"><g class=grid>{grid}</g>'
-        f"{''.join(marks)}</svg></div><div class=xaxis>{xaxis}</div></div>"
-        f"<p class='axis right'>{'block' if blocks else 'layers'}, in model order</p>",
+        f"<p>{summary}</p>{charts.legend(keys)}"
+        + charts.plot(
+            "".join(marks),
+            y,
+            "Signal to quantization noise of each layer in dB, in model order",
+            xticks=[((i + 0.5) / len(shown), block) for i, block in blocks],
+            above="signal to quantization noise (dB), higher is better",
+            below=f"{'block' if blocks else 'layers'}, in model order",
+        ),
     )
+
+
+def _allocation(view: View) -> str:
+    record = view.report.allocation
+    if record is None:
+        return ""
+    parts = (("Size against loss", charts.pareto(record)), ("Predicted and achieved", charts.rounds(record)))
+    return "".join(_section(title, content) for title, content in parts if content)
+
+
+def _memory(view: View) -> str:
+    content = charts.memory(view.plan, view.report.kv_cache)
+    return _section("Memory", content) if content else ""
+
+
+def _sensitivity(view: View) -> str:
+    table = view.report.sensitivity
+    if table is None:
+        return ""
+    in_use = {name: f"c{min(i, _COLOURS - 1)}" for i, name in enumerate(view.formats)}
+    colour = charts.format_colours(table.formats, in_use)
+    parts = (
+        ("Sensitivity", charts.heat_map(table, view.plan)),
+        ("Where the loss comes from", charts.waterfall(table, view.plan, view.report.allocation, colour)),
+    )
+    return "".join(_section(title, content) for title, content in parts if content)
+
+
+def _receipt(view: View) -> str:
+    record = view.report.receipt
+    return _section("Export receipt", charts.receipt(record)) if record is not None else ""
 
 
 def _layers(view: View) -> str:
     """Every layer once, grouped by what it became and why."""
+    reasons = {(layer.format, layer.activation, layer.reason) for layer in view.report.layers}
+    # An allocator gives every layer a sentence of its own: they then stand in the rows, and not above each.
+    own = len(reasons) > 12 and 4 * len(reasons) > len(view.report.layers)
     groups: dict[tuple[str | None, str | None, str], list[LayerResult]] = {}
     for layer in view.report.layers:
-        groups.setdefault((layer.format, layer.activation, layer.reason), []).append(layer)
+        apart = "" if own and layer.format else layer.reason
+        groups.setdefault((layer.format, layer.activation, apart), []).append(layer)
     parts = []
     for (format, activation, reason), members in sorted(groups.items(), key=lambda item: view.rank(item[0][0])):
         inputs = f", inputs {activation}" if activation else ", inputs 16 bit" if format else ""
         size = _size(sum(layer.nbytes for layer in members))
-        rows = "".join(_layer_row(view, layer) for layer in members)
-        columns = (
-            ("layer", "shape", "bits", "bytes", "SNR", "error", "solver")
-            if format
-            else ("layer", "shape", "bits", "bytes")
-        )
+        each = own and format is not None
+        rows = "".join(_layer_row(view, layer, each) for layer in members)
+        columns = ["layer", "shape", "bits", "bytes"]
+        columns += [*(("SNR", "error", "solver") if format else ()), *(("why",) if each else ())]
+        why = "each for a reason of its own" if each else reason or "no reason given"
         parts.append(
-            f"<details{' open' if len(view.report.layers) <= 40 else ''}><summary>"
+            f"<details class=plan{' open' if len(view.report.layers) <= 40 else ''}><summary>"
             f'<b class="key {_colour(view.formats, format)}"></b>'
             f"<span><b>{escape(format or '16 bit')}</b>{escape(inputs)} · "
             f"{len(members)} layer{'s' if len(members) > 1 else ''} · {size}<br>"
-            f"<span class=reason>{escape(reason or 'no reason given')}</span></span></summary>"
-            f"<table class=layers><thead><tr>{_cells(columns, 'th')}</tr></thead>"
+            f"<span class=reason>{escape(why)}</span></span></summary>"
+            f"<table class='layers{' each' if each else ''}'><thead><tr>{_cells(columns, 'th')}</tr></thead>"
             f"<tbody>{rows}</tbody></table></details>"
         )
     extra = [
@@ -253,7 +283,7 @@ def _layers(view: View) -> str:
     )
 
 
-def _layer_row(view: View, layer: LayerResult) -> str:
+def _layer_row(view: View, layer: LayerResult, with_reason: bool) -> str:
     planned = view.planned(layer)
     tied = f" (tied to {planned.tied_to})" if planned and planned.tied_to else ""
     cells = [" × ".join(map(str, layer.shape)), f"{layer.bits:.3f}", _size(layer.nbytes) + tied]
@@ -261,9 +291,10 @@ def _layer_row(view: View, layer: LayerResult) -> str:
         cells.append("exact" if layer.snr_db is None else f"{layer.snr_db:.2f} dB")
         cells.append("–" if layer.relative_error is None else f"{layer.relative_error:.2%}")
         cells.append(layer.solver or "–")
+    why = f"<td class=why>{escape(layer.reason or '–')}</td>" if with_reason else ""
     return (
         f'<tr id="L{view.index[layer.name]}" data-format="{escape(layer.format or "16 bit")}">'
-        f"<td class=name>{escape(layer.name).replace('.', '.<wbr>')}</td>{_cells(cells)}</tr>"
+        f"<td class=name>{escape(layer.name).replace('.', '.<wbr>')}</td>{_cells(cells)}{why}</tr>"
     )
 
 
@@ -304,7 +335,18 @@ def _files(view: View) -> str:
     )
 
 
-SECTIONS: tuple[Callable[[View], str], ...] = (_headline, _sizes, _errors, _layers, _reproduce, _files)
+SECTIONS: tuple[Callable[[View], str], ...] = (
+    _headline,
+    _allocation,
+    _sizes,
+    _memory,
+    _sensitivity,
+    _errors,
+    _receipt,
+    _layers,
+    _reproduce,
+    _files,
+)
 
 
 def _section(title: str, content: str) -> str:
@@ -346,14 +388,6 @@ def _count(n: int) -> str:
     return str(n)
 
 
-def _nice(low: float, high: float) -> tuple[float, float, list[float]]:
-    """Axis limits around `low` and `high`, and about five round ticks between them."""
-    span = max(high - low, 1.0) * 1.15
-    step = next(s for e in range(-2, 4) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / s <= 6)
-    bottom, top = math.floor((low - 0.05 * span) / step), math.ceil((high + 0.05 * span) / step)
-    return bottom * step, top * step, [i * step for i in range(bottom, top + 1)]
-
-
 def _block_starts(layers: Sequence[LayerResult]) -> list[tuple[int, int]]:
     """Where each block of the model begins, as (position, block number); at most eight, evenly apart."""
     first: dict[int, int] = {}
@@ -369,9 +403,11 @@ def _block_starts(layers: Sequence[LayerResult]) -> list[tuple[int, int]]:
 # has a shape of its own too, and the bars stand in the order of the table below them.
 _CSS = """
 :root { --bg:#f6f7f9; --card:#fff; --ink:#16202c; --soft:#55606e; --line:#dfe3e8; --link:#0b5cad; --warn:#fff4d6;
+ --good:#0b6e3f; --bad:#b3261e; --cool:#e9eff6; --hot:#08316b; --ring:#e07000;
  --c0:#0068b5; --c1:#c8500a; --c2:#007a5a; --c3:#a83c86; --c4:#6b5b00; --c5:#3b3f9e; --c6:#0d8299; --kept:#8a939f }
 @media (prefers-color-scheme: dark) { :root { --bg:#0f141a; --card:#182029; --ink:#e8edf3; --soft:#a3aebb;
  --line:#2d3844; --link:#7ab8f5; --warn:#3c3212;
+ --good:#5fd08f; --bad:#ff8a80; --cool:#232e3a; --hot:#9fd0ff; --ring:#ff9d3c;
  --c0:#57a9f2; --c1:#f58b4b; --c2:#3fc79a; --c3:#e58ac8; --c4:#d9c34a; --c5:#a3a7ff; --c6:#5fd0e6; --kept:#7d8896 } }
 * { box-sizing:border-box }
 body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
@@ -381,7 +417,7 @@ h1,h2,h3,p,ul,dl,pre { margin:0 } h1 { font-size:30px; line-height:1.2; overflow
 h2 { font-size:18px; margin-bottom:14px } h3 { font-size:14px; margin-bottom:6px } a { color:var(--link) }
 .kicker { color:var(--soft); font-size:13px; letter-spacing:.06em; text-transform:uppercase }
 .lead { color:var(--soft); margin-top:6px; overflow-wrap:anywhere }
-.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(170px,1fr)); gap:12px; margin:22px 0 16px }
+.tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(152px,1fr)); gap:12px; margin:22px 0 16px }
 .tile, section { background:var(--card); border:1px solid var(--line); border-radius:12px; padding:16px 18px }
 .tile h2 { font-size:13px; font-weight:500; color:var(--soft); margin:0 }
 .tile .value { font-size:28px; font-weight:650; line-height:1.3; font-variant-numeric:tabular-nums }
@@ -418,7 +454,7 @@ summary { cursor:pointer; display:flex; align-items:baseline }
 summary::before { content:"▸"; color:var(--soft); width:18px; flex:none }
 summary::-webkit-details-marker { display:none } details[open] > summary::before { content:"▾" }
 summary > span { overflow-wrap:anywhere; min-width:0 } .reason { color:var(--soft); font-size:13.5px }
-details table { margin-top:10px }
+details table { margin-top:10px } .why { color:var(--soft); min-width:200px }
 tr:target td, tr.found td { background:color-mix(in srgb, var(--c0) 18%, transparent) }
 #filter { font:inherit; color:inherit; background:var(--bg); border:1px solid var(--line); border-radius:8px;
  padding:7px 11px; width:100%; max-width:340px; margin-bottom:12px }
@@ -442,6 +478,9 @@ button { position:absolute; top:7px; right:7px; font:inherit; font-size:12.5px; 
  .layers td:nth-child(7) { display:none } .layers td:nth-child(5) { white-space:nowrap }
  .numbers th:nth-child(2), .numbers td:nth-child(2), .numbers th:nth-child(3), .numbers td:nth-child(3),
  .numbers th:nth-child(4), .numbers td:nth-child(4) { display:none }
+ .each thead { display:none } .each tr { display:grid; grid-template-columns:1fr auto auto; gap:2px 12px;
+ border-bottom:1px solid var(--line); padding:6px 0 } .each td, .layers.each td.why { display:block; border:0;
+ padding:0 } .layers.each td.why { grid-column:1/-1 }
  .files thead { display:none } .files tr, .files td { display:block; padding-right:0 } .files td.name { border:0 }
  .files .hash { font-size:11px; color:var(--soft); padding-top:0 } }
 """
@@ -455,38 +494,47 @@ _MARKS = """<svg width="0" height="0" style="position:absolute" aria-hidden="tru
 
 _JS = """
 'use strict';
-const tip = document.getElementById('tip'), canvas = document.querySelector('.canvas');
-const row = i => document.getElementById('L' + i);
+const tip = document.getElementById('tip');
+const row = i => document.getElementById(/^\\d/.test(i) ? 'L' + i : i);
+let current = null;
 function reveal(i) {
   const tr = row(i);
   document.querySelectorAll('tr.found').forEach(t => t.classList.remove('found'));
-  tr.closest('details').open = true; tr.hidden = false; tr.classList.add('found');
+  if (tr.closest('details')) tr.closest('details').open = true;
+  tr.hidden = false; tr.classList.add('found');
   tr.scrollIntoView({block: 'center'});
 }
 function describe(i) {
   const tr = row(i), heads = tr.closest('table').querySelectorAll('th');
   const line = (tag, text) => { const e = document.createElement(tag); e.textContent = text; return e; };
   const facts = [...tr.cells].slice(1).map((td, k) => heads[k + 1].textContent + ' ' + td.textContent);
-  tip.replaceChildren(line('b', tr.cells[0].textContent), line('span', [tr.dataset.format, ...facts].join(' · ')));
+  const texts = [tr.dataset.format, ...facts].filter(Boolean);
+  tip.replaceChildren(line('b', tr.cells[0].textContent), line('span', texts.join(' · ')));
 }
-if (canvas) {
-  const marks = [...canvas.querySelectorAll('use')];
-  let current = null;
-  const leave = () => { tip.hidden = true; if (current) current.classList.remove('on'); current = null; };
+function leave() { tip.hidden = true; if (current) current.classList.remove('on'); current = null; }
+function show(found, x, y) {
+  if (found !== current) {
+    leave();
+    current = found;
+    if (found) { found.classList.add('on'); describe(found.dataset.i); }
+  }
+  if (!found) return;
+  tip.hidden = false;
+  tip.style.left = Math.max(8, Math.min(x - tip.offsetWidth / 2, innerWidth - tip.offsetWidth - 8)) + 'px';
+  tip.style.top = (y - tip.offsetHeight - 12 > 8 ? y - tip.offsetHeight - 12 : y + 14) + 'px';
+}
+addEventListener('scroll', leave, {passive: true});
+for (const canvas of document.querySelectorAll('.canvas')) {
+  const marks = [...canvas.querySelectorAll('[data-i]')], wide = canvas.dataset.by ? 0.02 : 1;
   const find = e => {
     const box = canvas.getBoundingClientRect();
     let best = null, least = 40 * 40;
     for (const mark of marks) {
       const dx = box.left + mark.dataset.x * box.width - e.clientX;
-      const dy = box.top + mark.dataset.y * box.height - e.clientY;
+      const dy = (box.top + mark.dataset.y * box.height - e.clientY) * wide;
       if (dx * dx + dy * dy < least) { least = dx * dx + dy * dy; best = mark; }
     }
-    if (best !== current) { leave(); current = best; if (best) { best.classList.add('on'); describe(best.dataset.i); } }
-    if (!best) return;
-    tip.hidden = false;
-    const x = box.left + best.dataset.x * box.width, y = box.top + best.dataset.y * box.height;
-    tip.style.left = Math.max(8, Math.min(x - tip.offsetWidth / 2, innerWidth - tip.offsetWidth - 8)) + 'px';
-    tip.style.top = (y - tip.offsetHeight - 12 > 8 ? y - tip.offsetHeight - 12 : y + 14) + 'px';
+    show(best, best && box.left + best.dataset.x * box.width, best && box.top + best.dataset.y * box.height);
   };
   const field = canvas.parentElement;
   field.addEventListener('pointermove', find);
@@ -495,12 +543,20 @@ if (canvas) {
   field.addEventListener('click', () => {
     if (current && matchMedia('(hover:hover)').matches) reveal(current.dataset.i);
   });
-  addEventListener('scroll', leave, {passive: true});
+}
+for (const area of document.querySelectorAll('.heat, .parts')) {
+  const find = e => {
+    const cell = e.target.closest('[data-i]'), box = cell && cell.getBoundingClientRect();
+    show(cell, box && (box.left + box.right) / 2, box && box.top);
+  };
+  area.addEventListener('pointermove', find);
+  area.addEventListener('pointerdown', find);
+  area.addEventListener('pointerleave', leave);
 }
 document.querySelectorAll('a[href^="#L"]').forEach(a => a.addEventListener('click', e => {
   e.preventDefault(); reveal(a.getAttribute('href').slice(2));
 }));
-const filter = document.getElementById('filter'), groups = [...document.querySelectorAll('details')];
+const filter = document.getElementById('filter'), groups = [...document.querySelectorAll('details.plan')];
 const opened = groups.map(g => g.open);
 filter.addEventListener('input', () => {
   const wanted = filter.value.trim().toLowerCase();

@@ -1,0 +1,653 @@
+"""Charts of the report: inline SVG and HTML, each with the table of its values behind it.
+
+Positions are percentages of the plot, so charts stretch with the page while text and marks keep their size; axis
+labels are HTML beside them. What hovers over a mark is read from the row of the table that it names, so that every
+value is on the page once, in text. Lines are single segments, because polylines take no percentages.
+
+No chart depends on colour alone: series have marks of their own shape, heat is a ramp of one hue from light to dark
+(or dark to light, in the dark), and chosen cells wear a ring.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import pairwise
+from typing import Any
+
+from quant.allocation_record import AllocationRecord, Budget
+from quant.calibration.sensitivity import GroupScores, Sensitivity
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import KEEP
+from quant.report import KVCache, Receipt, megabytes
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Limits and ticks of one axis; places values on it.
+
+    Attributes:
+        low, high: ends.
+        ticks: where labels stand.
+        log: whether it is logarithmic.
+    """
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def at(self, value: float) -> float:
+        """Where `value` stands: 0 at the low end, 1 at the high one, and no further."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
+        return min(max((value - low) / (high - low), 0.0), 1.0)
+
+
+def linear(values: Sequence[float], *, least: float = 0.0, zero: bool = False) -> Axis:
+    """An axis around `values` with about five round ticks.
+
+    Args:
+        values: at least one.
+        least: the least span, so that noise does not fill the plot.
+        zero: starts at zero if no value is below it.
+    """
+    low, high = min(values), max(values)
+    if zero:
+        low, high = min(low, 0.0), max(high, 0.0)
+    span = (max(high - low, least) or abs(high) or 1.0) * 1.15
+    step = next(s for e in range(-9, 10) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / s <= 6)
+    bottom, top = math.floor((low - 0.05 * span) / step), math.ceil((high + 0.05 * span) / step)
+    if zero:
+        bottom = max(bottom, 0) if low >= 0 else bottom
+    return Axis(bottom * step, top * step, tuple(i * step for i in range(bottom, top + 1)))
+
+
+def logarithmic(values: Sequence[float]) -> Axis:
+    """An axis around the positive ones of `values`, with ticks at 1, 2 and 5 times powers of ten, at most seven."""
+    positive = [v for v in values if v > 0] or [1.0]
+    low, high = min(positive) / 1.3, max(positive) * 1.3
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        ticks = [f * 10.0**e for e in decades for f in factors if low <= f * 10.0**e <= high]
+        if len(ticks) <= 7:
+            break
+    else:
+        ticks = ticks[:: math.ceil(len(ticks) / 7)]
+    return Axis(low, high, tuple(ticks), log=True)
+
+
+def mark(css: str, x: float, y: float, row: str) -> str:
+    """One mark at fractions `x` from the left and `y` from the top, whose values are in the table row `row`."""
+    return (
+        f'<use class="{css}" href="#mark-{css}" x="{100 * x:.2f}%" y="{100 * y:.2f}%" '
+        f'data-i="{row}" data-x="{x:.4f}" data-y="{y:.4f}"/>'
+    )
+
+
+def line(x1: float, y1: float, x2: float, y2: float, css: str = "") -> str:
+    """One segment between two points, in fractions of the plot."""
+    ends = zip(("x1", "y1", "x2", "y2"), (x1, y1, x2, y2), strict=True)
+    return f'<line class="{css}" {" ".join(f"{name}={100 * v:.2f}%" for name, v in ends)} />'
+
+
+def plot(
+    drawn: str,
+    y: Axis,
+    label: str,
+    *,
+    xticks: Iterable[tuple[float, Any]],
+    above: str,
+    below: str,
+    by_column: bool = False,
+) -> str:
+    """A plot with its axes.
+
+    Args:
+        drawn: marks, lines and bars.
+        y: vertical axis.
+        label: what the plot shows, for those who do not see it.
+        xticks: (fraction, text).
+        above, below: what the axes show.
+        by_column: the pointer finds marks by their column alone.
+    """
+    heights = [(f"{100 * (1 - y.at(t)):.2f}%", f"{t:g}") for t in y.ticks]
+    grid = "".join(f'<line x2="100%" y1="{height}" y2="{height}"/>' for height, _ in heights)
+    ylabels = "".join(f'<span style="top:{height}">{text}</span>' for height, text in heights)
+    xlabels = "".join(f'<span style="left:{100 * x:.2f}%">{escape(str(text))}</span>' for x, text in xticks)
+    return (
+        f"<p class=axis>{escape(above)}</p><div class=plot><div class=yaxis>{ylabels}</div><div class=field>"
+        f'<svg class=canvas role=img{" data-by=column" if by_column else ""} aria-label="{escape(label)}">'
+        f"<g class=grid>{grid}</g>{drawn}</svg></div><div class=xaxis>{xlabels}</div></div>"
+        f"<p class='axis right'>{escape(below)}</p>"
+    )
+
+
+def legend(keys: Iterable[tuple[str, str]]) -> str:
+    """Marks and what they stand for; `keys` are (CSS class, text)."""
+    items = "".join(
+        f'<li><svg class="{css}"><use href="#mark-{css}" x="8" y="{13 if css == "kept" else 8}"/></svg>{escape(n)}</li>'
+        for css, n in keys
+    )
+    return f"<ul class=legend>{items}</ul>"
+
+
+def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, folded: bool = True) -> str:
+    """The values behind a chart: rows of (id, cells), the first cell a name. Folded away unless they are few."""
+    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
+    body = "".join(
+        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>'
+        f"{''.join(f'<td>{escape(str(c))}</td>' for c in cells[1:])}</tr>"
+        for row, cells in rows
+    )
+    whole = f"<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
+    return f"<details class=data><summary>Values as a table</summary>{whole}</details>" if folded else whole
+
+
+def _breakable(name: object) -> str:
+    return escape(str(name)).replace(".", ".<wbr>").replace("|", "|<wbr>")
+
+
+def number(value: float | None) -> str:
+    """Four significant digits, or a dash."""
+    return "–" if value is None else f"{value:.4g}"
+
+
+def budget_text(budget: Budget) -> str:
+    """What was asked for: '4.8 bits', 'KL ≤ 0.05'."""
+    texts: dict[str, Callable[[float], str]] = {
+        "bits": lambda v: f"{v:g} bits",
+        "bytes": lambda v: megabytes(v),
+        "seconds": lambda v: f"{1000 * v:g} ms",
+        "kl": lambda v: f"KL ≤ {v:g}",
+        "perplexity": lambda v: f"perplexity +{v:.1%}",
+    }
+    return texts[budget.kind](budget.value) if budget.kind in texts else f"{budget.kind} {budget.value:g}"
+
+
+# Allocation
+
+
+def pareto(record: AllocationRecord) -> str:
+    """Loss against size: the predicted curve, what was measured, the uniform formats and the chosen point."""
+    chosen = record.chosen
+    curve = [(p.bits, p.kl_predicted, p.kl_measured) for p in record.curve]
+    x = linear([b for b, *_ in curve] + [u.bits for u in record.uniform] + [chosen.bits])
+    losses = [v for _, predicted, measured in curve for v in (predicted, measured) if v is not None]
+    y = logarithmic([*losses, *(u.kl for u in record.uniform), chosen.kl_measured, chosen.kl_predicted])
+
+    def place(bits: float, loss: float) -> tuple[float, float]:
+        return x.at(bits), 1 - y.at(loss)
+
+    path = [place(bits, predicted) for bits, predicted, _ in curve if predicted > 0]
+    drawn = [line(*a, *b, css="curve c0") for a, b in pairwise(path)]
+    if record.budget.kind == "bits":
+        drawn.append(line(x.at(record.budget.value), 0, x.at(record.budget.value), 1, css="limit"))
+    elif record.budget.kind == "kl":
+        drawn.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
+    rows: list[tuple[str, Sequence[Any]]] = []
+    for i, (bits, predicted, measured) in enumerate(curve):
+        rows.append((f"P{i}", ("allocated", f"{bits:.3f}", number(predicted), number(measured))))
+        if predicted > 0:
+            drawn.append(mark("c0", *place(bits, predicted), f"P{i}"))
+        if measured is not None and measured > 0:
+            drawn.append(mark("c1", *place(bits, measured), f"P{i}"))
+    for i, uniform in enumerate(sorted(record.uniform, key=lambda u: u.bits)):
+        rows.append((f"U{i}", (f"all in {uniform.name}", f"{uniform.bits:.3f}", "–", number(uniform.kl))))
+        if uniform.kl > 0:
+            at = place(uniform.bits, uniform.kl)
+            drawn.append(mark("c2", *at, f"U{i}") + _label(uniform.name, *at, up=i % 2 == 0))
+    rows.append(("PX", ("chosen", f"{chosen.bits:.3f}", number(chosen.kl_predicted), number(chosen.kl_measured))))
+    at = place(chosen.bits, chosen.kl_measured)
+    drawn.append(mark("c3", *at, "PX") + _label("chosen", *at, up=False))
+    keys = [("c0", "predicted: sum of the scores"), ("c1", "measured"), ("c2", "one format for all, measured")]
+    text = (
+        f"Asked for {budget_text(record.budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
+        f"{number(chosen.kl_measured)}. {_against_uniform(record)}"
+    )
+    return (
+        f"<p>{escape(text)}</p>{legend([*keys, ('c3', 'chosen, measured')])}"
+        + plot(
+            "".join(drawn),
+            y,
+            "Loss against bits per weight: allocated, uniform and chosen",
+            xticks=[(x.at(t), f"{t:g}") for t in x.ticks],
+            above=f"{record.unit} (logarithmic), lower is better",
+            below="bits per weight, scales and padding counted",
+        )
+        + table(("allocation", "bits", "predicted", "measured"), rows)
+    )
+
+
+def _label(text: str, x: float, y: float, *, up: bool) -> str:
+    anchor, dx = ("end", -9) if x > 0.6 else ("start", 9)
+    return (
+        f'<text x="{100 * x:.2f}%" y="{100 * y:.2f}%" dx="{dx}" dy="{-5 if up else 14}" '
+        f'text-anchor="{anchor}">{escape(text)}</text>'
+    )
+
+
+def _against_uniform(record: AllocationRecord) -> str:
+    """The best single format that is no larger, beside the chosen allocation."""
+    fitting = [u for u in record.uniform if u.bits <= record.chosen.bits + 1e-9 and u.kl > 0]
+    if not fitting:
+        return "No single format is as small."
+    best = min(fitting, key=lambda u: u.kl)
+    ratio = record.chosen.kl_measured / best.kl
+    return f"The best single format that is no larger, {best.name}, measures {number(best.kl)}: {ratio:.2f} of it."
+
+
+def rounds(record: AllocationRecord) -> str:
+    """What each turn of the loop expected and found."""
+    if not record.rounds:
+        return ""
+    limit = [record.budget.value] if record.budget.kind == "kl" else []
+    y = linear([v for r in record.rounds for v in (r.predicted, r.measured)] + limit, zero=True)
+    drawn, rows, ticks = [], [], []
+    before: float | None = None
+    for i, turn in enumerate(record.rounds):
+        x = (i + 0.5) / len(record.rounds)
+        predicted, measured = 1 - y.at(turn.predicted), 1 - y.at(turn.measured)
+        drawn += [line(x, predicted, x, measured, css="gap"), mark("c0", x, predicted, f"R{i}")]
+        drawn.append(mark("c1", x, measured, f"R{i}"))
+        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted else "–"
+        change = "–" if before is None else f"{turn.measured - before:+.3g}"
+        changed = f"{len(turn.changed)}: {', '.join(turn.changed)}" if turn.changed else "–"
+        name = f"round {i + 1}"
+        rows.append(
+            (f"R{i}", (name, f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off, change, changed))
+        )
+        if len(record.rounds) <= 10 or i % math.ceil(len(record.rounds) / 10) == 0:
+            ticks.append((x, i + 1))
+        before = turn.measured
+    if limit:
+        drawn.append(line(0, 1 - y.at(limit[0]), 1, 1 - y.at(limit[0]), css="limit"))
+    last = record.rounds[-1]
+    off = f", {last.measured / last.predicted - 1:+.1%} from it" if last.predicted else ""
+    count = f"{len(record.rounds)} round{'s' if len(record.rounds) > 1 else ''}"
+    text = (
+        f"Scores of single groups are added up to predict what all of them do together; every round is then quantized "
+        f"for real and measured. After {count} in {record.seconds:.0f} s the prediction was {number(last.predicted)} "
+        f"and the measurement {number(last.measured)}{off}."
+    )
+    return (
+        f"<p>{escape(text)}</p>{legend([('c0', 'predicted'), ('c1', 'measured')])}"
+        + plot(
+            "".join(drawn),
+            y,
+            "Predicted and measured loss of each round",
+            xticks=ticks,
+            above=record.unit,
+            below="round" + (", dashed: the limit asked for" if limit else ""),
+            by_column=True,
+        )
+        + table(
+            ("round", "bits", "predicted", "measured", "off by", "change", "layers changed"),
+            rows,
+            folded=len(rows) > 6,
+        )
+    )
+
+
+# Sensitivity
+
+
+def chosen_format(group: GroupScores, plan: Plan) -> str | None:
+    """The column of the table that the plan chose for a group; None where it is not among them."""
+    layer = plan.by_name.get(group.layers[0]) if group.layers else None
+    if layer is None:
+        return None
+    if layer.weight is None:
+        names = [KEEP]
+    elif layer.activation is None:
+        names = [f"{layer.weight}a16", f"{layer.weight}"]
+    else:
+        names = [f"{layer.weight}@{layer.activation}", f"{layer.weight}"]
+    return next((name for name in names if name in group.scores), None)
+
+
+def heat_map(sensitivity: Sensitivity, plan: Plan) -> str:
+    """A panel for each format; a row for each place in a block, a column for each block."""
+    formats = [name for name in sensitivity.formats if name != KEEP]
+    scores = [group.scores[f] for group in sensitivity.groups for f in formats if group.scores.get(f, 0) > 0]
+    if not scores:
+        return ""
+    low, high = math.log10(min(scores)), math.log10(max(scores))
+    places = [_place(group.name) for group in sensitivity.groups]
+    roles = list(dict.fromkeys(role for role, _ in places))
+    blocks = sorted({block for _, block in places if block is not None})
+    column = {block: i + 2 for i, block in enumerate(blocks)}
+    panels = []
+    for f in formats:
+        cells = []
+        for i, (group, (role, block)) in enumerate(zip(sensitivity.groups, places, strict=True)):
+            score = group.scores.get(f)
+            if score is None:
+                continue
+            heat = (math.log10(score) - low) / ((high - low) or 1.0) if score > 0 else 0.0
+            ring = " class=chosen" if chosen_format(group, plan) == f else ""
+            span = f"{column[block]}" if block is not None else f"2/{len(blocks) + 2}"
+            cells.append(
+                f'<i{ring} data-i="S{i}" data-value="{score:.6g}" '
+                f'style="grid-area:{roles.index(role) + 1}/{span};--heat:{100 * heat:.1f}%"></i>'
+            )
+        names = "".join(
+            f'<span style="grid-area:{i + 1}/1">{escape(_short(role))}</span>' for i, role in enumerate(roles)
+        )
+        count = sum(chosen_format(group, plan) == f for group in sensitivity.groups)
+        panels.append(
+            f"<h3>{escape(f)} <small>chosen for {count} of {len(sensitivity.groups)} groups</small></h3>"
+            f'<div class=heat role=img aria-label="Score of every group in {escape(f)}; values in the table below" '
+            f'style="grid-template-columns:auto repeat({max(len(blocks), 1)},minmax(2px,1fr))">'
+            f"{names}{''.join(cells)}</div>"
+        )
+    head = ("group", "weights", *formats, "chosen")
+    rows = [
+        (
+            f"S{i}",
+            (
+                group.name,
+                f"{group.numel:,}",
+                *(number(group.scores.get(f)) for f in formats),
+                chosen_format(group, plan) or "–",
+            ),
+        )
+        for i, group in enumerate(sensitivity.groups)
+    ]
+    worst = max(sensitivity.groups, key=lambda g: g.scores.get(formats[0], 0.0))
+    text = (
+        f"Method {sensitivity.method} over {sensitivity.rows} rows of {sensitivity.seqlen} tokens: {sensitivity.unit}. "
+        f"Most sensitive to {formats[0]}: {worst.name}, {number(worst.scores.get(formats[0]))}."
+    )
+    blocks_text = f"left to right: blocks {blocks[0]} to {blocks[-1]}. " if len(blocks) > 1 else ""
+    ramp = (
+        f"<p class=scale><span>{number(10**low)}</span><i></i><span>{number(10**high)}</span>"
+        f"<span>{blocks_text}Ringed: the plan’s choice.</span></p>"
+    )
+    return f"<p>{escape(text)}</p>{ramp}{''.join(panels)}{table(head, rows)}"
+
+
+def _place(name: str) -> tuple[str, int | None]:
+    """Role of a group in its block, and the block's number: its name with the first number taken out."""
+    found = re.search(r"(?<=\.)\d+(?=\.|$)", name)
+    if found is None:
+        return name, None
+    return f"{name[: found.start()]}*{name[found.end() :]}", int(found.group())
+
+
+def _short(role: str) -> str:
+    """`model.layers.*.self_attn.(q_proj|k_proj)` -> `q/k`."""
+    tail = re.search(r"\(.*\)$", role)
+    last = tail.group()[1:-1] if tail else role.rpartition(".")[2]
+    return "/".join(part.rpartition(".")[2].removesuffix("_proj") for part in last.split("|"))
+
+
+def waterfall(
+    sensitivity: Sensitivity, plan: Plan, record: AllocationRecord | None, colour: Callable[[str], str]
+) -> str:
+    """What each group adds to the predicted loss, in model order, up to the sum and what was measured."""
+    steps = []
+    for i, group in enumerate(sensitivity.groups):
+        f = chosen_format(group, plan)
+        if f is not None:
+            steps.append((i, group, f, group.scores[f]))
+    total = sum(score for *_, score in steps)
+    if not steps or not any(score for *_, score in steps):
+        return ""
+    ends = [("sum of the scores", total, "c0")]
+    if record is not None:
+        ends.append(("measured together", record.chosen.kl_measured, "c1"))
+    running, cumulative = 0.0, [0.0]
+    for *_, score in steps:
+        running += score
+        cumulative.append(running)
+    y = linear([*cumulative, *(value for _, value, _ in ends)], zero=True)
+    # The last bars are wider than those of the groups, however many these are.
+    width = 0.86 / len(steps)
+    under, drawn, rows = [], [], []
+    for k, (i, group, f, score) in enumerate(steps):
+        rows.append((f"W{i}", (group.name, f, number(score), _share(score, total), number(cumulative[k + 1]))))
+        under.append(
+            f'<rect class=under x="{100 * k * width:.3f}%" width="{100 * width:.3f}%" '
+            f'y="{100 * (1 - y.at(cumulative[k + 1])):.3f}%" height="{100 * y.at(cumulative[k + 1]):.3f}%"/>'
+        )
+        if score:
+            drawn.append(_bar(colour(f), k * width, width, cumulative[k], cumulative[k + 1], y, f"W{i}", score))
+    for k, (name, value, css) in enumerate(ends):
+        rows.append((f"WX{k}", (name, "–", number(value), _share(value, total), number(value))))
+        drawn.append(_bar(css, 0.88 + 0.065 * k, 0.05, 0.0, value, y, f"WX{k}", value))
+    ranked = sorted(steps, key=lambda step: -step[3])
+    few = next((n for n in range(1, len(ranked) + 1) if sum(s for *_, s in ranked[:n]) >= 0.5 * total), len(ranked))
+    text = (
+        f"{few} of {len(steps)} groups carry half of the predicted loss; most, {_share(ranked[0][3], total)}, is from "
+        f"{ranked[0][1].name} in {ranked[0][2]}."
+    )
+    ticks = []
+    first: dict[int, int] = {}
+    for k, (_, group, _, _) in enumerate(steps):
+        if (block := _place(group.name)[1]) is not None:
+            first.setdefault(block, k)
+    apart = next(s for e in range(9) for s in (10**e, 2 * 10**e, 5 * 10**e) if len(first) <= 7 * s)
+    ticks = [((k + 0.5) * width, block) for block, k in first.items() if block % apart == 0]
+    used = list(dict.fromkeys(f for _, _, f, score in steps if score))
+    keys = "".join(f'<li><b class="key {colour(f)}"></b>{escape(f)}</li>' for f in used)
+    return (
+        f"<p>{escape(text)}</p><ul class=legend>{keys}</ul>"
+        + plot(
+            "".join(under + drawn),
+            y,
+            "Waterfall of predicted loss: each group starts where the one before it ends; then the sum and the "
+            "measurement",
+            xticks=[*ticks, (0.905, "sum"), *([(0.972, "meas.")] if record else [])],
+            above=record.unit if record else sensitivity.unit,
+            below="block, in model order",
+            by_column=True,
+        )
+        + table(("group", "format", "adds", "share", "up to here"), rows)
+    )
+
+
+def _bar(css: str, x: float, width: float, start: float, end: float, y: Axis, row: str, value: float) -> str:
+    top, bottom = sorted((1 - y.at(start), 1 - y.at(end)))
+    return (
+        f'<rect class="{css}" x="{100 * x:.3f}%" width="{100 * width:.3f}%" y="{100 * top:.3f}%" '
+        f'height="{100 * (bottom - top):.3f}%" data-i="{row}" data-x="{x + width / 2:.4f}" data-y="{top:.4f}" '
+        f'data-value="{value:.6g}"/>'
+    )
+
+
+def _share(value: float, total: float) -> str:
+    return f"{value / total:.1%}" if total else "–"
+
+
+# Memory
+
+
+def memory(plan: Plan, kv_cache: KVCache | None) -> str:
+    """Where the bytes go: codes, scales, embeddings and the 16-bit rest; then beside the KV cache where it is known."""
+    parts = {name: size for name, size in memory_parts(plan.layers).items() if size}
+    weights = sum(parts.values())
+    if not weights:
+        return ""
+    bars = _parts_bar("Weights", parts, 0)
+    if kv_cache is not None:
+        cache = round(kv_cache.bytes_per_token * kv_cache.tokens)
+        name = f"KV cache, {kv_cache.tokens:,} tokens"
+        bars += _parts_bar("With the KV cache", {"all weights": weights, name: cache}, len(parts))
+        parts = {**parts, "all weights": weights, name: cache}
+    rows = "".join(
+        f'<tr id="M{i}"><td class=what><b class="key c{min(i, 6)}"></b>{escape(name)}</td><td>{_size(size)}</td>'
+        f"<td>{size:,}</td><td>{size / weights:.1%}</td></tr>"
+        for i, (name, size) in enumerate(parts.items())
+    )
+    note = (
+        "" if kv_cache else "<p class=reason>The KV cache and activations come on top; the server decides on them.</p>"
+    )
+    heads = "".join(f"<th scope=col>{head}</th>" for head in ("part", "size", "bytes", "of the weights"))
+    return (
+        f"{bars}<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
+        f"</div>{note}"
+    )
+
+
+def _parts_bar(title: str, parts: Mapping[str, int], first: int) -> str:
+    total = sum(parts.values())
+    drawn = "".join(
+        f'<i class="c{min(first + i, 6)}" style="width:{100 * size / total:.3f}%" data-i="M{first + i}" '
+        f'data-value="{size}"></i>'
+        for i, size in enumerate(parts.values())
+    )
+    label = f"{title}: {', '.join(f'{name} {size / total:.0%}' for name, size in parts.items())}"
+    return (
+        f"<p class=barlabel>{escape(title)} <b>{_size(total)}</b></p>"
+        f'<div class="bar parts" role=img aria-label="{escape(label)}">{drawn}</div>'
+    )
+
+
+def memory_parts(layers: Iterable[LayerPlan]) -> dict[str, int]:
+    """Bytes of the weights by part; a tied weight counts once."""
+    parts = dict.fromkeys(
+        (
+            "quantized codes",
+            "block and global scales",
+            "beside quantized weights",
+            "embeddings and head",
+            "16-bit rest",
+        ),
+        0,
+    )
+    for layer in layers:
+        if layer.tied_to is not None:
+            continue
+        if layer.weight is None:
+            parts["embeddings and head" if layer.kind in ("embedding", "head") else "16-bit rest"] += layer.nbytes
+            continue
+        codes = math.prod(layer.weight.codes_shape(layer.shape))
+        stored = layer.weight.nbytes(layer.shape)
+        parts["quantized codes"] += codes
+        parts["block and global scales"] += stored - codes
+        parts["beside quantized weights"] += layer.nbytes - stored
+    return parts
+
+
+def _size(nbytes: float) -> str:
+    return megabytes(nbytes).replace(" ", "\u00a0")
+
+
+# Export receipt
+
+_STAGES = (("fake_quant", "calibrated"), ("checkpoint", "checkpoint"), ("onnx", "ONNX"), ("engine", "engine"))
+
+
+def receipt(record: Receipt) -> str:
+    """Whether every stage of an export does what was calibrated, layer by layer."""
+    failed = [layer.name for layer in record.layers if not layer.passed] + [
+        a.name for a in record.audit if not a.passed
+    ]
+    verdict = (
+        "<p class='verdict good'>✓ Passed</p>"
+        if record.passed
+        else f"<p class='verdict bad'>✗ Failed{f': {_names(failed)}' if failed else ''}</p>"
+    )
+    parts = [verdict]
+    if record.layers:
+        parts.append(_receipt_layers(record))
+    if record.audit:
+        # What failed comes first.
+        audit = sorted(enumerate(record.audit), key=lambda item: item[1].passed)
+        rows = [(f"A{i}", (a.name, a.planned, a.found, "✓" if a.passed else "✗ failed")) for i, a in audit]
+        native = sum(a.passed for a in record.audit)
+        parts.append(f"<h3>Engine audit</h3><p>{native} of {len(rows)} layers run in the engine as planned.</p>")
+        parts.append(table(("layer", "planned", "found", "verdict"), rows, folded=native == len(rows) > 8))
+    return "".join(parts)
+
+
+def _receipt_layers(record: Receipt) -> str:
+    ran = [(key, name) for key, name in _STAGES if any(getattr(m, key) is not None for m in record.layers)]
+    values = [v for m in record.layers for key, _ in ran if (v := getattr(m, key)) is not None]
+    if not values:
+        return ""
+    y = logarithmic(values)
+    drawn, rows = [], []
+    for i, layer in enumerate(record.layers):
+        for k, (key, _) in enumerate(ran):
+            value = getattr(layer, key)
+            if value is not None:
+                drawn.append(mark(f"c{k}", (i + 0.5) / len(record.layers), 1 - y.at(value), f"E{i}"))
+        errors = [number(getattr(layer, key)) for key, _ in ran]
+        rows.append((f"E{i}", (layer.name, *errors, "✓" if layer.passed else "✗ failed"), layer.passed))
+    rows.sort(key=lambda row: row[2])
+
+    def largest(layer: Any) -> float:
+        return max((v for key, _ in ran if (v := getattr(layer, key)) is not None), default=0.0)
+
+    worst = max(record.layers, key=largest)
+    text = (
+        f"Relative error of each layer’s output against the original at every stage; stages that agree lie on each "
+        f"other. Worst: {worst.name}, {number(largest(worst))}."
+    )
+    missing = [name for key, name in _STAGES if (key, name) not in ran]
+    if missing:
+        text += f" Not run: {', '.join(missing)}."
+    return (
+        f"<p>{escape(text)}</p>{legend([(f'c{k}', name) for k, (_, name) in enumerate(ran)])}"
+        + plot(
+            "".join(drawn),
+            y,
+            "Relative error of each layer at each stage of the export",
+            xticks=[],
+            above="relative output error (logarithmic), lower is better",
+            below="layers, in model order",
+            by_column=True,
+        )
+        + table(
+            ("layer", *(name for _, name in ran), "verdict"),
+            [row[:2] for row in rows],
+            folded=all(m.passed for m in record.layers),
+        )
+    )
+
+
+def _names(names: Sequence[str], limit: int = 6) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return escape(", ".join(dict.fromkeys(names[:limit]))) + more
+
+
+def format_colours(formats: Sequence[str], in_use: Mapping[str, str]) -> Callable[[str], str]:
+    """CSS classes for format names: those of `in_use` where they have one, the next free ones for others."""
+    classes = {KEEP: "kept"}
+    free = [f"c{i}" for i in range(7) if f"c{i}" not in in_use.values()]
+    for name in formats:
+        bare = name.removesuffix("a16")
+        if name not in classes:
+            classes[name] = in_use.get(name) or in_use.get(bare) or (free.pop(0) if free else "c6")
+    return lambda name: classes.get(name, "c6")
+
+
+CSS = """
+.values { white-space:nowrap } .values .what { white-space:normal; overflow-wrap:anywhere; min-width:130px }
+.values th:not(:first-child), .values td:not(:first-child) { text-align:right }
+.values td:last-child { white-space:normal; overflow-wrap:anywhere }
+.data { border-top:0; padding:8px 0 0 } .data summary { color:var(--soft); font-size:13.5px }
+.canvas text { fill:var(--ink); font-size:12.5px; paint-order:stroke; stroke:var(--card); stroke-width:3px }
+.canvas rect { fill:currentColor; opacity:.85 } .canvas rect.on { opacity:1; stroke:var(--ink); stroke-width:1.5 }
+.canvas .under { fill:var(--soft); opacity:.13 }
+.curve { stroke:currentColor; stroke-width:2 } .gap { stroke:var(--soft); stroke-width:1.5 }
+.limit { stroke:var(--ink); stroke-width:1.5; stroke-dasharray:5 4 }
+.heat { display:grid; grid-auto-rows:20px; gap:1px; margin:2px 0 14px; font-size:12px; color:var(--soft) }
+.heat span { padding-right:8px; align-self:center; white-space:nowrap }
+.heat i { background:color-mix(in oklab, var(--hot) var(--heat), var(--cool)); border-radius:2px }
+.heat .chosen { box-shadow:inset 0 0 0 2px var(--ring) } .heat i.on { outline:2px solid var(--ink); z-index:1 }
+.scale { display:flex; flex-wrap:wrap; align-items:center; gap:4px 8px; font-size:12.5px; color:var(--soft);
+ margin:10px 0 } .scale i { width:120px; height:12px; border-radius:3px;
+ background:linear-gradient(in oklab 90deg, var(--cool), var(--hot)) } .scale span:last-child { margin-left:10px }
+h3 small { font-weight:400; color:var(--soft) } section > h3 { margin-top:16px }
+.verdict { font-weight:650; font-size:17px; margin-bottom:6px; overflow-wrap:anywhere } .good { color:var(--good) }
+.bad { color:var(--bad) } .parts i { min-width:2px }
+@media (max-width:640px) { .heat { grid-auto-rows:16px; font-size:11px } .heat span { padding-right:5px }
+ .heat .chosen { box-shadow:inset 0 0 0 1.5px var(--ring) } .values { font-size:12.5px } }
+"""
