@@ -317,17 +317,20 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
         # 16 bit by now: unpacked inside this kernel, or by one of its own that writes what this one reads.
         read = {(gemm.program, operand.name) for operand in matrices}
         unpackers = [k for k in kernels if not k.is_gemm and any((k.program, name) in read for name in k.outputs)]
-        stored = _narrowest([*matrices, *(operand for kernel in unpackers for operand in kernel.inputs)])
-        weight = stored or weight
+        near = [*matrices, *(operand for kernel in unpackers for operand in kernel.inputs)]
+        weight = _stored_type(near, multiplied.inputs[1]) or weight
     if weight == activation or _BITS.get(weight, 16) >= 16:
         return activation
     return f"{activation}, {weight} weights"
 
 
-def _narrowest(operands: Iterable[Operand]) -> str | None:
-    """The type of the weight among stored matrices: the largest of them, and codes before what is as large."""
-    stored = [operand for operand in operands if operand.constant and operand.is_matrix]
-    return max(stored, key=lambda o: (_numel(o.dims), -_BITS[o.type])).type if stored else None
+def _stored_type(operands: Iterable[Operand], weight: Operand) -> str | None:
+    """The type that a weight is stored in: of the constants of about its size, the narrowest.
+
+    Block scales are far smaller than the weight; MXFP8's, which the builder expands, as large but wider.
+    """
+    constants = [o for o in operands if o.constant and o.is_matrix and 8 * _numel(o.dims) >= _numel(weight.dims)]
+    return min(constants, key=lambda o: _BITS[o.type]).type if constants else None
 
 
 def _numel(dims: tuple[int | None, ...]) -> int:

@@ -27,9 +27,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from quant.export.audit import Finding, audit, failures
+from quant.export.engine_codes import held_codes
 from quant.export.engine_shapes import (
     FP8_ATTENTION_MINIMUM,
     Input,
@@ -39,6 +41,7 @@ from quant.export.engine_shapes import (
     parse_profile,
 )
 from quant.export.engine_targets import Target, choose_backend, resolve_target
+from quant.kernels.linear import QuantLinear
 from quant.recipes.plan import Plan
 
 Progress = Callable[[str, int, int], None]
@@ -49,6 +52,7 @@ PLUGIN = "QuantFp8Attention"
 QUANTIZED_ATTENTION = ("TRT_QuantizedAttention", PLUGIN)
 ATTENTION = ("Attention", *QUANTIZED_ATTENTION)
 RECEIPT_VERSION = 1
+_SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
 _NOT_IMPORTED = {
     "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
@@ -115,6 +119,7 @@ def export_engine(
 
     Returns:
         The receipt, as written: `passed`, `audit` (one `{"name", "planned", "found", "passed"}` a layer), `layers`,
+        `codes_found` and `codes_not_found` (layers whose codes lie in the engine byte for byte, and the others),
         `engine` (file, bytes, SHA-256, target, backend, profiles, seconds, memory), `fallbacks`, `warnings`.
 
     Raises:
@@ -126,7 +131,9 @@ def export_engine(
     choose_backend(resolve_target(target), backend)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        codes, bits = {}, {}
         if isinstance(model, nn.Module):
+            codes, bits = _codes_of(model)
             from quant.export.onnx import export_onnx
 
             path = Path(folder) / "model.onnx"
@@ -139,7 +146,10 @@ def export_engine(
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
+        held = held_codes(built.path, codes, bits)
         receipt = _receipt(built, out, findings, problems, layers, plan)
+        receipt["codes_found"] = [name for name, found in held.items() if found]
+        receipt["codes_not_found"] = [name for name, found in held.items() if not found]
         text = json.dumps(receipt, indent=1) + "\n"
         (Path(folder) / "receipt.json").write_text(text, encoding="utf-8")
         os.replace(built.path, out)
@@ -206,6 +216,13 @@ def build_engine(
     )
 
 
+def _codes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
+    """Stored bytes of each quantized linear, and bits of a code."""
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    codes = {name: module.codes.detach().cpu().view(torch.uint8).numpy() for name, module in linears.items()}
+    return codes, {name: module.weight_format.element.bits for name, module in linears.items()}
+
+
 def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
     """The audit of an engine just built, its attention nodes known."""
     wanted = "half" if attention == "none" else None
@@ -270,10 +287,13 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
     if not nodes:
         return {}
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
+    producer = {name: node for node in model.graph.node for name in node.output}
     named = {dim for item in inputs for dim in item.dims if isinstance(dim, str)}
     floors = {}
     for node in nodes:
         for name in node.input[:3]:
+            while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
+                name = producer[name].input[0]
             dims = shapes.get(name)
             if not dims:
                 # The graph does not say: whatever is not the batch may be a sequence.

@@ -1,0 +1,75 @@
+"""Finding a checkpoint's codes inside a built engine: proof that what the solver chose is what will run.
+
+TensorRT stores the weights of a GEMM byte for byte, `[out, in]` or transposed, two 4-bit codes a byte with the even
+index in the low nibble, and merged matrices (q, k and v) one after the other. So each layer's codes lie somewhere in
+the file as they are, and if a single one was changed on the way they do not. One pass over the file finds the places
+where a word of any layer occurs; only those are compared in full.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+_WORD = np.dtype("<u4")
+_CHUNK = 1 << 24  # words
+
+
+def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mapping[str, int]) -> dict[str, bool]:
+    """Whether the engine holds each layer's codes.
+
+    Args:
+        engine: a serialized engine.
+        codes: stored bytes by layer, uint8 `[out, in]`, or `[out, in / 2]` where two codes share a byte.
+        bits: bits of a code by layer, 4 or 8.
+    """
+    wanted = [(name, data.tobytes()) for name, array in codes.items() for data in _layouts(array, bits[name])]
+    held = dict.fromkeys(codes, False)
+    keys = [_rare_word(data) for _, data in wanted]
+    by_word: dict[int, list[int]] = {}
+    for index, (word, _) in enumerate(keys):
+        by_word.setdefault(word, []).append(index)
+    words = np.array(sorted(by_word), dtype=_WORD)
+    with Path(engine).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
+        for place, word in _places(blob, words):
+            for index in by_word[word]:
+                name, data = wanted[index]
+                start = place - keys[index][1]
+                if not held[name] and start >= 0 and blob[start : start + len(data)] == data:
+                    held[name] = True
+    return held
+
+
+def _places(blob: mmap.mmap, words: np.ndarray) -> list[tuple[int, int]]:
+    """Byte offset and value of every aligned word of the file that is one of `words`."""
+    found = []
+    for start in range(0, len(blob) // 4, _CHUNK):
+        stop = min(start + _CHUNK, len(blob) // 4)
+        chunk = np.frombuffer(blob[4 * start : 4 * stop], _WORD)
+        for hit in np.flatnonzero(np.isin(chunk, words)):
+            found.append((4 * (start + int(hit)), int(chunk[hit])))
+    return found
+
+
+def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
+    """The codes as they are, and transposed."""
+    array = np.ascontiguousarray(array)
+    if bits == 8:
+        return [array, np.ascontiguousarray(array.T)]
+    wide = np.empty((array.shape[0], 2 * array.shape[1]), np.uint8)
+    wide[:, 0::2], wide[:, 1::2] = array & 15, array >> 4
+    turned = np.ascontiguousarray(wide.T)
+    if turned.shape[1] % 2:
+        return [array]
+    return [array, turned[:, 0::2] | (turned[:, 1::2] << 4)]
+
+
+def _rare_word(data: bytes) -> tuple[int, int]:
+    """An aligned word of `data` with as many different bytes as any near its start, and its offset."""
+    words = np.frombuffer(data[: min(len(data), 4096) // 4 * 4], np.uint8).reshape(-1, 4)
+    different = (np.sort(words, axis=1)[:, 1:] != np.sort(words, axis=1)[:, :-1]).sum(axis=1)
+    best = int(different.argmax())
+    return int(np.frombuffer(data, _WORD, 1, 4 * best)[0]), 4 * best
