@@ -92,8 +92,7 @@ def quantize(
         check_plan_fits(plan, find_layers(model))
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
-    how = {"guard": guard, "observer": observer}
-    plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
+    plan = with_options(plan, guard, observer)
     check_solvers(plan)
     settings = _settings(plan, device)
     if data is None and lacks_data(plan):
@@ -179,6 +178,18 @@ def _without_data(layer: LayerPlan) -> LayerPlan:
 def has_static_scale(layer: LayerPlan) -> bool:
     """Whether the layer's activation format has a scale that is measured beforehand."""
     return layer.activation is not None and (layer.activation.global_scale or layer.activation.block == (0, 0))
+
+
+def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
+    """`plan` with a guard and an observer, as `quantize` describes them; None leaves what the plan says.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    how = {"guard": guard, "observer": observer}
+    plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
+    _settings(plan, None)
+    return plan
 
 
 def _settings(plan: Plan, device: torch.device | str | None) -> Settings:

@@ -43,6 +43,12 @@ def _model_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, perhaps edited.")
 @click.option("--solver", help="How weights are rounded; replaces the recipe's.")
+@click.option(
+    "--guard",
+    metavar="'LIMIT FORMAT …'",
+    help="A layer whose output is off by more than LIMIT, relatively, gets the next format: '0.1 fp8 keep'.",
+)
+@click.option("--observer", help="How static activation scales are chosen: absmax, percentile, mse or entropy.")
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")

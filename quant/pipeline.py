@@ -43,6 +43,8 @@ class Job:
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
+    guard: str | None = None
+    observer: str | None = None
     kv_cache: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -86,7 +88,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     if goal is not None:
         return _run_allocated(job, source, goal, quiet, loaded - started)
     assert recipe is not None
-    plan = _plan(job, source, recipe)
+    plan = api.with_options(_plan(job, source, recipe), job.guard, job.observer)
     check_plan(plan)
     if job.dry_run:
         if not quiet:
