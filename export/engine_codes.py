@@ -23,23 +23,24 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
 
     Args:
         engine: a serialized engine.
-        codes: stored bytes by layer, uint8 `[out, in]`, or `[out, in / 2]` where two codes share a byte.
+        codes: stored bytes by layer, uint8 `[out, in]`, or `[out, in / 2]` where two codes share a byte. Arrays that
+            are mapped from a file stay there: one layer at a time is read.
         bits: bits of a code by layer, 4 or 8.
     """
-    wanted = [(name, data.tobytes()) for name, array in codes.items() for data in _layouts(array, bits[name])]
     held = dict.fromkeys(codes, False)
-    keys = [_rare_word(data) for _, data in wanted]
-    by_word: dict[int, list[int]] = {}
-    for index, (word, _) in enumerate(keys):
-        by_word.setdefault(word, []).append(index)
+    by_word: dict[int, list[tuple[str, int, int]]] = {}
+    for name, array in codes.items():
+        for index, layout in enumerate(_layouts(array, bits[name])):
+            word, offset = _rare_word(layout)
+            by_word.setdefault(word, []).append((name, index, offset))
     words = np.array(sorted(by_word), dtype=_WORD)
     with Path(engine).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
         for place, word in _places(blob, words):
-            for index in by_word[word]:
-                name, data = wanted[index]
-                start = place - keys[index][1]
-                if not held[name] and start >= 0 and blob[start : start + len(data)] == data:
-                    held[name] = True
+            for name, index, offset in by_word[word]:
+                start = place - offset
+                if not held[name] and start >= 0:
+                    data = _layouts(codes[name], bits[name])[index].tobytes()
+                    held[name] = blob[start : start + len(data)] == data
     return held
 
 
@@ -67,9 +68,10 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
     return [array, turned[:, 0::2] | (turned[:, 1::2] << 4)]
 
 
-def _rare_word(data: bytes) -> tuple[int, int]:
-    """An aligned word of `data` with as many different bytes as any near its start, and its offset."""
-    words = np.frombuffer(data[: min(len(data), 4096) // 4 * 4], np.uint8).reshape(-1, 4)
-    different = (np.sort(words, axis=1)[:, 1:] != np.sort(words, axis=1)[:, :-1]).sum(axis=1)
-    best = int(different.argmax())
-    return int(np.frombuffer(data, _WORD, 1, 4 * best)[0]), 4 * best
+def _rare_word(layout: np.ndarray) -> tuple[int, int]:
+    """An aligned word near the start with as many different bytes as any there, and its offset."""
+    data = layout.reshape(-1)[:4096]
+    words = data[: data.size // 4 * 4].reshape(-1, 4)
+    ordered = np.sort(words, axis=1)
+    best = int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).argmax())
+    return int(np.ascontiguousarray(words[best]).view(_WORD)[0]), 4 * best

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from torch import nn
 
 from quant.export.audit import Finding, audit, failures
@@ -41,7 +41,6 @@ from quant.export.engine_shapes import (
     parse_profile,
 )
 from quant.export.engine_targets import Target, choose_backend, resolve_target
-from quant.kernels.linear import QuantLinear
 from quant.recipes.plan import Plan
 
 Progress = Callable[[str, int, int], None]
@@ -53,6 +52,8 @@ QUANTIZED_ATTENTION = ("TRT_QuantizedAttention", PLUGIN)
 ATTENTION = ("Attention", *QUANTIZED_ATTENTION)
 RECEIPT_VERSION = 1
 _SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
+_CODES = ".codes"
+_CODE_BITS = {"FLOAT4E2M1": 4, "INT4": 4, "FLOAT8E4M3FN": 8, "INT8": 8}
 _FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
 _NOT_IMPORTED = {
     "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
@@ -131,14 +132,11 @@ def export_engine(
     choose_backend(resolve_target(target), backend)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        codes, bits = {}, {}
         if isinstance(model, nn.Module):
-            codes, bits = _codes_of(model)
             from quant.export.onnx import export_onnx
 
             path = Path(folder) / "model.onnx"
-            shapes = profiles[0] if profiles and profiles[0] else None
-            model = export_onnx(model, path, plan=plan, shapes=shapes, attention=attention, **onnx_options)
+            model = export_onnx(model, path, plan=plan, shapes=profiles or None, attention=attention, **onnx_options)
         built = build_engine(
             model, Path(folder) / out.name, target=target, shapes=profiles, backend=backend, progress=progress
         )
@@ -146,7 +144,7 @@ def export_engine(
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
-        held = held_codes(built.path, codes, bits)
+        held = held_codes(built.path, *stored_codes(Path(model)))
         receipt = _receipt(built, out, findings, problems, layers, plan)
         receipt["codes_found"] = [name for name, found in held.items() if found]
         receipt["codes_not_found"] = [name for name, found in held.items() if not found]
@@ -216,11 +214,27 @@ def build_engine(
     )
 
 
-def _codes_of(model: nn.Module) -> tuple[dict[str, Any], dict[str, int]]:
-    """Stored bytes of each quantized linear, and bits of a code."""
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
-    codes = {name: module.codes.detach().cpu().view(torch.uint8).numpy() for name, module in linears.items()}
-    return codes, {name: module.weight_format.element.bits for name, module in linears.items()}
+def stored_codes(onnx_path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Stored bytes of each quantized linear of an exported file, as uint8 `[out, …]`, and bits of a code."""
+    model = _load_graph(onnx_path)
+    names = _require("onnx").TensorProto.DataType
+    codes, bits = {}, {}
+    for tensor in model.graph.initializer:
+        width = _CODE_BITS.get(names.Name(tensor.data_type))
+        if width and tensor.name.endswith(_CODES) and len(tensor.dims) == 2:
+            layer = tensor.name.removesuffix(_CODES)
+            codes[layer] = _bytes_of(tensor, onnx_path.parent).reshape(tensor.dims[0], -1)
+            bits[layer] = width
+    return codes, bits
+
+
+def _bytes_of(tensor: Any, folder: Path) -> np.ndarray:
+    """The data of an initializer; those in a file of their own are mapped, not read."""
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    if not place:
+        return np.frombuffer(tensor.raw_data, np.uint8)
+    start, length = int(place.get("offset", 0)), int(place["length"])
+    return np.memmap(folder / place["location"], np.uint8, "r", start, (length,))
 
 
 def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
@@ -289,27 +303,34 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
     shapes = {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
     producer = {name: node for node in model.graph.node for name in node.output}
     named = {dim for item in inputs for dim in item.dims if isinstance(dim, str)}
-    floors = {}
+    floors: set[str] = set()
     for node in nodes:
-        for name in node.input[:3]:
-            while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
-                name = producer[name].input[0]
-            dims = shapes.get(name)
-            if not dims:
+        sequences = [_sequence(name, shapes, producer) for name in node.input[:3]]
+        # A single query, as in decoding, has a fused kernel for any number of keys.
+        if sequences[0] == 1:
+            continue
+        for sequence in sequences:
+            if sequence is None:
                 # The graph does not say: whatever is not the batch may be a sequence.
-                floors.update(dict.fromkeys(named - {item.dims[0] for item in inputs if item.dims}, 0))
-                continue
-            sequence = dims[-2]
-            if sequence.HasField("dim_value"):
-                if 1 < sequence.dim_value < FP8_ATTENTION_MINIMUM:
-                    raise ValueError(
-                        f"{_place(node)}: FP8 attention over a fixed sequence of {sequence.dim_value}; TensorRT fuses "
-                        f"it for 1 or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with "
-                        "--attention none"
-                    )
-            elif sequence.dim_param in named:
-                floors[sequence.dim_param] = FP8_ATTENTION_MINIMUM
-    return dict.fromkeys(floors, FP8_ATTENTION_MINIMUM)
+                floors |= named - {item.dims[0] for item in inputs if item.dims}
+            elif isinstance(sequence, str):
+                floors |= {sequence} & named
+            elif sequence < FP8_ATTENTION_MINIMUM:
+                raise ValueError(
+                    f"{_place(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for one "
+                    f"query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
+                )
+    return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
+
+
+def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
+    """Length of the sequence of an operand `[batch, heads, sequence, dim]`, its name, or None where nothing says."""
+    while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
+        name = producer[name].input[0]
+    dims = shapes.get(name)
+    if not dims:
+        return None
+    return dims[-2].dim_value if dims[-2].HasField("dim_value") else dims[-2].dim_param or None
 
 
 def label_nodes(model: Any) -> list[str]:

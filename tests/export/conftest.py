@@ -37,8 +37,15 @@ class Graphs:
         self.nodes[-1].output[0] = "y"
         return self.save(name, {"x": (*dims, WIDTH)}, {"y": (*dims, WIDTH)})
 
-    def attention(self, sequence: int | str = "sequence", *, quantized: bool = True, name: str = "att.onnx") -> Path:
-        """Causal attention of 4 heads over 2 KV heads of 64."""
+    def attention(
+        self,
+        sequence: int | str = "sequence",
+        *,
+        keys: int | str | None = None,
+        quantized: bool = True,
+        name: str = "att.onnx",
+    ) -> Path:
+        """Attention of 4 heads over 2 KV heads of 64, causal where keys and queries are of one sequence."""
         self.nodes, self.constants = [], []
         operands = ["q", "k", "v"]
         if quantized:
@@ -49,9 +56,9 @@ class Graphs:
             operands += ["", self.scalar(1 / 448)]
             options = {"domain": "trt", "normalization_quantize_to_type": 17}
         kind = "TRT_QuantizedAttention" if quantized else "Attention"
-        self.node(kind, operands, "attention", is_causal=1, **(options if quantized else {}))
+        self.node(kind, operands, "attention", is_causal=int(keys is None), **(options if quantized else {}))
         self.nodes[-1].output[0] = "y"
-        shapes = {n: ("batch", 4 if n == "q" else 2, sequence, 64) for n in "qkv"}
+        shapes = {n: ("batch", 4 if n == "q" else 2, sequence if n == "q" else keys or sequence, 64) for n in "qkv"}
         return self.save(name, shapes, {"y": shapes["q"]})
 
     def linear(self, kind: str, layer: str, x: str) -> str:

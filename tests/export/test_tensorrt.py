@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.api import quantize
 from quant.export import engine_targets
+from quant.export.audit import audit
 from quant.export.engine_codes import held_codes
 from quant.export.engine_shapes import Input, format_profile, parse_profile
 from quant.export.engine_targets import choose_backend, resolve_target
@@ -150,6 +151,14 @@ def test_refused_before_a_build(
     with pytest.raises(ValueError, match=message):
         build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", target=target, shapes=SHAPES)
     assert [p.name for p in graphs.folder.iterdir()] == ["chain.onnx"]
+
+
+def test_fp8_attention_of_one_query_takes_any_number_of_keys(graphs: Any, build: Callable[..., Any]) -> None:
+    engine = build(graphs.attention(1, keys="keys"), shapes="keys=1:64:128")
+    (finding,) = audit(engine.path, attention="fp8", attention_nodes=engine.attention_nodes)
+    assert (finding.found, finding.passed) == ("fp8", True)
+    with pytest.raises(ValueError, match="keys starts at 31"):
+        build(graphs.attention("queries", keys="keys"), shapes="keys=31:64:128")
 
 
 def test_files_that_are_no_model(tmp_path: Path, machine: Callable[..., None]) -> None:
