@@ -463,7 +463,8 @@ def _run_worker(request: Mapping[str, Any], model: Path, progress: Progress | No
         What it built, and its warnings.
     """
     command = [sys.executable, "-m", "quant.export.engine_worker"]
-    last, node, warnings = "", "", {}
+    last, node = "", ""
+    warnings: dict[str, None] = {}
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8"
