@@ -102,7 +102,7 @@ def linear_kernel(
     per_tile: tl.constexpr = columns >= block_k
     acc = tl.zeros((block_n, block_m) if swap else (block_m, block_n), dtype=tl.float32)
     steps = tl.cdiv(tl.cdiv(K, block_k), splits)
-    for step in range(part * steps, min((part + 1) * steps, tl.cdiv(K, block_k))):
+    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, block_k))):
         start = step * block_k
         k = start + tl.arange(0, block_k)
         tokens = tl.load(x_row + k[None, :], mask=k[None, :] < K, other=0.0)

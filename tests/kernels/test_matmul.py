@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels import matmul
-from quant.kernels.aot import assemble, compile_kernel
+from quant.kernels.aot import CompiledKernel, assemble
 from quant.kernels.interpreter import interpreted
 from quant.kernels.tiles import Tiles
 
@@ -146,6 +147,22 @@ _POINTER = {"e2m1": "*u8", "e2m3": "*u8", "e3m2": "*u8", "int4": "*u8", "int8": 
 }
 
 
+def compiled_for(kernel: Any, signature: dict[str, str], constants: dict[str, Any], arch: int, tiles: Tiles) -> Any:
+    """As at run time for sizes and pointers that 16 divides."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    types = {name: signature.get(name, "constexpr") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in signature}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, types, constexprs=values, attrs=aligned)
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), tiles.warps, result.metadata.shared)
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4"])
 @pytest.mark.parametrize(("arch", "tiles", "instruction"), [
     (90, Tiles(16, 64, 128, 4, True, 4, 3), "wgmma.mma_async"),
@@ -159,15 +176,9 @@ def test_compiles_to_tensor_core_instructions_without_spills(
     scale = "*fp32" if form.scale.is_wide else "*fp8e4nv" if form.global_scale else "*u8"
     signature = {"x": "*bf16", "codes": _POINTER[form.element.name], "scale": scale, "global_scale": "*fp32"}
     signature |= {"bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
-    # Constants that 16 divides: the specialization that Triton makes at run time for such a shape.
-    constants: dict[str, object] = {"N": 4096, "K": 4096, "x_stride": 4096}
-    constants |= {"codes_stride": form.codes_shape((1, 4096))[1], "codes_width": form.codes_shape((1, 4096))[1]}
-    constants |= {"scale_stride": form.scale_shape((4096, 4096))[1]}
-    constants |= matmul.layout(form) | {"has_global": form.global_scale, "has_bias": False, "splits": tiles.splits}
+    sizes = ("M", "N", "K", "x_stride", "codes_stride", "scale_stride", "codes_width")
+    constants = matmul.layout(form) | {"has_global": form.global_scale, "has_bias": False, "splits": tiles.splits}
     constants |= {"swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n, "block_k": tiles.block_k}
-    compiled = compile_kernel(
-        matmul.linear_kernel, signature | {"M": "i32"}, constants,
-        arch=arch, num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    compiled = compiled_for(matmul.linear_kernel, signature | dict.fromkeys(sizes, "i32"), constants, arch, tiles)
     assert instruction in compiled.ptx
     assert assemble(compiled).spilled == 0

@@ -108,6 +108,6 @@ def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     assert is_prepacked(model[0].quantized_weight)
     assert torch.equal(model(x), y)
     now = model.state_dict()
-    assert all(torch.equal(now[n].view(torch.uint8), v.view(torch.uint8)) for n, v in saved.items())
+    assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
     restore_model(model)
     assert not is_prepacked(model[0].quantized_weight) and torch.equal(model(x), y)

@@ -1,0 +1,283 @@
+"""Times multiplication by quantized weights, and the quantizers around it, on one GPU, against the library's BF16.
+
+    python benchmarks/gemm.py                     every section
+    python benchmarks/gemm.py --only nvfp4,casts  some of them
+    python benchmarks/gemm.py --compile-only      fills Triton's cache and measures nothing
+
+Method: each call is replayed from a CUDA graph over copies of the weight that together exceed the L2 cache, and is
+the median of five replays. Every candidate launch is compared with float64 first; the table shows the fastest correct
+one, and how many were wrong or refused. Rates of bytes count what a weight takes in its format. Sections run in
+processes of their own, one at a time on the GPU, so that a fault in one leaves the others.
+
+Peers are measured in the same run where they are installed: PyTorch's BF16 matmul (cuBLAS) and `torch._scaled_mm`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import Row, machine, show, versions, write_json
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels import dispatch, tiles, tune
+from quant.kernels.hardware import current
+
+WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
+SHAPES = (WIDE, TALL, SQUARE)
+
+
+def random_weight(format: Format, shape: tuple[int, int]) -> BlockScaledTensor:
+    """Random codes and scales, finite, on the GPU."""
+    dtype = format.element.torch_dtype or torch.uint8
+    codes = torch.randint(0, 256, format.codes_shape(shape), dtype=torch.uint8, device="cuda")
+    if dtype.is_floating_point:
+        codes = torch.where((codes & 0x7F) > 0x77, codes & 0xF7, codes)  # no NaN, no infinity
+    scale_shape = format.scale_shape(shape)
+    if format.scale.is_wide:
+        scale = torch.rand(scale_shape, device="cuda") + 0.5
+    elif format.global_scale:
+        scale = torch.randint(1, 0x7F, scale_shape, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    else:
+        scale = torch.randint(120, 134, scale_shape, dtype=torch.uint8, device="cuda")
+    second = torch.tensor(0.01, device="cuda") if format.global_scale else None
+    return BlockScaledTensor(codes.view(dtype), scale, format, shape, second)
+
+
+@contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Waits for the GPU; without a lock, does not."""
+    if lock is None:
+        yield
+        return
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def weights(
+    name: str, cases: list[tuple[tuple[int, int], int]], prepacked: bool = False
+) -> Callable[[bool], list[Row]]:
+    """A section that multiplies by weights in format `name`, for each (shape, tokens)."""
+
+    def section(compile_only: bool) -> list[Row]:
+        from quant.kernels.prepack import prepack
+
+        rows = []
+        for shape, tokens in cases:
+            weight = random_weight(FORMATS[name], shape)
+            nbytes = weight.nbytes
+            weight = prepack(weight) if prepacked else weight
+            if compile_only:
+                _run_once(weight, tokens)
+                continue
+            timings, dropped = tune.search(weight, tokens, current())
+            row = {"what": f"{name}{' prepacked' if prepacked else ''}", "N": shape[0], "K": shape[1], "M": tokens}
+            if not timings:
+                rows.append({**row, "launch": "; ".join(f"{c}: {why}" for c, why in dropped.items())[:300]})
+                continue
+            best = timings[0]
+            rows.append(
+                {
+                    **row,
+                    "us": best.microseconds,
+                    "TB/s": nbytes / best.microseconds * 1e-6,
+                    "TFLOP/s": 2 * tokens * shape[0] * shape[1] / best.microseconds * 1e-6,
+                    "error": best.error,
+                    "launch": _words(best.choice),
+                    "others": " ".join(f"{_words(t.choice)}={t.microseconds:.1f}" for t in timings[1:]),
+                    "dropped": "; ".join(f"{_words(c)}: {why}" for c, why in dropped.items()),
+                    "choice": tiles.to_dict(best.choice),
+                    "key": tune.key(FORMATS[name], tokens, shape, prepacked),
+                }
+            )
+        return rows
+
+    return section
+
+
+def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
+    x = torch.randn(tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
+    dispatch.dequantize(weight, torch.bfloat16)
+    shape = (weight.shape[0], weight.shape[1])
+    for choice in tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32):
+        try:
+            dispatch.run(x, weight, None, choice)
+        except Exception as error:
+            print(f"{weight.format} {shape} {tokens} {choice}: {error}", file=sys.stderr)
+
+
+def _words(choice: tiles.Choice) -> str:
+    if isinstance(choice, tiles.GluonTiles):
+        return f"gluon {choice.block_m}/{choice.splits}"
+    if isinstance(choice, tiles.Tiles):
+        c = choice
+        swap = "ᵀ" if c.swap else ""
+        return f"{c.block_m}x{c.block_n}x{c.block_k}{swap}/{c.splits} w{c.warps}s{c.stages}"
+    return "dense"
+
+
+def library(compile_only: bool) -> list[Row]:
+    """PyTorch's own: BF16 matmul, FP8 matmul, copy."""
+    if compile_only:
+        return []
+    rows: list[Row] = []
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    us = tune.graph_microseconds([lambda: target.copy_(source)])
+    rows.append({"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6})
+
+    for shape in SHAPES:
+        copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        for tokens in (1, 16, 64, 128, 256, 1024, 4096):
+            x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+            us = tune.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
+            rows.append(_library_row("bf16", shape, tokens, us, 2))
+    shape, tokens = WIDE, 4096
+    x8 = torch.randn(tokens, shape[1], device="cuda").to(torch.float8_e4m3fn)
+    w8 = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+    for name, sizes in (("tensor", ((), ())), ("row", ((tokens, 1), (1, shape[0])))):
+        a, b = (torch.ones(size, device="cuda") for size in sizes)
+        us = tune.graph_microseconds(
+            [lambda a=a, b=b: torch._scaled_mm(x8, w8.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)]  # type: ignore[misc]
+        )
+        rows.append(_library_row(f"_scaled_mm {name}", shape, tokens, us, 1))
+    return rows
+
+
+def _library_row(name: str, shape: tuple[int, int], tokens: int, us: float, itemsize: int) -> Row:
+    work = shape[0] * shape[1]
+    rates = {"TB/s": itemsize * work / us * 1e-6, "TFLOP/s": 2 * tokens * work / us * 1e-6}
+    return {"what": name, "N": shape[0], "K": shape[1], "M": tokens, "us": us, **rates}
+
+
+def casts(compile_only: bool) -> list[Row]:
+    """Quantizers, alone and behind RMSNorm and SwiGLU: bytes read and written a second."""
+    from quant.kernels import cast, fused
+
+    tokens, columns = 16384, 4096
+    inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    other = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
+    one = torch.tensor(0.01, device="cuda")
+    rows: list[Row] = []
+    for name in ("nvfp4", "mxfp8", "fp8_token"):
+        form = FORMATS[name]
+        second = one if form.global_scale else None
+        calls: dict[str, tuple[float, Callable[[torch.Tensor], Any]]] = {
+            "quantize": (1, lambda x, f=form, g=second: cast.quantize(x, f, global_scale=g)),
+            "hadamard 128, quantize": (
+                1,
+                lambda x, f=form, g=second: cast.quantize(x, f, global_scale=g, hadamard=128),
+            ),
+            "rmsnorm, quantize": (
+                1,
+                lambda x, f=form, g=second: fused.rmsnorm_quantize(x, weight, 1e-6, f, global_scale=g),
+            ),
+            "add, rmsnorm, quantize": (
+                3,
+                lambda x, f=form, g=second: fused.add_rmsnorm_quantize(x, other, weight, 1e-6, f, global_scale=g),
+            ),
+            "swiglu, quantize": (2, lambda x, f=form, g=second: fused.swiglu_quantize(x, other, f, global_scale=g)),
+        }
+        for what, (passes, call) in calls.items():
+            try:
+                call(inputs[0])
+                if compile_only:
+                    continue
+                us = tune.graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])  # type: ignore[misc]
+                moved = passes * 2 * tokens * columns + form.nbytes((tokens, columns))
+                rows.append({"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6})
+            except Exception as error:
+                rows.append({"what": f"{what} {name}", "launch": f"{type(error).__name__}: {error}"[:300]})
+    return rows
+
+
+DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
+SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
+    "library": library,
+    "nvfp4": weights("nvfp4", [*DECODE, (WIDE, 128), (TALL, 128), (WIDE, 1024), (WIDE, 4096)], prepacked=True),
+    "nvfp4-checkpoint": weights("nvfp4", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 64), (WIDE, 256)]),
+    "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 256)]),
+    "fp8_channel": weights("fp8_channel", [(WIDE, 1), (WIDE, 16), (TALL, 16)]),
+    "fp8_block": weights("fp8_block", [(WIDE, 16)]),
+    "int": lambda compile_only: [
+        row for name in ("int8", "int4", "mxfp4") for row in weights(name, [(WIDE, 16)])(compile_only)
+    ],
+    "casts": casts,
+}
+
+
+def in_process(name: str, lock: Path | None, compile_only: bool, out: Path) -> None:
+    """Runs one section and writes its rows."""
+    torch.cuda.init()
+    with turn(lock):
+        try:
+            rows = SECTIONS[name](compile_only)
+        except Exception:
+            rows = [{"what": name, "launch": traceback.format_exc()[-400:].replace("\n", " ")}]
+    out.write_text(json.dumps([dict(row) for row in rows]))
+
+
+def run_sections(names: list[str], compile_only: bool) -> list[dict[str, Any]]:
+    """All sections, each in a process; they compile and wait side by side and measure one after the other."""
+    with tempfile.TemporaryDirectory() as folder:
+        lock = Path(folder, "gpu")
+        outs = {name: Path(folder, f"{name}.json") for name in names}
+        running = []
+        for name, out in outs.items():
+            command = [sys.executable, __file__, "--section", name, "--out", str(out)]
+            command += ["--compile-only"] if compile_only else ["--lock", str(lock)]
+            running.append(subprocess.Popen(command))
+        for process in running:
+            process.wait()
+        rows: list[dict[str, Any]] = []
+        for name, out in outs.items():
+            rows += json.loads(out.read_text()) if out.exists() else [{"what": name, "launch": "the process died"}]
+        return rows
+
+
+def main() -> None:
+    """Parses the options, runs the sections, prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="sections, separated by commas: " + ", ".join(SECTIONS))
+    parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
+    parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
+    parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="this benchmark needs a CUDA device; none is here\n")
+    if options.section:
+        in_process(options.section, options.lock, options.compile_only, options.out)
+        return
+    rows = run_sections(options.only.split(",") if options.only else list(SECTIONS), options.compile_only)
+    if options.compile_only:
+        return
+    dense = {(r["N"], r["K"], r["M"]): r["us"] for r in rows if r["what"] == "bf16"}
+    columns = ("what", "N", "K", "M", "us", "TB/s", "TFLOP/s", "x bf16", "error", "launch")
+    for row in rows:
+        base = dense.get((row.get("N"), row.get("K"), row.get("M")))
+        row["x bf16"] = base / row["us"] if base and "us" in row else None
+    header = {**machine(), **versions("triton")}
+    title = "Multiplying by quantized weights"
+    if options.json:
+        write_json(options.json, title, header, rows)
+    dropped = [f"{r['what']} {r['N']}x{r['K']} M={r['M']} dropped {r['dropped']}" for r in rows if r.get("dropped")]
+    show(title, header, [{c: row.get(c) for c in columns} for row in rows], dropped)
+
+
+if __name__ == "__main__":
+    main()
