@@ -113,7 +113,7 @@ def lowered(
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
         with _visible({op_name(format): _linear_of(format) for format in FORMATS.values()}):
-            return program.run_decompositions()
+            return program.run_decompositions({})
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
@@ -213,7 +213,8 @@ def _attention(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     if not has_fp8_tensor_cores(q.device):
-        return attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype)[0]
+        options = {"causal": causal, "softmax_scale": softmax_scale, "dtype": dtype, "rows": 0}
+        return attention_reference(q, k, v, scales, **options)[0]
     from quant.kernels.attention_triton import launch_in_graph
 
     return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)

@@ -117,6 +117,8 @@ def _checked_scale(
         raise ValueError(f"{where}: q and k differ in batch or head dimension")
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
         raise ValueError(f"{where}: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
+    if k.shape[2] == 0:
+        raise ValueError(f"{where}: there are no keys to attend to")
     if q.shape[3] not in HEAD_DIMS:
         raise ValueError(f"{where}: head dimension {q.shape[3]}; the kernel takes {', '.join(map(str, HEAD_DIMS))}")
     wrong = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.dtype != torch.float8_e4m3fn]

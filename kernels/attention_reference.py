@@ -32,6 +32,7 @@ def attention_reference(
     dtype: torch.dtype = torch.bfloat16,
     compute: torch.dtype = torch.float32,
     round_p: bool = True,
+    rows: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over dequantized operands.
 
@@ -44,6 +45,7 @@ def attention_reference(
         dtype: of the output.
         compute: dtype of everything in between.
         round_p: whether the probabilities become E4M3, as in the kernel.
+        rows: queries at a time; 0 takes all at once, as a graph of dynamic size must. None bounds the memory.
 
     Returns:
         The output `[batch, heads, seq_q, dim]` and the log-sum-exp of the scores `[batch, heads, seq_q]` in
@@ -55,19 +57,21 @@ def attention_reference(
     scale = q_scale * k_scale * (1 / math.sqrt(dim) if softmax_scale is None else softmax_scale)
     grouped = q.to(compute).view(batch, kv_heads, heads // kv_heads, seq_q, dim) * scale
     keys, values = k.to(compute)[:, :, None], v.to(compute)[:, :, None]
+    if rows is None:
+        rows = max(1, _SCORES // max(1, batch * heads * seq_kv))
+    chunks = [(0, grouped)]
+    if rows:
+        chunks = [(start, grouped[..., start : start + rows, :]) for start in range(0, seq_q, rows)] or chunks
     out, lse = [], []
-    rows = max(1, _SCORES // max(1, batch * heads * seq_kv))
-    for start in range(0, seq_q, rows):
-        scores = grouped[..., start : start + rows, :] @ keys.mT
+    for start, part in chunks:
+        scores = part @ keys.mT
         if causal:
-            last = torch.arange(start, start + scores.shape[-2], device=q.device) + (seq_kv - seq_q)
-            hidden = torch.arange(seq_kv, device=q.device) > last[:, None]
-            scores = scores.masked_fill(hidden, -math.inf)
-        part, part_lse = _softmax_times(scores, values, round_p)
-        out.append((part * v_scale).to(dtype))
-        lse.append(part_lse)
-    shape = (batch, heads, seq_q)
-    return torch.cat(out, -2).reshape(*shape, dim), torch.cat(lse, -1).reshape(shape)
+            last = torch.arange(part.shape[-2], device=q.device) + (start + seq_kv - seq_q)
+            scores = scores.masked_fill(torch.arange(seq_kv, device=q.device) > last[:, None], -math.inf)
+        values_of_part, lse_of_part = _softmax_times(scores, values, round_p)
+        out.append((values_of_part * v_scale).to(dtype))
+        lse.append(lse_of_part)
+    return torch.cat(out, -2).flatten(1, 2), torch.cat(lse, -1).flatten(1, 2)
 
 
 def _softmax_times(scores: torch.Tensor, values: torch.Tensor, round_p: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -72,6 +72,8 @@ def logarithmic(values: Sequence[float]) -> Axis:
     positive = [v for v in values if v > 0] or [1.0]
     low, high = min(positive) / 1.3, max(positive) * 1.3
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    if high / low < 5:
+        return Axis(low, high, tuple(t for t in linear([low, high]).ticks if low <= t <= high), log=True)
     for factors in ((1, 2, 5), (1, 3), (1,)):
         ticks = [f * 10.0**e for e in decades for f in factors if low <= f * 10.0**e <= high]
         if len(ticks) <= 7:
@@ -140,12 +142,15 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, fol
     """The values behind a chart: rows of (id, cells), the first cell a name. Folded away unless they are few."""
     heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
     body = "".join(
-        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>'
-        f"{''.join(f'<td>{escape(str(c))}</td>' for c in cells[1:])}</tr>"
+        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>{"".join(_cell(str(c)) for c in cells[1:])}</tr>'
         for row, cells in rows
     )
     whole = f"<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     return f"<details class=data><summary>Values as a table</summary>{whole}</details>" if folded else whole
+
+
+def _cell(text: str) -> str:
+    return f"<td class=long>{_breakable(text)}</td>" if len(text) > 30 else f"<td>{escape(text)}</td>"
 
 
 def _breakable(name: object) -> str:
@@ -398,9 +403,9 @@ def waterfall(
     total = sum(score for *_, score in steps)
     if not steps or not any(score for *_, score in steps):
         return ""
-    ends = [("sum of the scores", total, "c0")]
+    ends = [("sum of the scores", total, "sum")]
     if record is not None:
-        ends.append(("measured together", record.chosen.kl_measured, "c1"))
+        ends.append(("measured together", record.chosen.kl_measured, "whole"))
     running, cumulative = 0.0, [0.0]
     for *_, score in steps:
         running += score
@@ -434,7 +439,8 @@ def waterfall(
     apart = next(s for e in range(9) for s in (10**e, 2 * 10**e, 5 * 10**e) if len(first) <= 7 * s)
     ticks = [((k + 0.5) * width, block) for block, k in first.items() if block % apart == 0]
     used = list(dict.fromkeys(f for _, _, f, score in steps if score))
-    keys = "".join(f'<li><b class="key {colour(f)}"></b>{escape(f)}</li>' for f in used)
+    named = [*((colour(f), f) for f in used), *((css, name) for name, _, css in ends)]
+    keys = "".join(f'<li><b class="key {css}"></b>{escape(name)}</li>' for css, name in named)
     return (
         f"<p>{escape(text)}</p><ul class=legend>{keys}</ul>"
         + plot(
@@ -442,7 +448,7 @@ def waterfall(
             y,
             "Waterfall of predicted loss: each group starts where the one before it ends; then the sum and the "
             "measurement",
-            xticks=[*ticks, (0.905, "sum"), *([(0.972, "meas.")] if record else [])],
+            xticks=ticks,
             above=record.unit if record else sensitivity.unit,
             below="block, in model order",
             by_column=True,
@@ -481,7 +487,7 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> str:
         parts = {**parts, "all weights": weights, name: cache}
     rows = "".join(
         f'<tr id="M{i}"><td class=what><b class="key c{min(i, 6)}"></b>{escape(name)}</td><td>{_size(size)}</td>'
-        f"<td>{size:,}</td><td>{size / weights:.1%}</td></tr>"
+        f"<td>{size:,}</td><td>{_times(size / weights)}</td></tr>"
         for i, (name, size) in enumerate(parts.items())
     )
     note = (
@@ -489,9 +495,13 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> str:
     )
     heads = "".join(f"<th scope=col>{head}</th>" for head in ("part", "size", "bytes", "of the weights"))
     return (
-        f"{bars}<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>"
-        f"</div>{note}"
+        f"{bars}<div class=scroll><table class='values memory'><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{rows}</tbody></table></div>{note}"
     )
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.1%}" if ratio <= 1 else f"{ratio:.1f}\u00a0×"
 
 
 def _parts_bar(title: str, parts: Mapping[str, int], first: int) -> str:
@@ -559,10 +569,10 @@ def receipt(record: Receipt) -> str:
     if record.audit:
         # What failed comes first.
         audit = sorted(enumerate(record.audit), key=lambda item: item[1].passed)
-        rows = [(f"A{i}", (a.name, a.planned, a.found, "✓" if a.passed else "✗ failed")) for i, a in audit]
+        rows = [(f"A{i}", (a.name, "✓" if a.passed else "✗ failed", a.planned, a.found)) for i, a in audit]
         native = sum(a.passed for a in record.audit)
         parts.append(f"<h3>Engine audit</h3><p>{native} of {len(rows)} layers run in the engine as planned.</p>")
-        parts.append(table(("layer", "planned", "found", "verdict"), rows, folded=native == len(rows) > 8))
+        parts.append(table(("layer", "verdict", "planned", "found"), rows, folded=native == len(rows) > 8))
     return "".join(parts)
 
 
@@ -579,7 +589,7 @@ def _receipt_layers(record: Receipt) -> str:
             if value is not None:
                 drawn.append(mark(f"c{k}", (i + 0.5) / len(record.layers), 1 - y.at(value), f"E{i}"))
         errors = [number(getattr(layer, key)) for key, _ in ran]
-        rows.append((f"E{i}", (layer.name, *errors, "✓" if layer.passed else "✗ failed"), layer.passed))
+        rows.append((f"E{i}", (layer.name, "✓" if layer.passed else "✗ failed", *errors), layer.passed))
     rows.sort(key=lambda row: row[2])
 
     def largest(layer: Any) -> float:
@@ -605,7 +615,7 @@ def _receipt_layers(record: Receipt) -> str:
             by_column=True,
         )
         + table(
-            ("layer", *(name for _, name in ran), "verdict"),
+            ("layer", "verdict", *(name for _, name in ran)),
             [row[:2] for row in rows],
             folded=all(m.passed for m in record.layers),
         )
@@ -631,11 +641,11 @@ def format_colours(formats: Sequence[str], in_use: Mapping[str, str]) -> Callabl
 CSS = """
 .values { white-space:nowrap } .values .what { white-space:normal; overflow-wrap:anywhere; min-width:130px }
 .values th:not(:first-child), .values td:not(:first-child) { text-align:right }
-.values td:last-child { white-space:normal; overflow-wrap:anywhere }
+.values .long { white-space:normal; overflow-wrap:anywhere; min-width:230px }
 .data { border-top:0; padding:8px 0 0 } .data summary { color:var(--soft); font-size:13.5px }
 .canvas text { fill:var(--ink); font-size:12.5px; paint-order:stroke; stroke:var(--card); stroke-width:3px }
 .canvas rect { fill:currentColor; opacity:.85 } .canvas rect.on { opacity:1; stroke:var(--ink); stroke-width:1.5 }
-.canvas .under { fill:var(--soft); opacity:.13 }
+.sum { color:var(--soft) } .whole { color:var(--ink) } .canvas .under { fill:var(--soft); opacity:.13 }
 .curve { stroke:currentColor; stroke-width:2 } .gap { stroke:var(--soft); stroke-width:1.5 }
 .limit { stroke:var(--ink); stroke-width:1.5; stroke-dasharray:5 4 }
 .heat { display:grid; grid-auto-rows:20px; gap:1px; margin:2px 0 14px; font-size:12px; color:var(--soft) }
@@ -649,5 +659,6 @@ h3 small { font-weight:400; color:var(--soft) } section > h3 { margin-top:16px }
 .verdict { font-weight:650; font-size:17px; margin-bottom:6px; overflow-wrap:anywhere } .good { color:var(--good) }
 .bad { color:var(--bad) } .parts i { min-width:2px }
 @media (max-width:640px) { .heat { grid-auto-rows:16px; font-size:11px } .heat span { padding-right:5px }
- .heat .chosen { box-shadow:inset 0 0 0 1.5px var(--ring) } .values { font-size:12.5px } }
+ .heat .chosen { box-shadow:inset 0 0 0 1.5px var(--ring) } .values { font-size:12.5px }
+ .memory th:nth-child(3), .memory td:nth-child(3) { display:none } }
 """

@@ -1,0 +1,224 @@
+"""Prefill of a stack of 8B-shaped decoder blocks on one GPU: AOTInductor packages beside eager, FP8 beside BF16.
+
+    python benchmarks/aoti.py [--layers 4] [--tokens 4096] [--json FILE]
+
+The blocks are Llama 3 8B's (hidden 4096, 32 heads over 8 KV heads of 128, MLP 14336), with random weights. FP8 is the
+preset `fp8`: E4M3 weights and static input scales, one a tensor, calibrated on the input itself. "FP8 attention" also
+rounds q, k and v to E4M3 and attends with our kernel, which lies in the package. Packages are made in processes of
+their own, side by side; then everything is timed in one process in turns, by the median over CUDA events.
+
+Errors are norms of differences over the norm, against the same blocks in FP32 arithmetic on the same BF16 weights.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import torch
+from _table import machine, show, versions, write_json
+from torch import nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from quant.export.aoti import export_aoti, load_aoti
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.attention import fp8_attention
+from quant.kernels.fp8_gemm import round_input
+from quant.kernels.linear import QuantLinear
+
+HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336
+KINDS = ("BF16", "FP8", "FP8 attention")
+TITLE = "Prefill of 8B-shaped blocks"
+
+
+class Block(nn.Module):
+    """One decoder block; `scales` `[3]` of q, k and v turns on FP8 attention."""
+
+    scales: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (HEADS * DIM, HIDDEN), "k": (KV_HEADS * DIM, HIDDEN), "v": (KV_HEADS * DIM, HIDDEN)}
+        sizes |= {"o": (HIDDEN, HEADS * DIM), "gate": (MLP, HIDDEN), "up": (MLP, HIDDEN), "down": (HIDDEN, MLP)}
+        for name, (rows, columns) in sizes.items():
+            self.add_module(name, nn.Linear(columns, rows, bias=False))
+        self.norms = nn.Parameter(torch.ones(2, HIDDEN))
+        self.register_buffer("scales", torch.ones(3))
+        self.fp8_attention = False
+        self.measured: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+        h = rms_norm(x, (HIDDEN,), self.norms[0], 1e-5)
+        heads = [y.unflatten(-1, (-1, DIM)).transpose(1, 2) for y in (self.q(h), self.k(h), self.v(h))]
+        q, k, v = rotate(heads[0], rotation), rotate(heads[1], rotation), heads[2]
+        if self.measured is not None:
+            self.measured.copy_(torch.stack([y.abs().amax().float() for y in (q, k, v)]))
+        x = x + self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        h = rms_norm(x, (HIDDEN,), self.norms[1], 1e-5)
+        return x + self.down(silu(self.gate(h)) * self.up(h))
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if not self.fp8_attention:
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        format = FORMATS["fp8"]
+        q, k, v = (round_input(y, format, scale)[0] for y, scale in zip((q, k, v), self.scales.unbind(), strict=True))
+        return fp8_attention(q, k, v, self.scales, causal=True, dtype=torch.bfloat16)
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """RoPE: `rotation` is [2, tokens, dim / 2], cosines and sines."""
+    a, b = x.chunk(2, -1)
+    cosine, sine = rotation.to(x.dtype).unbind()
+    return torch.cat([a * cosine - b * sine, b * cosine + a * sine], -1)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers: int, tokens: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        angles = torch.arange(tokens)[:, None] * 500000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+        self.register_buffer("rotation", torch.stack([angles.cos(), angles.sin()]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.rotation)
+        return x
+
+
+def build(kind: str, layers: int, tokens: int) -> tuple[Stack, torch.Tensor]:
+    """The model of one kind and its input, the same in every process."""
+    with torch.device("cuda"):
+        torch.manual_seed(0)
+        model = Stack(layers, tokens).to(torch.bfloat16).requires_grad_(False)
+        for block in model.blocks:
+            block.scales = torch.ones(3)
+        x = torch.randn(1, tokens, HIDDEN, dtype=torch.bfloat16)
+    if kind != "BF16":
+        to_fp8(model, x)
+    for block in model.blocks:
+        block.fp8_attention = kind == "FP8 attention"
+    return model, x
+
+
+def to_fp8(model: Stack, x: torch.Tensor) -> None:
+    """Measures inputs in one forward pass, then replaces every linear."""
+    format, amax, hooks = FORMATS["fp8"], {}, []
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for name, module in linears.items():
+        note = lambda _, args, name=name: amax.__setitem__(name, args[0].abs().amax().float())  # noqa: E731
+        hooks.append(module.register_forward_pre_hook(note))
+    for block in model.blocks:
+        block.measured = torch.empty(3, device="cuda")
+    with torch.no_grad():
+        model(x)
+    for hook in hooks:
+        hook.remove()
+    for block in model.blocks:
+        block.scales, block.measured = block.measured / format.element.max, None
+    for name, module in linears.items():
+        owner, _, last = name.rpartition(".")
+        weight = quantize(module.weight, format, name=name)
+        setattr(model.get_submodule(owner), last, QuantLinear(weight, None, format, amax[name] / format.element.max))
+
+
+def milliseconds(functions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median time of each function; they take turns, so that the clock's drift hits all of them."""
+    found: dict[str, list[float]] = {name: [] for name in functions}
+    for turn in range(repeats + 3):
+        for name, function in functions.items():
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            function()
+            end.record()
+            torch.cuda.synchronize()
+            if turn >= 3:
+                found[name].append(start.elapsed_time(end))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def flops(layers: int, tokens: int) -> float:
+    weights = HIDDEN * DIM * (2 * HEADS + 2 * KV_HEADS) + 3 * HIDDEN * MLP
+    return layers * (2.0 * tokens * weights + 2.0 * tokens * tokens * HEADS * DIM)
+
+
+@click.command()
+@click.option("--layers", default=4, show_default=True)
+@click.option("--tokens", default=4096, show_default=True)
+@click.option("--repeats", default=20, show_default=True)
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the table there as well.")
+@click.option("--make", nargs=2, type=(click.Choice(KINDS), click.Path(path_type=Path)), hidden=True)
+def main(layers: int, tokens: int, repeats: int, json_file: Path | None, make: tuple[str, Path] | None) -> None:
+    if not torch.cuda.is_available():
+        raise click.ClickException("this benchmark needs an NVIDIA GPU with FP8 tensor cores")
+    if make is not None:
+        model, x = build(make[0], layers, tokens)
+        export_aoti(model, make[1], {"x": x})
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        paths = {kind: Path(folder, f"{index}.pt2") for index, kind in enumerate(KINDS)}
+        size = ["--layers", str(layers), "--tokens", str(tokens)]
+        makers = {
+            kind: subprocess.Popen(
+                [sys.executable, __file__, *size, "--make", kind, str(path)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for kind, path in paths.items()
+        }
+        said = {kind: maker.communicate()[0] for kind, maker in makers.items()}
+        failed = {kind: said[kind] for kind, maker in makers.items() if maker.returncode}
+        seconds = time.perf_counter() - started
+        rows = measure({kind: path for kind, path in paths.items() if kind not in failed}, layers, tokens, repeats)
+    for kind, text in failed.items():
+        print(f"-- no package for {kind}:\n{text[-2500:]}\n")
+    header = {**machine(), **versions("triton"), "layers": str(layers), "tokens": str(tokens)}
+    notes = [f"Packages made in {seconds:.0f} s, side by side."]
+    show(TITLE, header, rows, notes)
+    if json_file is not None:
+        write_json(json_file, TITLE, header, rows, notes)
+    if failed:
+        sys.exit(1)
+
+
+@torch.no_grad()
+def measure(paths: dict[str, Path], layers: int, tokens: int, repeats: int) -> list[dict[str, object]]:
+    models = {}
+    for kind in KINDS:
+        models[kind], x = build(kind, layers, tokens)
+    exact, _ = build("BF16", layers, tokens)
+    right = exact.float()(x.float()).double()
+    del exact
+    runs: dict[str, Callable[[], torch.Tensor]] = {}
+    for kind in KINDS:
+        runs[f"{kind}, eager"] = lambda model=models[kind]: model(x)
+    for kind, path in paths.items():
+        package = load_aoti(path)
+        runs[f"{kind}, package"] = lambda package=package: package(x=x)
+    errors = {name: float((run().double() - right).norm() / right.norm()) for name, run in runs.items()}
+    times = milliseconds(runs, repeats)
+    eager, packaged = times["BF16, eager"], times.get("BF16, package")
+    return [
+        {
+            "run": name,
+            "ms": time_,
+            "TFLOP/s": flops(layers, tokens) / time_ / 1e9,
+            "× BF16 eager": eager / time_,
+            "× BF16 package": packaged / time_ if packaged else None,
+            "error": errors[name],
+            "package MB": paths[name.partition(",")[0]].stat().st_size / 1e6 if "package" in name else None,
+        }
+        for name, time_ in times.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

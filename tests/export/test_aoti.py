@@ -1,0 +1,139 @@
+"""AOTInductor packages: the graph they are made from is the module to the bit, and a package computes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quant.export.aoti import dequantize_in_graph, export_aoti, load_aoti, lowered
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.attention import fp8_attention
+from quant.kernels.linear import QuantLinear
+
+# Weight format, activation format, and whether the input scale is static.
+CASES = [
+    ("fp8", "fp8", True),
+    ("fp8", "fp8", False),
+    ("fp8_channel", "fp8_token", False),
+    ("fp8_block", "fp8_group", False),
+    ("nvfp4", "nvfp4", True),
+    ("nvfp4", None, False),
+    ("mxfp8", "mxfp8", False),
+    ("mxfp6", None, False),
+    ("mxfp4", None, False),
+    ("int8", "int8_token", False),
+    ("int4", None, False),
+]
+DIMS = {"x": {0: "batch", 1: "sequence"}}
+
+
+class Gated(nn.Module):
+    """Two projections of one input with equal scales, attention on request, and one projection back."""
+
+    def __init__(self, weight: str, activation: str | None, static: bool, attends: bool = False) -> None:
+        super().__init__()
+        self.attends = attends
+
+        def linear(out: int, features: int) -> QuantLinear:
+            dense = torch.randn(out, features, dtype=torch.bfloat16) / features**0.5
+            scale = torch.tensor(0.01) if static else None
+            bias = torch.randn(out, dtype=torch.bfloat16)
+            given = FORMATS[activation] if activation else None
+            return QuantLinear(quantize(dense, FORMATS[weight]), bias, given, scale)
+
+        self.gate, self.up, self.down = linear(128, 64), linear(128, 64), linear(64, 128)
+        self.register_buffer("scales", torch.tensor([1.0, 1.0, 0.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.silu(self.gate(x)) * self.up(x)
+        if self.attends:
+            q = h.unflatten(-1, (2, 64)).transpose(1, 2).to(torch.float8_e4m3fn)
+            h = fp8_attention(q, q, q, self.scales, causal=True).transpose(1, 2).flatten(2)
+        return self.down(h)
+
+
+def count(program: torch.export.ExportedProgram, target: str) -> int:
+    return sum(target in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize(("weight", "activation", "static"), CASES)
+def test_graph_is_the_module(weight: str, activation: str | None, static: bool) -> None:
+    """Traced on one shape, run on another; the module itself goes through the op and its oracle."""
+    model = Gated(weight, activation, static)
+    program = lowered(model, {"x": torch.randn(2, 40, 64, dtype=torch.bfloat16)}, dims=DIMS)
+    assert count(program, "quant.") == 0
+    for shape in ((2, 40, 64), (3, 17, 64)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+def test_graph_is_the_module_with_attention() -> None:
+    model = Gated("fp8", "fp8", True, attends=True)
+    program = lowered(model, {"x": torch.randn(2, 40, 64, dtype=torch.bfloat16)}, dims=DIMS)
+    x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+def test_an_input_that_layers_share_is_rounded_once() -> None:
+    """gate and up have equal scales in tensors of their own: one division by one scale, not two."""
+    model = Gated("fp8", "fp8", True)
+    own = [model.gate.input_scale, model.up.input_scale, model.down.input_scale]
+    program = lowered(model, {"x": torch.randn(2, 8, 64, dtype=torch.bfloat16)})
+    scales = {str(n.args[1]) for n in program.graph.nodes if n.target is torch.ops.aten.div.Tensor}
+    placeholders = [n.name for n in program.graph.nodes if n.op == "placeholder" and "input_scale" in n.name]
+    assert len(placeholders) == 1 or len(scales) == 1
+    assert [model.gate.input_scale, model.up.input_scale, model.down.input_scale] == own
+    assert model.gate.input_scale is own[0] and model.up.input_scale is own[1] and own[0] is not own[1]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith(("_token", "_group"))])
+def test_weights_are_decoded_to_the_bit(name: str) -> None:
+    weight = quantize(torch.randn(130, 256, dtype=torch.float32) * torch.logspace(-6, 3, 256), FORMATS[name])
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.testing.assert_close(dequantize_in_graph(weight, dtype), weight.dequantize(dtype), rtol=0, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "activation", "attends"), [("fp8", "fp8", True), ("nvfp4", None, False)])
+def test_package_computes_the_module(tmp_path: Path, weight: str, activation: str | None, attends: bool) -> None:
+    """A compiler keeps more precision between ops, so inputs near a tie of E4M3 may round the other way."""
+    model = Gated(weight, activation, activation is not None, attends)
+    example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges={"sequence": (1, 512)})
+    x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
+    got, expected = load_aoti(path)(x=x).float(), model(x).float()
+    assert float((got - expected).norm() / expected.norm()) < (0.04 if activation else 0.01)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model, x = Gated("fp8", "fp8", True), torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"ends in \.pt2"):
+        export_aoti(model, tmp_path / "model.so", {"x": x})
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device here"):
+            export_aoti(model, tmp_path / "model.pt2", {"x": x}, device="cuda")
+
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if bool(x.sum() > 0) else -x
+
+    with pytest.raises(ValueError, match="Branches does not export"):
+        export_aoti(Branches(), tmp_path / "model.pt2", {"x": x})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_gpu_package_with_fp8_matmul_and_attention(tmp_path: Path) -> None:
+    """On a GPU: `_scaled_mm` and our Triton kernel in the package, against the oracle on the CPU."""
+    model = Gated("fp8", "fp8", True, attends=True)
+    example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    x = torch.randn(3, 33, 64, dtype=torch.bfloat16)
+    expected = model(x).float()
+    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, device="cuda")
+    got = load_aoti(path)(x=x.cuda()).float().cpu()
+    assert float((got - expected).norm() / expected.norm()) < 0.05
