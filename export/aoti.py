@@ -36,7 +36,6 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention import has_fp8_tensor_cores
 from quant.kernels.attention_reference import attention_reference
 from quant.kernels.fp8_gemm import fp8_linear, takes
-from quant.kernels.linear import QuantLinear
 from quant.kernels.ops import op_name
 
 _ATTENTION = "quant::fp8_attention"
@@ -106,14 +105,16 @@ def lowered(
     names = {name for axes in (dims or {}).values() for name in axes.values()}
     sizes = {name: torch.export.Dim(name, **_bounds((ranges or {}).get(name))) for name in names}
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
-    with torch.no_grad(), _shared_input_scales(model):
+    with torch.no_grad():
         try:
             program = torch.export.export(model, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
         with _visible({op_name(format): _linear_of(format) for format in FORMATS.values()}):
-            return program.run_decompositions({})
+            program = program.run_decompositions({})
+    _share_input_scales(program)
+    return program
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
@@ -129,21 +130,17 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
 
 
-@contextlib.contextmanager
-def _shared_input_scales(model: nn.Module) -> Iterator[None]:
-    """While a graph is made, linears whose static input scales are equal hold one and the same tensor."""
-    first: dict[float, torch.Tensor] = {}
-    replaced: list[tuple[QuantLinear, torch.Tensor]] = []
-    for module in model.modules():
-        if isinstance(module, QuantLinear) and module.input_scale is not None:
-            own = module.input_scale
-            module.input_scale = first.setdefault(float(own), own)
-            replaced.append((module, own))
-    try:
-        yield
-    finally:
-        for module, own in replaced:
-            module.input_scale = own
+def _share_input_scales(program: torch.export.ExportedProgram) -> None:
+    """Layers whose static input scales are equal read the first one's, so that a common input is rounded once."""
+    names = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
+    first: dict[float, Any] = {}
+    for node in program.graph.nodes:
+        target = names.get(node.name, "") if node.op == "placeholder" else ""
+        if target.rpartition(".")[2] == "input_scale":
+            kept = first.setdefault(float(program.state_dict[target]), node)
+            if kept is not node:
+                node.replace_all_uses_with(kept)
+    program.graph_module.recompile()
 
 
 def _linear_of(format: Format) -> Callable[..., torch.Tensor]:
