@@ -83,12 +83,12 @@ def _multiply(acc, x, w, swap: tl.constexpr):
         return tl.dot(x, tl.trans(w), acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "splits"])
 def linear_kernel(
     x, codes, scale, global_scale, bias, y, partial, counter,
-    M, N, K, x_stride, codes_stride, scale_stride, codes_width,
+    M, N, K, x_stride, codes_stride, scale_stride, codes_width, splits,
     element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
-    has_global: tl.constexpr, has_bias: tl.constexpr, splits: tl.constexpr, swap: tl.constexpr,
+    has_global: tl.constexpr, has_bias: tl.constexpr, split: tl.constexpr, swap: tl.constexpr,
     block_m: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. `rows` and `columns` of a block are 0 where it spans the axis."""
@@ -143,7 +143,7 @@ def linear_kernel(
         acc = tl.trans(acc)
     inside = (m[:, None] < M) & (n[None, :] < N)
     place = m.to(tl.int64)[:, None] * N + n[None, :]
-    if splits > 1:
+    if split:
         size = M.to(tl.int64) * N
         tl.store(partial + part * size + place, acc, mask=inside)
         tl.debug_barrier()
@@ -238,8 +238,8 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     linear_kernel[grid](
         x, weight.codes, weight.scale, _or(weight.global_scale, weight.scale), _or(bias, x), y, partial, counter,
         M, N, K, x.stride(0), weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
-        **layout(weight.format), has_global=weight.global_scale is not None, has_bias=bias is not None,
-        splits=tiles.splits, swap=tiles.swap, block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
+        tiles.splits, **layout(weight.format), has_global=weight.global_scale is not None, has_bias=bias is not None,
+        split=tiles.splits > 1, swap=tiles.swap, block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return y

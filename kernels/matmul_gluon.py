@@ -89,11 +89,11 @@ def _decode(words, scales):
     return (value * scale).reshape([4, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["M", "splits"])
 def linear_kernel(
     x, words, scales, global_scale, bias, y, partial, counter,
-    M, N, K, x_stride,
-    has_bias: gl.constexpr, block_m: gl.constexpr, steps: gl.constexpr, splits: gl.constexpr,
+    M, N, K, x_stride, splits,
+    has_bias: gl.constexpr, block_m: gl.constexpr, steps: gl.constexpr, split: gl.constexpr,
 ):  # fmt: skip
     """One tile of 64 outputs and `block_m` tokens; `steps`, a power of two, tiles of K."""
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
@@ -146,7 +146,7 @@ def linear_kernel(
 
     n = gl.arange(0, 64, gl.SliceLayout(1, accumulator))
     m = gl.arange(0, block_m, gl.SliceLayout(0, accumulator))
-    if splits > 1:
+    if split:
         tiles = gl.num_programs(0) * gl.num_programs(1)
         index = tile_m * gl.num_programs(0) + tile_n
         inside = n[:, None] * block_m + m[None, :]
@@ -206,12 +206,13 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     grid = (N // 64, triton.cdiv(M, tiles.block_m), tiles.splits)
     partial = counter = y
     if tiles.splits > 1:
-        partial = torch.empty(tiles.splits, grid[0] * grid[1] * 64 * tiles.block_m, device=x.device)
+        parts = (tiles.splits, grid[0] * grid[1] * 64 * tiles.block_m)
+        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, grid[0] * grid[1])
     linear_kernel[grid](
         x, weight.codes, weight.scale, weight.global_scale, x if bias is None else bias, y, partial, counter,
-        M, N, K, x.stride(0),
-        has_bias=bias is not None, block_m=tiles.block_m, steps=K // 64 // tiles.splits, splits=tiles.splits,
+        M, N, K, x.stride(0), tiles.splits,
+        has_bias=bias is not None, block_m=tiles.block_m, steps=K // 64 // tiles.splits, split=tiles.splits > 1,
         num_warps=4,
     )  # fmt: skip
     return y

@@ -176,8 +176,8 @@ def test_compiles_to_tensor_core_instructions_without_spills(
     scale = "*fp32" if form.scale.is_wide else "*fp8e4nv" if form.global_scale else "*u8"
     signature = {"x": "*bf16", "codes": _POINTER[form.element.name], "scale": scale, "global_scale": "*fp32"}
     signature |= {"bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
-    sizes = ("M", "N", "K", "x_stride", "codes_stride", "scale_stride", "codes_width")
-    constants = matmul.layout(form) | {"has_global": form.global_scale, "has_bias": False, "splits": tiles.splits}
+    sizes = ("M", "N", "K", "x_stride", "codes_stride", "scale_stride", "codes_width", "splits")
+    constants = matmul.layout(form) | {"has_global": form.global_scale, "has_bias": False, "split": tiles.splits > 1}
     constants |= {"swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n, "block_k": tiles.block_k}
     compiled = compiled_for(matmul.linear_kernel, signature | dict.fromkeys(sizes, "i32"), constants, arch, tiles)
     assert instruction in compiled.ptx
