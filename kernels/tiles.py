@@ -107,8 +107,10 @@ def candidates(
     found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:
         block_m = max(8, min(bucket(tokens), 128))
-        for waves in (2, 4, 6, 8, 12):
-            found.append(GluonTiles(block_m, _gluon_splits(rows, columns, block_m, hardware.sms * waves)))
+        tiles = rows // 64 * -(-tokens // block_m)
+        for splits in _gluon_allowed(columns, block_m):
+            if splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms:
+                found.append(GluonTiles(block_m, splits))
     elif tokens <= _FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):
@@ -142,15 +144,15 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
 
 
 def _gluon_splits(rows: int, columns: int, block_m: int, programs: int) -> int:
-    """The number of parts nearest to `programs` programs among those that the kernel can take.
+    """The number of parts that comes nearest to `programs` programs."""
+    return min(_gluon_allowed(columns, block_m), key=lambda splits: abs(splits * (rows // 64) - programs))
 
-    Each part has an even number of tiles of 64 columns, a power of two, and its x fits in shared memory.
-    """
-    tiles = columns // 64
-    allowed = []
-    steps = 2
+
+def _gluon_allowed(columns: int, block_m: int) -> list[int]:
+    """Parts of K that the kernel can take: each a power of two, at least 2, of tiles of 64, its x in shared memory."""
+    tiles, steps, allowed = columns // 64, 2, []
     while tiles % steps == 0:
         if steps * 64 * block_m * 2 <= _X_SHARED_BYTES:
             allowed.append(tiles // steps)
         steps *= 2
-    return min(allowed, key=lambda splits: abs(splits * (rows // 64) - programs))
+    return allowed
