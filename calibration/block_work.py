@@ -51,6 +51,7 @@ class BlockWork:
         self.solved: dict[str, tuple[LayerPlan, Solved | None]] = {}
         self.rounded: dict[str, torch.Tensor] = {}
         self.token_weights: list[torch.Tensor] = []
+        self.biases: dict[str, torch.Tensor] = {}
 
     def solve(
         self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
@@ -309,7 +310,10 @@ class BlockWork:
             return False
         group.unrounded = None
         for name in group.names:
-            set_module(self.block, name, self.stand_ins.pop(name).original)
+            original = self.stand_ins.pop(name).original
+            if name in self.biases:
+                original.bias.data = self.biases.pop(name)  # type: ignore[union-attr]
+            set_module(self.block, name, original)
             self.targets[name] = targets[name]
         if group.members[0].weight is not None:
             group.pipeline = get_pipeline(group.members[0].solver)
@@ -361,6 +365,8 @@ class BlockWork:
             original = self.block.get_submodule(name)
             dense = solved[member.name].dequantize(original.weight.dtype)  # type: ignore[arg-type]
             stand_in = StandIn(original, dense, group, self.clock, branches.get(member.name))
+            if stats is not None:
+                self._correct_bias(group, name, stand_in, self.targets[name], stats)
             self.stand_ins[name] = stand_in
             set_module(self.block, name, stand_in)
             del self.targets[name]
@@ -378,6 +384,19 @@ class BlockWork:
                     branches.get(member.name),
                 ),
             )
+
+    def _correct_bias(
+        self, group: Group, name: str, stand_in: StandIn, target: torch.Tensor, stats: LayerStats
+    ) -> None:
+        """Takes the mean output error into the bias, where there is one: it costs nothing at run time."""
+        bias = getattr(stand_in.original, "bias", None)
+        if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.rank:
+            return
+        self.biases[name] = bias.detach().clone()
+        wanted = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
+        bias.data = bias + (target @ wanted - stand_in.dense.float() @ stats.mean).to(bias)
+        if "bias corrected" not in group.notes:
+            group.notes.append("bias corrected")
 
     def _take_branches(
         self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None

@@ -33,12 +33,16 @@ class LayerStats:
         second_moment: mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept.
         drift: mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input.
         block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
+        mean: of x, `[in]`.
+        mean_drift: of r - x, `[in]`; None where x is the original input.
     """
 
     tokens: int
     second_moment: torch.Tensor | None = None
     drift: torch.Tensor | None = None
     block_moments: torch.Tensor | None = None
+    mean: torch.Tensor | None = None
+    mean_drift: torch.Tensor | None = None
 
     def blocks(self, width: int) -> torch.Tensor:
         """Diagonal blocks of the second moment, `[in / width, width, width]`."""
@@ -86,6 +90,8 @@ class MomentSum:
         self.tokens = 0
         self.second: torch.Tensor | None = None
         self.cross: torch.Tensor | None = None
+        self.first: torch.Tensor | None = None
+        self.shift: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
         """Takes in one batch.
@@ -96,6 +102,11 @@ class MomentSum:
             weight: what each token counts, `[tokens]`; None for all alike.
         """
         self.tokens += len(x)
+        total = x.sum(0, dtype=self.dtype)
+        self.first = total if self.first is None else self.first.add_(total)
+        if reference is not None:
+            total = (reference - x).sum(0, dtype=self.dtype)
+            self.shift = total if self.shift is None else self.shift.add_(total)
         if weight is not None:
             root = weight.sqrt()[:, None].to(x)
             x, reference = x * root, None if reference is None else reference * root
@@ -117,11 +128,11 @@ class MomentSum:
         """The means; None if no token came."""
         if self.second is None:
             return None
+        means = [None if total is None else total / self.tokens for total in (self.first, self.shift)]
         if self.width is not None:
-            return LayerStats(self.tokens, block_moments=self.second / self.tokens)
-        return LayerStats(
-            self.tokens, self.second / self.tokens, None if self.cross is None else self.cross / self.tokens
-        )
+            return LayerStats(self.tokens, None, None, self.second / self.tokens, *means)
+        drift = None if self.cross is None else self.cross / self.tokens
+        return LayerStats(self.tokens, self.second / self.tokens, drift, None, *means)
 
 
 def token_weights(x: torch.Tensor, limit: float) -> torch.Tensor:

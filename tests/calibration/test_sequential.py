@@ -302,6 +302,24 @@ def test_gptq_on_a_bert_beats_rounding_in_the_output() -> None:
     assert errors["awq+gptq"] < 0.6 * errors["rtn"]
 
 
+def test_the_mean_output_error_goes_into_the_bias() -> None:
+    """First block of an encoder: its query projection is right on average, on the text it was calibrated on."""
+    model = _bert()
+    name = "encoder.layer.0.attention.self.query"
+    caught: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    with torch.no_grad():
+        model(ROWS)
+    handle.remove()
+    x = caught[0].double().flatten(0, -2)
+    layer = model.get_submodule(name)
+    wanted = (x @ layer.weight.detach().double().t() + layer.bias.detach().double()).mean(0)
+    solved = _solve(model, _plan(model, "gptq"), ROWS, batch=2)[name]
+    found = (x @ solved.weight.dequantize().double().t() + layer.bias.detach().double()).mean(0)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    assert solved.notes == ("bias corrected",)
+
+
 def test_a_model_without_blocks_is_one_block() -> None:
     model = nn.Sequential(nn.Embedding(50, 32), nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16)).eval()
     solved = _solve(model, _plan(model, "awq+gptq"), ROWS, batch=2)
