@@ -31,10 +31,19 @@ class Divergence(Protocol):
 
     Attributes:
         unit: what a value means.
+        probes: random probes that a row needs.
+        by_token: whether errors of different tokens of a row may be taken for independent. They may where each
+            token is compared for itself; where tokens are averaged, it is what they have in common that is left.
     """
 
     @property
     def unit(self) -> str: ...
+
+    @property
+    def probes(self) -> int: ...
+
+    @property
+    def by_token(self) -> bool: ...
 
     def count(self, rows: torch.Tensor) -> int:
         """How many values a sum over `rows` is a sum of."""
@@ -73,6 +82,8 @@ class NextToken:
     """KL of next-token distributions."""
 
     unit = "nats: KL(base‖model) of the next token"
+    probes = 1
+    by_token = True
 
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         self.model, self.head = model, head
@@ -182,6 +193,8 @@ class Embeddings:
     """1 − cosine of mean-pooled embeddings."""
 
     unit = "1 − cosine similarity of the embeddings"
+    probes = 8
+    by_token = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -5,8 +5,9 @@
     kl       KL(base‖model with this group alone quantized), measured: a forward pass for each group and format
 
 `fisher` is the second-order expansion of what `kl` measures, where L is the likelihood of a token that the model
-itself proposes (see `calibration.divergence`) and errors of different tokens are taken to be independent. With
-Y = x Wᵀ and Y_q = x_q W_qᵀ, a token's term is
+itself proposes (see `calibration.divergence`) and errors of different tokens are taken to be independent; for
+embeddings, which average tokens, the square is that of the sum over a row. With Y = x Wᵀ and Y_q = x_q W_qᵀ, a
+token's term is
 
     ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · W_q) · x_q − (∂L/∂Y · W) · x
 
@@ -94,7 +95,10 @@ def score_groups(
         results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
     sums = units.finish(total(results))
     silent = [name for name in groups if name not in sums and allowed[name]]
-    if silent:
+    if method == "fisher":
+        # Called, for ranges were measured, but nothing that is compared depends on it, as on a classifier's pooler.
+        sums |= {name: {c.name: 0.0 for c in allowed[name]} for name in silent}
+    elif silent:
         raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such groups)")
     table = Sensitivity(
         method=method,
@@ -114,7 +118,7 @@ def score_groups(
 
 
 class _Fisher:
-    """One unit is one row: a forward and a backward pass."""
+    """One unit is one row: a forward and a backward pass for each probe."""
 
     def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
         self.trial, self.allowed, self.rows, self.divergence, self.seed = trial, allowed, rows, divergence, seed
@@ -124,14 +128,21 @@ class _Fisher:
         index = int(name.split()[1])
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         row = self.rows[index : index + 1]
-        sums = TokenProducts(self.trial, self.allowed)
         self.trial.set({})
-        with observed(self.trial, sums.observe):
-            self.divergence.probe(row, generator)
-        return sums.squares()
+        found: dict[str, Result] = {}
+        for probe in range(self.divergence.probes):
+            products = TokenProducts(self.trial, self.allowed)
+            with observed(self.trial, products.observe):
+                self.divergence.probe(row, generator)
+            if self.divergence.by_token:
+                found[str(probe)] = products.squares()
+            else:
+                sums = products.sums()
+                found[str(probe)] = {g: {c: v * v for c, v in scores.items()} for g, scores in sums.items()}
+        return total(found)
 
     def finish(self, sums: Result) -> Result:
-        count = self.divergence.count(self.rows)
+        count = self.divergence.count(self.rows) * self.divergence.probes
         return {group: {c: 0.5 * v / count for c, v in scores.items()} for group, scores in sums.items()}
 
 

@@ -685,43 +685,37 @@ class Loop:
         """
         budgets = self.space.limits(self.goal)
         least = self.problem.total(SCORE, solve(self.problem, budgets))
-        good: tuple[float, np.ndarray] | None = None
-        bad: float | None = None
-        allowance = self._limit_as_loss()
+        good: np.ndarray | None = None
+        low, high = least, math.inf  # sums of scores that are known to keep the limit, and to break it
+        allowance = max(self._limit_as_loss(), least)
         for _ in range(10):
-            choice = self._smallest_within(max(allowance, least), budgets)
+            choice = self._smallest_within(allowance, budgets)
             predicted = self.problem.total(SCORE, choice)
             ratio = self._ratio(choice, predicted)
             if ratio <= 1:
-                good = (max(predicted, allowance), choice)
+                good, low = choice, max(allowance, low)
+                if not self._can_shrink(choice):
+                    break
             else:
-                bad = min(predicted, allowance)
-            if good is not None and bad is None and ratio > 0 and not self._can_shrink(choice):
+                high = predicted
+                if predicted <= least * (1 + 1e-9) + 1e-15:
+                    break
+            if good is not None and high < math.inf and self._is_close(good, high, budgets):
                 break
-            if good is not None and bad is not None and self._close(good[1], bad, budgets):
-                break
-            if good is None and predicted <= least * (1 + 1e-9) + 1e-15:
-                raise Infeasible(
-                    f"{self._limit_text()}: even the best choice within the budgets measures {ratio:.3g} times that"
-                )
-            allowance = self._next(allowance, ratio, good, bad, least)
+            allowance = self._next(allowance, ratio, low, high)
         if good is None:
-            raise Infeasible(f"{self._limit_text()}: no choice within the budgets was found that keeps it")
-        return _Found(good[1], self.bench.loss(good[1]))
-
-    def _next(
-        self, allowance: float, ratio: float, good: tuple[float, Any] | None, bad: float | None, least: float
-    ) -> float:
-        """The next sum of scores to try: rescaled by what was measured, held between the known good and bad."""
-        guess = allowance / max(ratio, 0.05) * (0.995 if good is None else 1.0)
-        if good is not None and bad is not None:
-            low, high = good[0], bad
-            return (
-                guess
-                if low < guess < high and (guess - low) > 0.1 * (high - low)
-                else math.sqrt(max(low, 1e-12) * high)
+            raise Infeasible(
+                f"{self._limit_text()}: even the least lossy choice within the budgets measures {ratio:.3g} times that"
             )
-        return max(guess if ratio != 1 else 1.05 * allowance, least)
+        return _Found(good, self.bench.loss(good))
+
+    def _next(self, allowance: float, ratio: float, low: float, high: float) -> float:
+        """The next sum of scores to try: rescaled by what was measured, or halfway where that leads nowhere."""
+        guess = allowance / max(ratio, 0.05) if ratio != 1 else 1.02 * allowance
+        if high == math.inf:
+            return guess
+        margin = 0.02 * (high - low)
+        return guess if low + margin < guess < high - margin else (low + high) / 2
 
     def _smallest_within(self, allowance: float, budgets: Mapping[str, float]) -> np.ndarray:
         limits = {SCORE: allowance * (1 + 1e-9) + 1e-15, **budgets}
@@ -730,10 +724,13 @@ class Loop:
     def _can_shrink(self, choice: np.ndarray) -> bool:
         return self.space.bytes(choice) > smallest(self.problem, "bytes")
 
-    def _close(self, good: np.ndarray, bad: float, budgets: Mapping[str, float]) -> bool:
-        """Whether the size at the largest known good sum and at the smallest bad one differ by less than 0.3 %."""
-        over = self._smallest_within(bad, budgets)
-        return self.space.bytes(good) - self.space.bytes(over) < 0.003 * self.space.bytes(good)
+    def _is_close(self, good: np.ndarray, high: float, budgets: Mapping[str, float]) -> bool:
+        """Whether the smallest choice that may still keep the limit would save less than 0.3 % more."""
+        try:
+            next_one = self._smallest_within(high * (1 - 1e-6), budgets)
+        except Infeasible:
+            return True
+        return self.space.bytes(good) - self.space.bytes(next_one) < 0.003 * self.space.bytes(good)
 
     def _limit_as_loss(self) -> float:
         if self.goal.max_kl is not None:
