@@ -1,0 +1,113 @@
+"""`quant export`: what it writes and prints, and its mistakes in one line, exit code 2 and nothing written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from quant.cli import main, quantize_command
+from quant.recipes.plan import Plan
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+
+BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoint") / "model-nvfp4a16"
+    arguments = [str(BASE), "--format", "nvfp4a16", "--out", str(out), "--quiet"]
+    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    return out
+
+
+def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deployed"
+    result = export(checkpoint, "--to", "onnx", "--out", out, "--decode", "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert sorted(file.name for file in out.iterdir()) == ["decode.onnx", "model.onnx", "plan.json", "receipt.json"]
+    plan = Plan.load(out / "plan.json")
+    assert plan.digest() == Plan.load(checkpoint / "plan.json").digest()
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["passed"] and found["passed"]
+    assert [layer["name"] for layer in receipt["layers"]] == [layer.name for layer in plan.quantized]
+    assert all(layer["checkpoint"] == 0.0 for layer in receipt["layers"])
+    for file in ("model.onnx", "decode.onnx"):
+        model = onnx.load(out / file)
+        assert [entry.value for entry in model.metadata_props] == [plan.digest()]
+    taken = export(checkpoint, "--to", "onnx", "--out", out)
+    assert taken.exit_code == 2 and "is not empty; pass --overwrite" in taken.stderr
+
+
+def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
+    result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
+    assert result.exit_code == 0, result.output
+    assert "layers compared with PyTorch; the worst, model." in result.stderr
+    assert "MB  model.onnx" in result.stderr
+
+
+def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quant.export import onnx_verify
+
+    original = onnx_verify.quantized_linear
+
+    def another(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return original(x, *rest) * 1.01
+
+    monkeypatch.setattr(onnx_verify, "quantized_linear", another)
+    result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
+    assert result.exit_code == 2
+    assert "exported layer(s) differ from PyTorch; the worst is model.layers." in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((BASE, "--to", "onnx"), "no quantized checkpoint; make one: quantize MODEL"),
+        (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
+        (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--shapes", "width=1:2:3"), "no input or dimension 'width'"),
+        (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--input", "x:fp7:2"), "expected NAME:DTYPE:DIMS"),
+    ],
+)
+def test_mistakes(checkpoint: Path, tmp_path: Path, arguments: tuple[Any, ...], words: str) -> None:
+    places = {"CHECKPOINT": str(checkpoint), "OUT": str(tmp_path / "out"), "OUT/e": str(tmp_path / "e")}
+    result = export(*(places.get(str(a), a) for a in arguments))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert words in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "perceptron.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from quant.api import quantize
+    from quant.checkpoint import save
+
+    model = importlib.import_module("perceptron").make().eval()
+    plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan
+    save(model, plan, tmp_path / "checkpoint")
+    result = export(
+        tmp_path / "checkpoint", "--to", "onnx", "--out", tmp_path / "out", "--json",
+        "--model-factory", "perceptron:make", "--input", "x:fp32:rows,64",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (value,) = onnx.load(tmp_path / "out" / "model.onnx").graph.input
+    assert [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] == ["rows", 64]
