@@ -20,9 +20,11 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +70,12 @@ def turn(lock: Path | None) -> Iterator[None]:
 
 def weights(
     name: str, cases: list[tuple[tuple[int, int], int]], prepacked: bool = False
-) -> Callable[[bool], list[Row]]:
+) -> Callable[[bool], Iterator[Row]]:
     """A section that multiplies by weights in format `name`, for each (shape, tokens)."""
 
-    def section(compile_only: bool) -> list[Row]:
+    def section(compile_only: bool) -> Iterator[Row]:
         from quant.kernels.prepack import prepack
 
-        rows = []
         for shape, tokens in cases:
             weight = random_weight(FORMATS[name], shape)
             nbytes = weight.nbytes
@@ -85,10 +86,10 @@ def weights(
             timings, dropped = tune.search(weight, tokens, current())
             row = {"what": f"{name}{' prepacked' if prepacked else ''}", "N": shape[0], "K": shape[1], "M": tokens}
             if not timings:
-                rows.append({**row, "launch": "; ".join(f"{c}: {why}" for c, why in dropped.items())[:300]})
+                yield {**row, "launch": "; ".join(f"{c}: {why}" for c, why in dropped.items())[:300]}
                 continue
             best = timings[0]
-            rows.append(
+            yield (
                 {
                     **row,
                     "us": best.microseconds,
@@ -102,7 +103,6 @@ def weights(
                     "key": tune.key(FORMATS[name], tokens, shape, prepacked),
                 }
             )
-        return rows
 
     return section
 
@@ -128,22 +128,20 @@ def _words(choice: tiles.Choice) -> str:
     return "dense"
 
 
-def library(compile_only: bool) -> list[Row]:
+def library(compile_only: bool) -> Iterator[Row]:
     """PyTorch's own: BF16 matmul, FP8 matmul, copy."""
     if compile_only:
-        return []
-    rows: list[Row] = []
+        return
     source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     us = tune.graph_microseconds([lambda: target.copy_(source)])
-    rows.append({"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6})
-
+    yield {"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6}
     for shape in SHAPES:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for tokens in (1, 16, 64, 128, 256, 1024, 4096):
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
             us = tune.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
-            rows.append(_library_row("bf16", shape, tokens, us, 2))
+            yield _library_row("bf16", shape, tokens, us, 2)
     shape, tokens = WIDE, 4096
     x8 = torch.randn(tokens, shape[1], device="cuda").to(torch.float8_e4m3fn)
     w8 = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
@@ -152,8 +150,7 @@ def library(compile_only: bool) -> list[Row]:
         us = tune.graph_microseconds(
             [lambda a=a, b=b: torch._scaled_mm(x8, w8.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)]  # type: ignore[misc]
         )
-        rows.append(_library_row(f"_scaled_mm {name}", shape, tokens, us, 1))
-    return rows
+        yield _library_row(f"_scaled_mm {name}", shape, tokens, us, 1)
 
 
 def _library_row(name: str, shape: tuple[int, int], tokens: int, us: float, itemsize: int) -> Row:
@@ -162,7 +159,7 @@ def _library_row(name: str, shape: tuple[int, int], tokens: int, us: float, item
     return {"what": name, "N": shape[0], "K": shape[1], "M": tokens, "us": us, **rates}
 
 
-def casts(compile_only: bool) -> list[Row]:
+def casts(compile_only: bool) -> Iterator[Row]:
     """Quantizers, alone and behind RMSNorm and SwiGLU: bytes read and written a second."""
     from quant.kernels import cast, fused
 
@@ -171,7 +168,6 @@ def casts(compile_only: bool) -> list[Row]:
     other = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
     weight = torch.ones(columns, device="cuda", dtype=torch.bfloat16)
     one = torch.tensor(0.01, device="cuda")
-    rows: list[Row] = []
     for name in ("nvfp4", "mxfp8", "fp8_token"):
         form = FORMATS[name]
         second = one if form.global_scale else None
@@ -198,39 +194,42 @@ def casts(compile_only: bool) -> list[Row]:
                     continue
                 us = tune.graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])  # type: ignore[misc]
                 moved = passes * 2 * tokens * columns + form.nbytes((tokens, columns))
-                rows.append({"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6})
+                yield {"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
             except Exception as error:
-                rows.append({"what": f"{what} {name}", "launch": f"{type(error).__name__}: {error}"[:300]})
-    return rows
+                yield {"what": f"{what} {name}", "launch": f"{type(error).__name__}: {error}"[:300]}
 
 
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
-SECTIONS: dict[str, Callable[[bool], list[Row]]] = {
+SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
     "nvfp4": weights("nvfp4", [*DECODE, (WIDE, 128), (TALL, 128), (WIDE, 1024), (WIDE, 4096)], prepacked=True),
     "nvfp4-checkpoint": weights("nvfp4", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 64), (WIDE, 256)]),
     "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 256)]),
     "fp8_channel": weights("fp8_channel", [(WIDE, 1), (WIDE, 16), (TALL, 16)]),
     "fp8_block": weights("fp8_block", [(WIDE, 16)]),
-    "int": lambda compile_only: [
-        row for name in ("int8", "int4", "mxfp4") for row in weights(name, [(WIDE, 16)])(compile_only)
-    ],
+    "int8": weights("int8", [(WIDE, 16)]),
+    "4bit": lambda compile_only: chain(
+        weights("int4", [(WIDE, 16)])(compile_only), weights("mxfp4", [(WIDE, 16)])(compile_only)
+    ),
     "casts": casts,
 }
 
 
 def in_process(name: str, lock: Path | None, compile_only: bool, out: Path) -> None:
-    """Runs one section and writes its rows."""
+    """Runs one section and writes its rows, each as soon as it is known."""
     torch.cuda.init()
+    rows: list[dict[str, Any]] = []
     with turn(lock):
         try:
-            rows = SECTIONS[name](compile_only)
+            for row in SECTIONS[name](compile_only):
+                rows.append(dict(row))
+                out.write_text(json.dumps(rows))
         except Exception:
-            rows = [{"what": name, "launch": traceback.format_exc()[-400:].replace("\n", " ")}]
-    out.write_text(json.dumps([dict(row) for row in rows]))
+            rows.append({"what": name, "launch": traceback.format_exc()[-400:].replace("\n", " ")})
+    out.write_text(json.dumps(rows))
 
 
-def run_sections(names: list[str], compile_only: bool) -> list[dict[str, Any]]:
+def run_sections(names: list[str], compile_only: bool, limit: float | None) -> list[dict[str, Any]]:
     """All sections, each in a process; they compile and wait side by side and measure one after the other."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder, "gpu")
@@ -240,8 +239,13 @@ def run_sections(names: list[str], compile_only: bool) -> list[dict[str, Any]]:
             command = [sys.executable, __file__, "--section", name, "--out", str(out)]
             command += ["--compile-only"] if compile_only else ["--lock", str(lock)]
             running.append(subprocess.Popen(command))
+        end = None if limit is None else time.monotonic() + limit
         for process in running:
-            process.wait()
+            try:
+                process.wait(None if end is None else max(end - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         rows: list[dict[str, Any]] = []
         for name, out in outs.items():
             rows += json.loads(out.read_text()) if out.exists() else [{"what": name, "launch": "the process died"}]
@@ -254,6 +258,7 @@ def main() -> None:
     parser.add_argument("--only", help="sections, separated by commas: " + ", ".join(SECTIONS))
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
+    parser.add_argument("--limit", type=float, help="seconds, after which the table shows what is there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
@@ -263,7 +268,9 @@ def main() -> None:
     if options.section:
         in_process(options.section, options.lock, options.compile_only, options.out)
         return
-    rows = run_sections(options.only.split(",") if options.only else list(SECTIONS), options.compile_only)
+    rows = run_sections(
+        options.only.split(",") if options.only else list(SECTIONS), options.compile_only, options.limit
+    )
     if options.compile_only:
         return
     dense = {(r["N"], r["K"], r["M"]): r["us"] for r in rows if r["what"] == "bf16"}

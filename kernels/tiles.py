@@ -109,7 +109,7 @@ def candidates(
         block_m = max(8, min(bucket(tokens), 128))
         tiles = rows // 64 * -(-tokens // block_m)
         for splits in _gluon_allowed(columns, block_m):
-            if splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms:
+            if tokens <= 256 and (splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms):
                 found.append(GluonTiles(block_m, splits))
     elif tokens <= _FEW:
         block_m = max(16, bucket(tokens))
