@@ -96,7 +96,8 @@ def export_onnx(
         if plan is not None and plan.attention is not None and attention != "none":
             raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
         with _quiet():
-            exported = _trace(model, tuple(given.example for given in inputs.values()), inputs, shapes)
+            # Copies, because torch.export takes one tensor under two names for one input.
+            exported = _trace(model, tuple(given.example.clone() for given in inputs.values()), inputs, shapes)
             program = _translate(exported, inputs, None, "")
     else:
         with _quiet():
@@ -133,8 +134,7 @@ def _transformers_program(
         past = cache_inputs(graph, given) if decode else {}
         arguments = ({n: g.example for n, g in given.items()}, [g.example for g in past.values()])
         exported = _trace(graph, arguments, {**given, **past}, shapes, split=len(given))
-    outputs = ["logits" if is_decoder(model) or hasattr(model, "classifier") else "last_hidden_state"]
-    outputs += cache_names("new", len(function.new) // 2) if graph.cache else []
+    outputs = function.outputs + (cache_names("new", len(function.new) // 2) if graph.cache else [])
     return _translate(exported, {**given, **past}, outputs, _PREFIX)
 
 
@@ -180,7 +180,18 @@ def _trace(
     ranges = dimension_ranges(inputs, shapes)
     limits = {"sequence": getattr(config, "max_position_embeddings", None)}
     names = {dim for given in inputs.values() for dim in given.dims if isinstance(dim, str)}
-    dims = {name: torch.export.Dim(name, max=ranges.get(name, (0, limits.get(name)))[1]) for name in sorted(names)}
+    # A graph is traced with at least two of everything, since one would be taken for a constant.
+    sizes = {
+        dim: size
+        for given in inputs.values()
+        for dim, size in zip(given.dims, given.example.shape, strict=True)
+        if isinstance(dim, str)
+    }
+    highest = {name: ranges.get(name, (0, limits.get(name)))[1] for name in names}
+    dims = {
+        name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
+        for name, high in sorted(highest.items())
+    }
     axes = {
         name: {axis: dims[dim] for axis, dim in enumerate(given.dims) if isinstance(dim, str)}
         for name, given in inputs.items()

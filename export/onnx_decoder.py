@@ -3,7 +3,8 @@
     prefill    input_ids [batch, sequence]                         -> logits [batch, sequence, vocabulary]
     decode     input_ids [batch, 1], past_key.N, past_value.N      -> logits [batch, 1, vocabulary],
                    [batch, kv_heads, past, dim] for each layer N      new_key.N, new_value.N [batch, kv_heads, 1, dim]
-    encoder    input_ids, attention_mask [batch, sequence]         -> last_hidden_state, or logits
+    encoder    input_ids, attention_mask [batch, sequence],        -> last_hidden_state and pooler_output, or logits
+                   token_type_ids where the model knows several
     images     pixel_values [batch, channels, height, width]       -> likewise
 
 A graph has no hidden state, so the KV cache is the caller's: decoding takes the keys and values of all tokens before
@@ -34,6 +35,7 @@ from quant.export.onnx_ops import attention as attend
 
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]
+_TOKENS = 64  # in the example that a graph is traced with
 _CAUSAL, _MASKED = "quant_onnx", "quant_onnx_masked"
 
 
@@ -57,6 +59,7 @@ class Attention:
         window: largest sequence that sliding windows need not cut.
         past: keys and values of the tokens before, in order of the layers; empty without any.
         new: those of the tokens that went in, filled while the model runs.
+        outputs: names of the model's own outputs, likewise; not at `Graph`, whose attributes torch.export puts back.
     """
 
     names: Mapping[nn.Module, str]
@@ -66,6 +69,7 @@ class Attention:
     window: int | None = None
     past: Sequence[torch.Tensor] = ()
     new: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
 
     def __call__(
         self,
@@ -88,7 +92,7 @@ class Attention:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         scales = self.scales.get(name, ())
         if scales:
-            check_attention(name, self.kind, query.shape[1], key.shape[1], query.shape[-1], attention_mask is not None)
+            check_attention(name, self.kind, query, key, attention_mask is not None)
         # A single query, or one with a mask of its own, sees all keys that are left.
         causal = causal and attention_mask is None and not self.past
         out = attend(query, key, value, attention_mask, scale, causal, scales, self.kind)
@@ -166,7 +170,7 @@ class Graph(nn.Module):
         self.cache = cache
 
     def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The model's first output, then new keys and values where they are asked for."""
+        """The model's outputs, then new keys and values where they are asked for."""
         self.attention.past, self.attention.new = past, []
         options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
         if past:
@@ -174,9 +178,12 @@ class Graph(nn.Module):
             length = past[0].shape[2]
             options["position_ids"] = torch.arange(length, length + 1)[None].expand(ids.shape[0], 1)
         out = self.model(**inputs, **options)
-        logits = getattr(out, "logits", None)
-        first = out.last_hidden_state if logits is None else logits
-        return (first, *self.attention.new) if self.cache else (first,)
+        found = {name: getattr(out, name, None) for name in ("logits", "last_hidden_state", "pooler_output")}
+        # A model with a head gives logits; what they are made from is no output then.
+        wanted = ["logits"] if found["logits"] is not None else ["last_hidden_state", "pooler_output"]
+        self.attention.outputs = [name for name in wanted if found[name] is not None]
+        new = self.attention.new if self.cache else []
+        return (*(found[name] for name in self.attention.outputs), *new)
 
 
 def is_decoder(model: nn.Module) -> bool:
@@ -191,7 +198,8 @@ def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
     Raises:
         ValueError: what the model takes is not known.
     """
-    tokens = torch.zeros(2, 64, dtype=torch.long)
+    longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
+    tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
     dims: Dims = ("batch", "sequence")
     if model.main_input_name == "pixel_values":
         size = model.config.image_size
@@ -207,7 +215,10 @@ def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
         return {"input_ids": GraphInput(tokens[:, :1], ("batch", 1))}
     if is_decoder(model):
         return {"input_ids": GraphInput(tokens, dims)}
-    return {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    given = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    if getattr(model.config, "type_vocab_size", 1) > 1:
+        given["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
+    return given
 
 
 def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, GraphInput]:

@@ -135,13 +135,14 @@ def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, 
             yield buffers[node.args[1].name].removesuffix(".codes"), node
 
 
-def check_attention(name: str, kind: str, heads: int, kv_heads: int, head_dim: int, masked: bool) -> None:
+def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, masked: bool) -> None:
     """Refuses FP8 attention that has no fused kernel.
 
     Args:
         name: of the attention module.
         kind: "native" or "plugin".
-        heads, kv_heads, head_dim: of q, and of k and v.
+        query: `[batch, heads, seq_q, dim]`.
+        key: `[batch, kv_heads, seq_kv, dim]`.
         masked: whether it takes a mask of its own, beside the causal one.
 
     Raises:
@@ -149,9 +150,12 @@ def check_attention(name: str, kind: str, heads: int, kv_heads: int, head_dim: i
     """
     known = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
     way_out = "pass --attention none to keep attention in 16 bit"
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     if head_dim not in known:
         listed = ", ".join(map(str, known))
         raise ValueError(f"{name}: {kind} FP8 attention takes heads of {listed}, these are of {head_dim}; {way_out}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} heads are no multiple of {kv_heads} KV heads; {way_out}")
     if masked and kind == "plugin":

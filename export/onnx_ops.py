@@ -6,8 +6,8 @@
                   trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
                   divided by its scale, then as static                 fp8_token, int8_token
     linear        MatMul(activation, weight), Add(bias)
-    attention     Attention; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear, DequantizeLinear of q, k and v,
-                  or the node of our own plugin over their codes
+    attention     Attention, spelled out in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear and
+                  DequantizeLinear of q, k and v, or the node of our own plugin over their codes
 
 These are the patterns that TensorRT turns into GEMMs in the low precision; written any other way, the same arithmetic
 runs in half precision. Three details matter to both the pattern and the numbers:
@@ -95,7 +95,8 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
     if format.scale is E8M0:
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=1, block_size=columns, output_dtype=int(dtype))
     if format.element is INT4:
-        return op.DequantizeLinear(codes, op.Cast(scale, to=int(dtype)), axis=1, block_size=columns)
+        scale = scale if int(dtype) == _FLOAT else op.Cast(scale, to=int(dtype))
+        return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
     if rows > 1:
         return trt.TRT_BlockDequantize(codes, scale, block_shape=[rows, columns], output_dtype=int(dtype))
     if format.block == (0, 0):
@@ -208,6 +209,8 @@ def _attention(
     q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
 ) -> Any:
     op = _opset()
+    if not scales and int(q.dtype) == _FLOAT:
+        return _spelled_attention(q, k, v, mask, scale, causal)
     if not scales:
         y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
         return y
@@ -238,6 +241,27 @@ def _attention(
         is_causal=int(causal),
         normalization_quantize_to_type=_E4M3,
     )
+
+
+def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
+    """Attention in FP32, spelled out: TensorRT has no fused kernel for it, and refuses the op where it has none."""
+    op = _opset()
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.
+    grouped = op.Reshape(q, op.Constant(value_ints=[0, kv_heads, heads // kv_heads, -1, dim]))
+    two = op.Constant(value_ints=[2])
+    scores = op.MatMul(grouped, op.Transpose(op.Unsqueeze(k, two), perm=[0, 1, 2, 4, 3]))
+    scores = op.Mul(scores, op.Constant(value_float=scale))
+    lowest = op.Constant(value_float=-math.inf)
+    if causal:
+        zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+        rows, columns = (op.Range(zero, op.Squeeze(op.Shape(x, start=2, end=3)), one) for x in (q, k))
+        seen = op.GreaterOrEqual(op.Unsqueeze(rows, op.Constant(value_ints=[1])), columns)
+        scores = op.Where(seen, scores, lowest)
+    if mask is not None:
+        scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
+    out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, dim]))
 
 
 def _cache_write(x: Any, scale: float) -> Any:

@@ -99,8 +99,7 @@ def export_tensorrt(job: Job) -> dict[str, Any]:
     from quant.export.onnx import export_onnx
     from quant.export.tensorrt import export_engine
 
-    if job.target is None:
-        raise UserError("an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local")
+    assert job.target is not None
     _check_file(job)
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
@@ -214,6 +213,9 @@ def export_command(
     from quant import checkpoint, console
 
     quiet = quiet or as_json
+    given = _parse_inputs(inputs) or None
+    if kind == "tensorrt" and options["target"] is None:
+        raise UserError("an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local")
     if not checkpoint.is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
     out = out or directory.parent / f"{directory.name}{_SUFFIX[kind]}"
@@ -233,7 +235,7 @@ def export_command(
             model=model,
             plan=plan,
             out=out,
-            inputs=_parse_inputs(inputs) or None,
+            inputs=given,
             attention_scales=scales,
             progress=progress,
             **options,
@@ -249,10 +251,9 @@ _SUFFIX = {"onnx": "-onnx", "tensorrt": ".engine", "aoti": ".pt2", "torch-tensor
 
 
 def _load(directory: Path, factory: str | None) -> nn.Module:
-    from quant import checkpoint
-    from quant.loading import open_model
+    from quant import checkpoint, load_state
 
-    return checkpoint.load(directory, open_model(factory).model if factory else None)
+    return checkpoint.load(directory, load_state._call_factory(factory, False) if factory else None)
 
 
 def _attention_scales(

@@ -66,7 +66,8 @@ def test_embeddings_of_minilm_in_onnxruntime(tmp_path: Path, recipe: str) -> Non
     with torch.no_grad():
         expected = model(**batch).last_hidden_state
     options = runtime.SessionOptions()
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    # Optimized, onnxruntime would run INT8 in kernels whose 16-bit sums saturate on CPUs without VNNI.
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     found, *_ = session.run(None, {name: batch[name].numpy() for name in (i.name for i in session.get_inputs())})
     cosine = torch.cosine_similarity(
