@@ -1,0 +1,172 @@
+"""Times one decoding step of a model of Llama 3 8B's shape, with 16-bit and with quantized linears, as a CUDA graph.
+
+    python benchmarks/decode.py                        batch 1, 8 and 64; BF16, NVFP4, MXFP8, FP8
+    python benchmarks/decode.py --batch 1 --format nvfp4 --layers 8
+
+The model is its matmuls, norms, rotary embedding and attention over a cache of `--context` tokens, with random
+weights; embedding and output head stay in BF16 in every row. The graph of a step is replayed for about a second. The
+rate of bytes counts each weight and the cache once a step. Energy is NVML's counter over the replays, where there is
+one. The outputs are those of random weights: what is checked here is that they are finite, and elsewhere that each
+matmul is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import machine, show, versions, write_json
+from gemm import random_weight
+from torch import nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from quant.formats.format import FORMATS
+from quant.kernels.linear import QuantLinear
+from quant.kernels.prepack import prepack, why_not
+
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
+
+
+def linear(rows: int, columns: int, format: str | None) -> nn.Module:
+    """A linear with random weights, whose outputs are about as large as its inputs."""
+    if format is None:
+        module = nn.Linear(columns, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+        nn.init.normal_(module.weight, std=columns**-0.5)
+        return module
+    weight = random_weight(FORMATS[format], (rows, columns))
+    return QuantLinear(weight if why_not(weight) else prepack(weight))
+
+
+class Layer(nn.Module):
+    """A decoder layer that reads one new token a sequence."""
+
+    def __init__(self, format: str | None, batch: int, context: int) -> None:
+        super().__init__()
+        self.qkv = linear((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, format)
+        self.out = linear(HIDDEN, HEADS * HEAD, format)
+        self.up = linear(2 * INTERMEDIATE, HIDDEN, format)
+        self.down = linear(HIDDEN, INTERMEDIATE, format)
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.norms = nn.ParameterList(torch.ones(HIDDEN, **options) for _ in range(2))
+        self.keys = torch.randn(batch, KV_HEADS, context, HEAD, **options)
+        self.values = torch.randn(batch, KV_HEADS, context, HEAD, **options)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        batch = x.shape[0]
+        qkv = self.qkv(rms_norm(x, (HIDDEN,), self.norms[0], 1e-5)).view(batch, -1, 1, HEAD)
+        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        self.keys[:, :, -1:] = k
+        self.values[:, :, -1:] = v
+        attended = scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
+        x = x + self.out(attended.reshape(batch, -1))
+        gate, up = self.up(rms_norm(x, (HIDDEN,), self.norms[1], 1e-5)).chunk(2, dim=-1)
+        return rms_norm(x + self.down(silu(gate) * up), (HIDDEN,))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of one position."""
+    low, high = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-high, low], dim=-1) * sin
+
+
+def step_of(format: str | None, layers: int, batch: int, context: int) -> tuple[Callable[[], torch.Tensor], int]:
+    """One decoding step as a function of nothing, and the bytes that it has to read."""
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    embedding = torch.randn(VOCABULARY, HIDDEN, **options)
+    head = linear(VOCABULARY, HIDDEN, None)
+    stack = [Layer(format, batch, context) for _ in range(layers)]
+    tokens = torch.zeros(batch, dtype=torch.long, device="cuda")
+    angles = context / 500000 ** (torch.arange(0, HEAD, 2, device="cuda") / HEAD)
+    cos, sin = torch.cat([angles, angles]).cos().bfloat16(), torch.cat([angles, angles]).sin().bfloat16()
+
+    def step() -> torch.Tensor:
+        x = embedding[tokens]
+        for layer in stack:
+            x = layer(x, cos, sin)
+        logits = head(x)
+        tokens.copy_(logits.argmax(-1))
+        return logits  # type: ignore[no-any-return]
+
+    shapes = [((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN)]
+    shapes.append((HIDDEN, INTERMEDIATE))
+    per_layer = sum(
+        2 * rows * columns if format is None else FORMATS[format].nbytes((rows, columns)) for rows, columns in shapes
+    )
+    cache = 2 * 2 * batch * KV_HEADS * context * HEAD
+    return step, layers * (per_layer + cache) + 2 * VOCABULARY * HIDDEN
+
+
+def measure(format: str | None, layers: int, batch: int, context: int, seconds: float) -> dict[str, Any]:
+    """One row of the table."""
+    step, nbytes = step_of(format, layers, batch, context)
+    with torch.no_grad():
+        for _ in range(2):
+            finite = bool(step().isfinite().all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    torch.cuda.synchronize()
+    begin, energy, replays = time.perf_counter(), joules(), 0
+    while time.perf_counter() - begin < seconds:
+        for _ in range(10):
+            graph.replay()
+        torch.cuda.synchronize()
+        replays += 10
+    took = (time.perf_counter() - begin) / replays
+    spent = joules()
+    row: dict[str, Any] = {"linears": format or "bf16", "batch": batch, "ms a step": took * 1e3}
+    row |= {"tokens/s": batch / took, "TB/s": nbytes / took * 1e-12}
+    row["mJ a token"] = None if energy is None or spent is None else (spent - energy) / replays / batch * 1e3
+    return {**row, "finite": finite}
+
+
+def joules() -> float | None:
+    """The GPU's energy counter, or None where NVML has none."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3  # type: ignore[no-any-return]
+    except Exception:  # no binding, no driver library, or no counter
+        return None
+
+
+def main() -> None:
+    """Parses the options, runs the rows, prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--format", nargs="+", default=["nvfp4", "mxfp8", "fp8_channel"], choices=list(FORMATS))
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of replays a row")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="this benchmark needs a CUDA device; none is here\n")
+    rows = []
+    for batch in options.batch:
+        base: float | None = None
+        for format in (None, *options.format):
+            try:
+                row = measure(format, options.layers, batch, options.context, options.seconds)
+            except Exception as error:  # the other rows still count
+                row = {"linears": format or "bf16", "batch": batch, "error": f"{type(error).__name__}: {error}"[:200]}
+            base = row.get("tokens/s") if format is None else base
+            row["x bf16"] = row["tokens/s"] / base if base and "tokens/s" in row else None
+            rows.append(row)
+            torch.cuda.empty_cache()
+    columns = ("linears", "batch", "ms a step", "tokens/s", "x bf16", "TB/s", "mJ a token", "finite", "error")
+    table = [{column: row.get(column) for column in columns} for row in rows]
+    header = {**machine(), **versions("triton"), "layers": str(options.layers), "context": str(options.context)}
+    if options.json:
+        write_json(options.json, "Decoding, Llama 3 8B's shape", header, table)
+    show("Decoding, Llama 3 8B's shape", header, table)
+
+
+if __name__ == "__main__":
+    main()
