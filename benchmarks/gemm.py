@@ -258,6 +258,7 @@ def main() -> None:
     parser.add_argument("--only", help="sections, separated by commas: " + ", ".join(SECTIONS))
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
+    parser.add_argument("--table", type=Path, help="also write the fastest launches as a table for kernels/tuned/")
     parser.add_argument("--limit", type=float, help="seconds, after which the table shows what is there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -282,6 +283,10 @@ def main() -> None:
     title = "Multiplying by quantized weights"
     if options.json:
         write_json(options.json, title, header, rows)
+    if options.table:
+        entries = {r["key"]: {"choice": r["choice"], "microseconds": round(r["us"], 2)} for r in rows if "key" in r}
+        text = json.dumps({"gpu": current().name, "entries": entries}, indent=1, sort_keys=True)
+        options.table.write_text(text + "\n")
     dropped = [f"{r['what']} {r['N']}x{r['K']} M={r['M']} dropped {r['dropped']}" for r in rows if r.get("dropped")]
     show(title, header, [{c: row.get(c) for c in columns} for row in rows], dropped)
 
