@@ -20,6 +20,7 @@ from pathlib import Path
 import click
 import torch
 from _table import machine, show, versions, write_json
+from safetensors import safe_open
 from torch import nn
 
 import quant
@@ -93,8 +94,10 @@ def losses(model: str, tokens: Path, device: str, stop: float, only: str) -> Ite
     base = quant.open_model(model).model
     assert base is not None
     base = base.to(device)
-    rows = quant.token_rows(f"{tokens}:calibration", None, samples=32, seqlen=512).to(device)
-    text = quant.token_rows(f"{tokens}:eval", None, samples=16, seqlen=512).to(device)
+    with safe_open(tokens, framework="pt") as file:
+        seqlen = int(file.get_slice("eval").get_shape()[1])
+    rows = quant.token_rows(f"{tokens}:calibration", None, samples=32, seqlen=seqlen).to(device)
+    text = quant.token_rows(f"{tokens}:eval", None, samples=16, seqlen=seqlen).to(device)
     # Loads libraries and compiles the kernel, which is no part of any row.
     quant.quantize(copy.deepcopy(base), "nvfp4a16", rows[:4], solver="gptq", include=["*layers.0.*"])
     for recipe, solver in CONFIGURATIONS:
