@@ -1,0 +1,221 @@
+"""Mixed precision at a budget of bits: our allocation beside ModelOpt's `auto_quantize`, at exactly counted bits.
+
+Every row gets the same model, text and formats: NVFP4 and FP8 per tensor, each with its inputs (W4A4, W8A8) or
+weights alone (W4A16, W8A16), and 16 bit. Bits are those of the formats that the finished model really has, every
+scale counted, over all linear layers but the output head; both toolkits are counted by the same code. `base` rows
+round both toolkits' weights to nearest with the plain `max` scale rule, so that the choice of formats is all they
+differ in; other rows are ours with a better solver.
+
+    solve      seconds of the knapsack at 1,000 groups and 6 formats
+    score      seconds of scoring every group in three formats by each method
+
+Each row runs in a fresh process. On a CPU, ModelOpt's GPU kernels are replaced by our roundings (see `_peers.py`),
+its scores and its search unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+from _peers import modelopt_on_cpu
+from _table import machine, show, versions, write_json
+from torch import nn
+
+import quant
+from quant.allocation import Effort, Goal, allocate, score
+from quant.calibration.allocate import Problem, smallest, solve
+from quant.evaluation import evaluate
+from quant.formats.format import FORMATS
+from quant.kernels.linear import QuantLinear
+from quant.loading import open_model
+
+TITLE = "Allocation: KL at a budget of bits"
+TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+SETTINGS = {"w4a4": "nvfp4,fp8", "w4a16": "nvfp4a16,fp8a16"}
+BITS = (4.8, 6.0)
+
+
+def row_names() -> list[str]:
+    """`SETTING BITS TOOLKIT CONFIGURATION` of every row of the first table."""
+    names = []
+    for setting, formats in SETTINGS.items():
+        names += [f"{setting} – Blockscale uniform {name}" for name in formats.split(",")]
+        for bits in BITS:
+            names += [f"{setting} {bits} {row}" for row in ("Blockscale base", "Blockscale mse", "Blockscale awq+gptq")]
+            if importlib.util.find_spec("modelopt") is not None:
+                names.append(f"{setting} {bits} ModelOpt auto_quantize, gradient")
+    return names
+
+
+def rows_of(name: str, count: int) -> torch.Tensor:
+    """Token rows of the benchmark's text."""
+    return quant.token_rows(f"{TOKENS}:{name}", None, samples=count, seqlen=512)
+
+
+def measure(name: str, device: str) -> dict[str, Any]:
+    """One row, in this process."""
+    setting, bits, toolkit, configuration = name.split(maxsplit=3)
+    model = _open(device)
+    calibration = rows_of("calibration", 32)
+    predicted = None
+    start = time.perf_counter()
+    if toolkit == "ModelOpt":
+        exact = _modelopt(model, setting, float(bits), calibration.to(device), device)
+    elif configuration.startswith("uniform"):
+        format_name = configuration.split()[1].removesuffix("a16")
+        activation = "keep" if setting == "w4a16" else format_name
+        quant.quantize(model, quant.Recipe("uniform", format_name, activation), calibration.to(device))
+        exact = _bits_of(model)
+    else:
+        solver = "rtn" if configuration == "base" else configuration
+        found = allocate(
+            model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver,
+            effort=Effort(check_rows=4, rounds=2),
+        )  # fmt: skip
+        predicted = found.record.chosen.kl_predicted
+        quant.quantize(model, found.plan, calibration.to(device))
+        exact = _bits_of(model)
+    seconds = time.perf_counter() - start
+    gc.collect()
+    result = evaluate(model, rows_of("eval", 16), _open(device), batch_size=4)
+    return {
+        "bits, exact": exact, "KL": result.kl, "KL predicted": predicted, "perplexity": result.perplexity,
+        "top-1": result.top1, "s": seconds,
+    }  # fmt: skip
+
+
+def _open(device: str) -> nn.Module:
+    model = open_model("smollm2-135m").model
+    assert model is not None
+    return model.to(device)
+
+
+def _bits_of(model: nn.Module) -> float:
+    """Exact bits a weight over all linears but the head, whatever format each is in."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    nbytes = numel = 0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            nbytes += module.weight_format.nbytes(module.weight_shape)
+            numel += module.weight_shape[0] * module.weight_shape[1]
+        elif isinstance(module, nn.Linear) and module is not head:
+            nbytes += 2 * module.weight.numel()
+            numel += module.weight.numel()
+    return 8 * nbytes / numel
+
+
+def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, device: str) -> float:
+    """`auto_quantize` by gradient, the head left out of search and cost; gives the exact bits of what it chose."""
+    import modelopt.torch.quantization as mtq
+
+    if device == "cpu":
+        modelopt_on_cpu()
+    formats = [copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), copy.deepcopy(mtq.FP8_DEFAULT_CFG)]
+    for config in formats:
+        if setting == "w4a16":
+            config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
+    model.float()
+    with torch.enable_grad():
+        model, _ = mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
+            quantization_formats=[(config, name) for config, name in zip(formats, ("nvfp4", "fp8"), strict=True)],
+            data_loader=list(rows[:8].split(1)),
+            forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
+            loss_func=lambda output, batch: output.loss,
+            disabled_layers=["*lm_head*"],
+            num_calib_steps=8,
+            num_score_steps=8,
+            method="gradient",
+        )
+    nbytes = numel = 0
+    for name, module in model.named_modules():
+        weights = getattr(module, "weight_quantizer", None)
+        if weights is None or "lm_head" in name:
+            continue
+        shape = tuple(module.weight.shape)
+        numel += shape[0] * shape[1]
+        if not weights.is_enabled:
+            nbytes += 2 * shape[0] * shape[1]
+        else:
+            nbytes += FORMATS["fp8" if weights.num_bits == (4, 3) else "nvfp4"].nbytes(shape)
+    return 8 * nbytes / numel
+
+
+def timings() -> Iterator[dict[str, Any]]:
+    """Seconds of scoring by each method, and of one solve."""
+    for method, count in (("output", 8), ("fisher", 8), ("kl", 2)):
+        start = time.perf_counter()
+        table = score(_open("cpu"), rows_of("calibration", count), formats="nvfp4,mxfp8,fp8", method=method)
+        what = f"score by {method}: {len(table.groups)} groups × 3 formats, {count} × 512 tokens"
+        yield {"what": what, "s": time.perf_counter() - start}
+    rng = np.random.default_rng(0)
+    bits = np.array([4.25, 4.5, 6.25, 8.0, 8.25, 16.0])
+    numel = rng.integers(1, 64, (1000, 1)) * 2**18
+    scores = numel * rng.lognormal(0, 1.5, (1000, 1)) * 2.0 ** (-2 * bits) * rng.lognormal(0, 0.2, (1000, 6))
+    names = tuple(map(str, range(1000)))
+    problem = Problem(names, tuple("abcdef"), scores, {"bytes": np.round(numel * bits / 8)})
+    for part in (1.13, 1.5):
+        start = time.perf_counter()
+        solve(problem, {"bytes": part * smallest(problem, "bytes")})
+        yield {"what": f"solve 1,000 groups × 6 formats at {4.25 * part:.2f} bits", "s": time.perf_counter() - start}
+
+
+def measure_in_fresh_process(name: str, device: str) -> dict[str, Any]:
+    """One row from a process of its own, or {"error": the last line of what it said}."""
+    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--row", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    return {"error": said[-1] if said else f"exit status {done.returncode}"}
+
+
+@click.command(help=__doc__)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches; may be repeated.")
+@click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
+@click.option("--times", is_flag=True, help="Only the table of times.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--row", hidden=True)
+def main(
+    device: str, only: tuple[str, ...], list_only: bool, times: bool, json_path: Path | None, row: str | None
+) -> None:
+    if row is not None:
+        print(json.dumps(measure(row, device)))
+        return
+    names = [name for name in row_names() if not only or any(fnmatchcase(name, glob) for glob in only)]
+    if list_only:
+        print("\n".join(names))
+        return
+    header = {**machine(), **versions("nvidia-modelopt", "scipy", "transformers")}
+    if not times:
+        rows = []
+        for name in names:
+            setting, bits, configuration = name.split(maxsplit=2)
+            result = measure_in_fresh_process(name, device)
+            rows.append({"formats": SETTINGS[setting], "budget": bits, "configuration": configuration, **result})
+            click.echo(f"{name}: {result}", err=True)
+        show(TITLE, header, rows)
+        if json_path is not None:
+            write_json(json_path, TITLE, header, rows)
+    if times or not only:
+        show("Times", header, list(timings()))
+
+
+if __name__ == "__main__":
+    main()
