@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import mmap
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ from quant.recipes.plan import LayerPlan, Plan
 
 UNPLANNED = "–"
 """What stands for the plan where nobody said one."""
+
+NOT_EXPORTED = "not in the exported graph"
 
 # The second serves a single query, as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
@@ -170,6 +172,7 @@ def audit(
     *,
     attention: str | None = None,
     attention_nodes: Sequence[str] = (),
+    exported: Collection[str] | None = None,
 ) -> list[Finding]:
     """Compares what an engine runs with what a plan says.
 
@@ -179,6 +182,8 @@ def audit(
         attention: precision asked of the fused attention, `fp8` or `half`; None takes the plan's, if it has one.
         attention_nodes: names of the attention nodes of the exported graph. One that the engine does not run as a
             fused attention is then a finding too.
+        exported: the quantized layers in the exported graph. One that is not among them, such as a pooler whose
+            output nobody takes, need not be in the engine.
 
     Returns:
         One finding a layer that the plan quantizes, one for each other GEMM, one an attention; in engine order.
@@ -190,7 +195,12 @@ def audit(
     planned = {layer.name: layer for layer in plan.quantized if layer.kind in ("linear", "head")} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
-    found = [_audit_layer(layer, kernels) for layer in planned.values()]
+    found = [
+        _audit_layer(layer, kernels)
+        if exported is None or name in exported
+        else Finding(name, planned_precision(layer), NOT_EXPORTED, True)
+        for name, layer in planned.items()
+    ]
     return [*found, *_audit_rest(kernels, planned), *_audit_attention(kernels, attention, attention_nodes)]
 
 

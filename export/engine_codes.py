@@ -1,9 +1,9 @@
 """Finding a checkpoint's codes inside a built engine: proof that what the solver chose is what will run.
 
 TensorRT stores the weights of a GEMM byte for byte, `[out, in]` or transposed, two 4-bit codes a byte with the even
-index in the low nibble, and merged matrices (q, k and v) one after the other. So each layer's codes lie somewhere in
-the file as they are, and if a single one was changed on the way they do not. One pass over the file finds the places
-where a word of any layer occurs; only those are compared in full.
+index in the low nibble. Merged matrices (q, k and v) follow each other, whole or, where they are transposed, row by
+row. So each layer's codes lie somewhere in the file as they are, and if a single one was changed on the way they do
+not. One pass over the file finds the places where a word of any layer occurs; only those are compared in full.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 
 _WORD = np.dtype("<u4")
 _CHUNK = 1 << 24  # words
+_MERGED = 16  # how many matrices of a layer's width may be merged into one
 
 
 def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mapping[str, int]) -> dict[str, bool]:
@@ -39,9 +40,21 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
             for name, index, offset in by_word[word]:
                 start = place - offset
                 if not held[name] and start >= 0:
-                    data = _layouts(codes[name], bits[name])[index].tobytes()
-                    held[name] = blob[start : start + len(data)] == data
+                    held[name] = _lies_at(blob, start, _layouts(codes[name], bits[name])[index])
     return held
+
+
+def _lies_at(blob: mmap.mmap, start: int, layout: np.ndarray) -> bool:
+    """Whether the rows of `layout` lie at `start`, one after the other or at equal distances."""
+    rows, width = layout.shape
+    if blob[start : start + width] != layout[0].tobytes():
+        return False
+    second = blob.find(layout[1].tobytes(), start + width, start + _MERGED * width) if rows > 1 else start + width
+    stride = second - start
+    if second < 0 or start + (rows - 1) * stride + width > len(blob):
+        return False
+    found = np.frombuffer(blob[start : start + (rows - 1) * stride + width] + bytes(stride - width), np.uint8)
+    return bool((found.reshape(rows, stride)[:, :width] == layout).all())
 
 
 def _places(blob: mmap.mmap, words: np.ndarray) -> list[tuple[int, int]]:
@@ -69,8 +82,8 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
 
 
 def _rare_word(layout: np.ndarray) -> tuple[int, int]:
-    """An aligned word near the start with as many different bytes as any there, and its offset."""
-    data = layout.reshape(-1)[:4096]
+    """An aligned word of the first row with as many different bytes as any there, and its offset."""
+    data = layout[0, :4096]
     words = data[: data.size // 4 * 4].reshape(-1, 4)
     ordered = np.sort(words, axis=1)
     best = int((ordered[:, 1:] != ordered[:, :-1]).sum(axis=1).argmax())

@@ -7,7 +7,7 @@ model, so nearly all of its memory is TensorRT's.
 Standard output is a protocol of one JSON object a line; whatever libraries print goes to standard error.
 
     {"said": "…", "severity": 3}               a message of the builder
-    {"stage": "…", "done": 3, "of": 6}         progress of a phase
+    {"stage": "…", "done": 3, "of": 100}       progress
     {"built": {…}}                             the last line of a build that worked
     {"failed": "…", "node": "…"}               the last line of one that did not
 """
@@ -127,29 +127,40 @@ def _logger(trt: Any, out: TextIO) -> Any:
 
 def _monitor(trt: Any, out: TextIO) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
-        """Reports the steps of the two outermost phases."""
+        """Sums up nested phases as one percentage."""
 
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
-            self.steps: dict[str, int] = {}
+            self.phases: dict[str, tuple[int, int]] = {}  # open phases, outermost first: steps done, steps in all
+            self.shown = -1
 
         def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
             """A phase begins."""
-            if parent is None or parent in self.steps:
-                self.steps[phase] = steps
-                _say(out, stage=phase, done=0, of=steps)
+            self.phases[phase] = (0, max(steps, 1))
 
         def phase_finish(self, phase: str) -> None:
             """A phase ends."""
-            steps = self.steps.pop(phase, None)
-            if steps:
-                _say(out, stage=phase, done=steps, of=steps)
+            steps = self.phases.pop(phase, (0, 1))[1]
+            if not self.phases:
+                self.phases[phase] = (steps, steps)
+                self.show()
+                self.phases.clear()
 
         def step_complete(self, phase: str, step: int) -> bool:
             """A step is done; True goes on."""
-            if phase in self.steps:
-                _say(out, stage=phase, done=step + 1, of=self.steps[phase])
+            if phase in self.phases:
+                self.phases[phase] = (step + 1, self.phases[phase][1])
+                self.show()
             return True
+
+        def show(self) -> None:
+            """Reports what is new: each open phase counts as the step of the one around it."""
+            part = 0.0
+            for done, steps in reversed(self.phases.values()):
+                part = min((done + part) / steps, 1.0)
+            if int(100 * part) > self.shown:
+                self.shown = int(100 * part)
+                _say(out, stage="building engine", done=self.shown, of=100)
 
     return Monitor()
 

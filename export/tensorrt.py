@@ -72,6 +72,7 @@ class Built:
         backend: `tensorrt_rtx` or `tensorrt`, and its version.
         reason: why that backend.
         profiles: ranges of shapes it takes, as `--shapes` writes them.
+        layers: the quantized layers in its graph; empty where the graph does not name them.
         attention_nodes: names of the attention nodes of its graph.
         warnings: what the builder warned of, each message once.
         seconds: the build took.
@@ -83,6 +84,7 @@ class Built:
     backend: str
     reason: str
     profiles: tuple[str, ...]
+    layers: tuple[str, ...]
     attention_nodes: tuple[str, ...]
     warnings: tuple[str, ...]
     seconds: float
@@ -181,6 +183,7 @@ def build_engine(
     model = _load_graph(onnx_path)
     check_graph(model, chosen_target)
     profiles = make_profiles(model, shapes)
+    layers = tuple(dict.fromkeys(filter(None, map(_layer_of, model.graph.node))))
     attention_nodes = label_nodes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
@@ -207,6 +210,7 @@ def build_engine(
         backend=f"{chosen.module} {built['version']}",
         reason=chosen.reason,
         profiles=tuple(format_profile(profile) for profile in profiles),
+        layers=layers,
         attention_nodes=tuple(attention_nodes),
         warnings=tuple(warnings),
         seconds=seconds,
@@ -240,7 +244,13 @@ def _bytes_of(tensor: Any, folder: Path) -> np.ndarray:
 def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
     """The audit of an engine just built, its attention nodes known."""
     wanted = "half" if attention == "none" else None
-    return audit(built.path, plan, attention=wanted, attention_nodes=built.attention_nodes)
+    return audit(
+        built.path,
+        plan,
+        attention=wanted,
+        attention_nodes=built.attention_nodes,
+        exported=built.layers or None,
+    )
 
 
 def fallback_message(problems: Sequence[str]) -> str:
@@ -342,7 +352,7 @@ def label_nodes(model: Any) -> list[str]:
     taken = {node.name for node in model.graph.node}
     attention = []
     for index, node in enumerate(model.graph.node):
-        layer = next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+        layer = _layer_of(node)
         if layer or not node.name:
             wanted = f"{layer or 'graph'}/{node.op_type}"
             node.name = wanted if wanted not in taken else f"{wanted}_{index}"
@@ -407,8 +417,12 @@ def _attribute(node: Any, name: str, default: Any) -> Any:
     return default if found is None else (found.f if isinstance(default, float) else found.i)
 
 
+def _layer_of(node: Any) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
 def _place(node: Any) -> str:
-    layer = next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+    layer = _layer_of(node)
     return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
 
 
@@ -555,6 +569,7 @@ def _receipt(
             "backend": built.backend,
             "reason": built.reason,
             "profiles": list(built.profiles),
+            "layers": list(built.layers),
             "attention_nodes": list(built.attention_nodes),
             "seconds": round(built.seconds, 2),
             "peak_rss_bytes": built.peak_rss_bytes,

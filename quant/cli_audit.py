@@ -50,8 +50,14 @@ def audit_command(
     receipt = _read_receipt(receipt_path(engine))
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
-    nodes = receipt.get("engine", {}).get("attention_nodes", ())
-    findings = audit(engine, plan, attention=attention, attention_nodes=nodes)
+    known = receipt.get("engine", {})
+    findings = audit(
+        engine,
+        plan,
+        attention=attention,
+        attention_nodes=known.get("attention_nodes", ()),
+        exported=known.get("layers") or None,
+    )
     if as_json:
         click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
     elif not quiet:

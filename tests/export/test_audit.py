@@ -77,6 +77,12 @@ def test_a_layer_left_in_half_precision_fails_by_name(graphs: Any, build: Callab
     ]
 
 
+def test_a_layer_that_was_not_exported_is_not_missed(graphs: Any, build: Callable[..., Any]) -> None:
+    engine = build(graphs.chain("fp8"), shapes=SHAPES)
+    findings = audit(engine.path, plan_of(("fp8", "fp8"), ("fp8", "fp8")), exported=["layers.0"])
+    assert [(f.found, f.passed) for f in findings] == [("fp8", True), ("not in the exported graph", True)]
+
+
 def test_each_profile_has_a_program_and_each_is_audited(graphs: Any, build: Callable[..., Any]) -> None:
     engine = build(graphs.chain("nvfp4"), shapes=["tokens=1:1:1", "tokens=2:64:512"])
     gemms = [kernel for kernel in read_kernels(engine.path) if kernel.is_gemm]
