@@ -10,6 +10,7 @@ GPU), GeForce RTX 5090 and RTX PRO 6000 Blackwell. SM counts and L2 of the parts
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -131,9 +132,9 @@ def current(index: int = 0) -> Hardware:
 
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
     """The target whose name the driver's name holds; else the nearest one that is not newer, marked as a likeness."""
-    compact = name.lower().replace(" ", "").replace("-", "")
     for target in TARGETS.values():
-        if target.name in compact and target.capability[0] == capability[0]:
+        spaced = re.sub(r"(?<=rtx)(?=pro)|(?<=[a-z])(?=[0-9])", r"\\s*", target.name)
+        if re.search(rf"\b{spaced}\b", name.lower()) and target.capability == capability:
             return target
     older = [gpu for gpu in TARGETS.values() if gpu.capability <= capability] or [TARGETS["a100"]]
     return replace(max(older, key=lambda gpu: gpu.capability), known=False)

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
+from quant.kernels.linear import QuantLinear
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SHIPPED = Path(__file__).resolve().parent / "tuned"
@@ -73,6 +75,11 @@ def _table(gpu: str) -> dict[str, tiles.Choice]:
     return found
 
 
+def count_entries(gpu: Hardware) -> int:
+    """How many shapes have a measured launch."""
+    return len(_table(gpu.name))
+
+
 def cache_file(gpu: str) -> Path:
     """Where a search on this machine is kept: `$BLOCKSCALE_CACHE`, else `~/.cache/blockscale`."""
     folder = Path(os.environ.get("BLOCKSCALE_CACHE") or Path.home() / ".cache" / "blockscale")
@@ -95,12 +102,7 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
     """
     path = cache_file(gpu.name)
     known = json.loads(path.read_text())["entries"] if path.exists() else {}
-    known.update(
-        {
-            name: {"choice": tiles.to_dict(t.choice), "microseconds": round(t.microseconds, 2)}
-            for name, t in entries.items()
-        }
-    )
+    known.update({name: _entry(timing) for name, timing in entries.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
     partial.write_text(json.dumps({"gpu": gpu.name, "entries": known}, indent=1, sort_keys=True) + "\n")
@@ -195,3 +197,49 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end) * 1e-3
+
+
+def shapes_of(model: nn.Module) -> list[BlockScaledTensor]:
+    """One quantized weight for each format and shape that `model` has."""
+    found: dict[tuple[str, tuple[int, ...]], BlockScaledTensor] = {}
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            found.setdefault((module.weight_format.name, module.weight_shape), module.quantized_weight)
+    return list(found.values())
+
+
+def tune_shapes(
+    weights: list[BlockScaledTensor],
+    tokens: list[int],
+    gpu: Hardware,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str], Path]:
+    """Searches for every weight and number of tokens, in both layouts where there are two, and stores what is best.
+
+    Returns:
+        The entries, why candidates were dropped, and the file.
+    """
+    from quant.kernels.prepack import is_prepacked, prepack, restore, why_not
+
+    best: dict[str, Timing] = {}
+    why: dict[str, str] = {}
+    jobs = [(weight, count) for weight in weights for count in tokens]
+    for done, (weight, count) in enumerate(jobs):
+        weight = (restore(weight) if is_prepacked(weight) else weight).to("cuda")
+        layouts = [weight]
+        if gpu.has_wgmma and not why_not(weight):
+            layouts.append(prepack(weight))
+        for layout in layouts:
+            name = key(weight.format, count, (weight.shape[0], weight.shape[1]), is_prepacked(layout))
+            timings, dropped = search(layout, count, gpu)
+            why.update({f"{name} {choice}": reason for choice, reason in dropped.items()})
+            if timings:
+                best[name] = timings[0]
+        if progress is not None:
+            progress(done + 1, len(jobs))
+    return {name: _entry(timing) for name, timing in best.items()}, why, store(gpu, best)
+
+
+def _entry(timing: Timing) -> dict[str, Any]:
+    return {"choice": tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}

@@ -22,6 +22,7 @@ from quant.cli_base import QUIET as _QUIET
 from quant.cli_base import Command as _Command
 from quant.cli_base import Toolbox as _Toolbox
 from quant.cli_export import export_command
+from quant.cli_generate import generate_command, tune_command
 from quant.cli_plan import plan_group
 from quant.cli_sensitivity import allocation_options, sensitivity_command, take_request
 
@@ -183,6 +184,8 @@ main.add_command(plan_group)
 main.add_command(sensitivity_command)
 main.add_command(audit_command)
 main.add_command(export_command)
+main.add_command(generate_command)
+main.add_command(tune_command)
 
 
 if __name__ == "__main__":

@@ -31,20 +31,29 @@ def examine() -> dict[str, Any]:
     """What is here, JSON-ready: versions, CPU, GPUs, and each optional package with its extra."""
     import torch
 
-    gpus = []
-    for index in range(torch.cuda.device_count()):
-        p = torch.cuda.get_device_properties(index)
-        gpus.append({"name": p.name, "compute_capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory})
+    from quant.doctor_gpu import driver_version, examine_gpus, examine_links
+
     return {
         "versions": versions(),
         "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
         "cuda": torch.version.cuda,
-        "gpus": gpus,
+        "nccl": _nccl(),
+        "driver": driver_version(),
+        "gpus": examine_gpus(),
+        "links": examine_links(),
         "packages": {
             name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
             for name, (extra, purpose) in _EXTRAS.items()
         },
     }
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def print_findings(findings: dict[str, Any]) -> None:
@@ -54,10 +63,13 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print(f"{name} {version}", highlight=False)
     cpu = findings["cpu"]
     out.print(f"CPU: {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads")
+    if findings["driver"] or findings["cuda"]:
+        words = {"driver": findings["driver"], "CUDA": findings["cuda"], "NCCL": findings["nccl"]}
+        out.print(", ".join(f"{name} {value or 'none'}" for name, value in words.items()), highlight=False)
     for gpu in findings["gpus"]:
-        out.print(
-            f"GPU: {gpu['name']}, sm_{gpu['compute_capability'].replace('.', '')}, {gpu['memory_bytes'] >> 30} GiB"
-        )
+        _print_gpu(out, gpu)
+    for pair, link in findings["links"].items():
+        out.print(f"GPUs {pair}: {link}")
     if not findings["gpus"]:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
     table = Table("package", "for", "here")
@@ -65,3 +77,17 @@ def print_findings(findings: dict[str, Any]) -> None:
         how = f"pip install 'blockscale[{entry['extra']}]'" if entry["extra"] else "no"
         table.add_row(name, entry["for"], "yes" if entry["installed"] else how)
     out.print(table)
+
+
+def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
+    out.print(
+        f"GPU: {gpu['name']}, sm_{gpu['compute_capability'].replace('.', '')}, {gpu['multiprocessors']} SMs, "
+        f"{gpu['l2_bytes'] >> 20} MiB L2, {gpu['memory_bytes'] >> 30} GiB"
+    )
+    if gpu["tflops"]:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in gpu["tflops"].items())
+        out.print(f"  by its data sheet: {gpu['memory_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s {rates}")
+    out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}; {gpu['tuned_shapes']} tuned shapes")
+    now = gpu["readings"]
+    if now:
+        out.print("  now: " + ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in now.items()))

@@ -1,0 +1,94 @@
+"""`quant generate`: text from a model, quantized or not, and how fast it came; `quant tune`: its matmuls, made fast."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import click
+
+from quant.cli_base import DEBUG, JSON, QUIET, Command
+from quant.errors import UserError
+
+
+@click.command("generate", cls=Command)
+@click.argument("model")
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to add at most.")
+@click.option("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one.")
+@QUIET
+@JSON
+@DEBUG
+def generate_command(
+    model: str, prompt: str, max_new_tokens: int, device: str | None, quiet: bool, as_json: bool, debug: bool
+) -> None:
+    """Continue a prompt with MODEL, a checkpoint of ours or any model that `quantize` takes: greedy, repeatable.
+
+    On a GPU the kernels multiply by the quantized weights, on a CPU their PyTorch reference does.
+    """
+    from quant.console import status
+    from quant.generation import generate
+    from quant.pipeline import open_any
+
+    with status(f"loading {model}", quiet or as_json):
+        source = open_any(model)
+    if not source.is_causal_lm:
+        raise UserError(f"{model} ({type(source.model).__name__}) is no causal language model; it cannot continue text")
+    assert source.model is not None
+    written = generate(source.model, source.load_tokenizer(), prompt, max_new_tokens, device=device)
+    if as_json:
+        click.echo(
+            json.dumps({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second}, indent=1)
+        )
+        return
+    click.echo(prompt + written.text)
+    if not quiet:
+        rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
+        click.echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
+
+
+@click.command("tune", cls=Command)
+@click.argument("model")
+@click.option("--tokens", default="1,16,64,256", show_default=True, help="Numbers of rows to tune for.")
+@QUIET
+@JSON
+@DEBUG
+def tune_command(model: str, tokens: str, quiet: bool, as_json: bool, debug: bool) -> None:
+    """Measure the launches of every quantized matmul of MODEL on this GPU, and keep the fastest.
+
+    The table is kept in ~/.cache/blockscale ($BLOCKSCALE_CACHE) and used from then on. Results that differ from
+    float64 are dropped and named.
+    """
+    from quant.console import bar
+    from quant.kernels.hardware import current
+    from quant.kernels.tune import shapes_of, tune_shapes
+    from quant.pipeline import open_any
+
+    gpu = current()
+    sizes = _numbers(tokens)
+    source = open_any(model)
+    assert source.model is not None
+    weights = shapes_of(source.model)
+    if not weights:
+        raise UserError(f"{model} has no quantized linear; tune a checkpoint that `quantize` wrote")
+    with bar("tune", quiet or as_json) as advance:
+        entries, dropped, path = tune_shapes(weights, sizes, gpu, progress=advance)
+    if as_json:
+        click.echo(json.dumps({"file": str(path), "entries": entries, "dropped": dropped}, indent=1))
+        return
+    for name, entry in entries.items():
+        click.echo(f"{name}: {entry['microseconds']:.1f} µs, {entry['choice']}")
+    for name, why in dropped.items():
+        click.echo(f"dropped {name}: {why}", err=True)
+    if not quiet:
+        click.echo(f"written to {path}", err=True)
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise UserError(f"--tokens {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
+    return numbers

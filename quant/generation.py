@@ -1,0 +1,127 @@
+"""Text from a model, quantized or not: the likeliest token each time, with its key-value cache.
+
+Greedy decoding is the plainest check of a quantized model that a person can read, and it is repeatable: the same
+weights give the same tokens, whether a GPU's kernels multiply by them or a CPU's oracle does, for both round nothing
+but the sums.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a model wrote.
+
+    Attributes:
+        prompt: the text before.
+        text: the text that was added.
+        prompt_tokens: ids of the prompt.
+        tokens: ids that were added, an end-of-text token included.
+        seconds: of generating, loading excluded.
+        device: where the model ran.
+        kernels: what multiplied by the quantized weights.
+    """
+
+    prompt: str
+    text: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seconds: float
+    device: str
+    kernels: str
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens added a second, the prompt's own pass included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+def generate(
+    model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int, *, device: str | None = None
+) -> Generation:
+    """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
+
+    Args:
+        model: a causal language model of transformers; it is moved to `device`, and on a GPU its weights are put in
+            the layout of the kernels.
+        tokenizer: of transformers.
+        prompt: text.
+        max_new_tokens: at least 1.
+        device: "cpu", "cuda", "cuda:1", …; None takes the GPU where there is one.
+
+    Raises:
+        UserError: an empty prompt, too many tokens for the model, or a device that is not there.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    _check(model, ids, max_new_tokens, device)
+    model.eval().to(device)
+    kernels = _prepare(model, device)
+    ids = ids.to(device)
+    started = time.perf_counter()
+    with torch.no_grad():
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=_pad_token(model, tokenizer),
+        )
+    tokens = out[0, ids.shape[1] :].tolist()
+    seconds = time.perf_counter() - started
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return Generation(prompt, text, tuple(ids[0].tolist()), tuple(tokens), seconds, device, kernels)
+
+
+def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str) -> None:
+    if not ids.numel():
+        raise UserError("the prompt holds no token; give some text with --prompt")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is {max_new_tokens}; expected 1 or more")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] + max_new_tokens > limit:
+        raise UserError(
+            f"the prompt has {ids.shape[1]} tokens and {max_new_tokens} more are wanted, but the model takes {limit}; "
+            "shorten the prompt or lower --max-new-tokens"
+        )
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"--device {device} is no device; expected cpu, cuda or cuda:N") from None
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"--device {device}: PyTorch sees {torch.cuda.device_count()} GPU(s) here; use --device cpu")
+
+
+def _prepare(model: nn.Module, device: str) -> str:
+    """Puts weights in the layout of the kernels; says what will multiply by them."""
+    if not device.startswith("cuda"):
+        return "PyTorch reference"
+    from quant.kernels.hardware import current
+    from quant.kernels.prepack import prepack_model
+    from quant.kernels.tune import has_triton
+
+    if not has_triton():
+        return "PyTorch reference (Triton is not installed)"
+    if current(torch.device(device).index or 0).has_wgmma and next(model.parameters()).dtype is torch.bfloat16:
+        prepack_model(model)
+    return "Triton"
+
+
+def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:
+    """transformers wants one although a single row is never padded."""
+    end = getattr(model.config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end

@@ -1,0 +1,143 @@
+"""Quantizers and fused quantizers, interpreted: the codes of the oracle, and the values of the modules they replace."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E8M0
+from quant.formats.rounding import encode
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels import cast, fused
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.interpreter import interpreted
+
+STATIC = torch.tensor(0.02)
+
+
+def rows(tokens: int = 5, columns: int = 384, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows of very different sizes, one that is zero for a while, one with a value near nothing."""
+    x = torch.randn(tokens, columns) * torch.randn(tokens, columns).exp()
+    x[1, :128], x[2, 0] = 0, 1e-30
+    return x.to(dtype)
+
+
+def second_level(format: Format) -> dict[str, torch.Tensor]:
+    if format.block == (0, 0):
+        return {"scale": STATIC}
+    return {"global_scale": STATIC} if format.global_scale else {}
+
+
+@triton.jit
+def _encode(x, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(out + i, cast.encode_e2m1(tl.load(x + i)).to(tl.uint8))
+
+
+def test_e2m1_codes_on_and_around_every_tie() -> None:
+    grid = E2M1.grid()
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = torch.cat([grid, ties, torch.nextafter(ties, torch.tensor(0.0)), torch.nextafter(ties, torch.tensor(9.0))])
+    x = torch.cat([near, torch.tensor([1e-38, 1e-3, 7.0, 1e30, torch.inf]), torch.rand(2048) * 7])
+    x = torch.cat([x, -x])
+    padded = torch.zeros(8192)
+    padded[: len(x)] = x
+    out = torch.empty(8192, dtype=torch.uint8)
+    with interpreted():
+        _encode[(1,)](padded, out, 8192)
+    assert torch.equal(out, encode(padded, E2M1))
+
+
+@pytest.mark.parametrize("format", cast.FORMATS_OUT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("static", [False, True])
+def test_codes_are_those_of_the_oracle(format: str, dtype: torch.dtype, static: bool) -> None:
+    form, x = FORMATS[format], rows(dtype=dtype)
+    options = second_level(form) if static else {}
+    with interpreted():
+        quantized = cast.quantize(x, form, **options)
+    assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
+    assert quantized.codes.shape == form.codes_shape(x.shape)
+    if form.block != (0, 0):
+        assert quantized.scale.shape == form.scale_shape(x.shape)
+
+
+def test_e8m0_scales_at_both_ends() -> None:
+    """Blocks whose ideal scale is a power of two, just above one, zero, and below the smallest."""
+    amax = torch.tensor([448.0, 449.0, 896.0, 0.0, 448 * 2.0**-126, 448 * 2.0**-127, 1e-38, 3e38])
+    x = torch.zeros(len(amax), 32)
+    x[:, 3] = amax
+    x = x.bfloat16()
+    with interpreted():
+        quantized = cast.quantize(x, FORMATS["mxfp8"])
+    assert torch.equal(quantized.scale[:, 0], encode(x[:, 3].float() / 448, E8M0))
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_token", "int8_token", "nvfp4"])
+@pytest.mark.parametrize("block", [16, 128])
+def test_hadamard_first(format: str, block: int) -> None:
+    """The rotation sums in another order, so a few elements fall on the other side of a rounding boundary."""
+    form, x = FORMATS[format], rows()
+    options = second_level(form)
+    with interpreted():
+        quantized = cast.quantize(x, form, hadamard=block, **options)
+    expected = fake_quantize(hadamard_transform(x, block).float(), form, **options)
+    differs = quantized.dequantize() != expected
+    assert float(differs.float().mean()) < 0.01
+    assert float((quantized.dequantize() - expected).norm() / expected.norm()) < 0.01
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As transformers' modules compute it."""
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def nearly_all_equal(quantized: BlockScaledTensor, expected: torch.Tensor) -> None:
+    """A last bit of rsqrt or exp may move a value over a boundary; no more than that."""
+    assert float((quantized.dequantize() != expected).float().mean()) < 0.005
+
+
+@pytest.mark.parametrize("format", cast.FORMATS_OUT)
+def test_fused_quantizers_give_what_the_modules_give(format: str) -> None:
+    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
+    weight, options = torch.randn(384).bfloat16(), second_level(form)
+    with interpreted():
+        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, **options)
+        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, **options)
+        gated = fused.swiglu_quantize(x, residual, form, **options)
+    nearly_all_equal(norm, fake_quantize(rmsnorm(x, weight, 1e-6).float(), form, **options))
+    assert torch.equal(hidden, x + residual)
+    nearly_all_equal(added, fake_quantize(rmsnorm(x + residual, weight, 1e-6).float(), form, **options))
+    nearly_all_equal(gated, fake_quantize((torch.nn.functional.silu(x) * residual).float(), form, **options))
+
+
+def test_halves_of_one_matmul_and_leading_axes() -> None:
+    both = torch.randn(2, 3, 256).bfloat16()
+    gate, up = both[..., :128], both[..., 128:]
+    with interpreted():
+        quantized = fused.swiglu_quantize(gate, up, FORMATS["mxfp8"])
+    expected = fake_quantize((torch.nn.functional.silu(gate) * up).float(), FORMATS["mxfp8"]).view(6, 128)
+    nearly_all_equal(quantized, expected)
+    assert quantized.shape == (6, 128)
+
+
+def test_mistakes_name_the_argument() -> None:
+    x = rows()
+    with pytest.raises(ValueError, match=r"plain of x \[5, 384\] to int4: no such kernel; activation formats: nvfp4"):
+        cast.quantize(x, FORMATS["int4"])
+    with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
+        cast.quantize(x.float(), FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="last axis must be a multiple of 32"):
+        cast.quantize(x[:, :200], FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="hadamard is 48"):
+        cast.quantize(x, FORMATS["mxfp8"], hadamard=48)
+    with pytest.raises(ValueError, match="rms to nvfp4: needs a static scale"):
+        fused.rmsnorm_quantize(x, torch.ones(384), 1e-6, FORMATS["nvfp4"])
+    with pytest.raises(ValueError, match=r"weight is \[100\] on cpu, expected \[384\]"):
+        fused.rmsnorm_quantize(x, torch.ones(100), 1e-6, FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="the second input is"):
+        fused.swiglu_quantize(x, x[:4], FORMATS["mxfp8"])

@@ -1,0 +1,112 @@
+"""Facts about GPUs, and launches chosen from them."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.kernels import hardware, tiles, tune
+from quant.kernels.hardware import TARGETS, get_hardware
+
+# Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
+KNOWN = {
+    "a100": ((8, 0), {"int8"}),
+    "l40s": ((8, 9), {"int8", "fp8"}),
+    "h100": ((9, 0), {"int8", "fp8"}),
+    "h200": ((9, 0), {"int8", "fp8"}),
+    "b200": ((10, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
+    "b300": ((10, 3), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
+    "rtx5090": ((12, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
+    "rtxpro6000": ((12, 0), {"int8", "fp8", "mxfp8", "mxfp6", "mxfp4", "nvfp4"}),
+}
+
+
+def test_targets_and_their_formats() -> None:
+    assert {name: (gpu.capability, set(gpu.native_formats)) for name, gpu in TARGETS.items()} == KNOWN
+    assert [name for name, gpu in TARGETS.items() if gpu.has_wgmma] == ["h100", "h200"]
+    for gpu in TARGETS.values():
+        assert ("fp8" in gpu.tflops) == gpu.has_fp8 and ("fp4" in gpu.tflops) == gpu.has_block_scales
+    with pytest.raises(ValueError, match=r"unknown GPU 'v100'; known: a100, l40s"):
+        get_hardware("v100")
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "capability", "name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", (9, 0), "h100", True),
+        ("NVIDIA H200", (9, 0), "h200", True),
+        ("NVIDIA GeForce RTX 5090", (12, 0), "rtx5090", True),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", (12, 0), "rtxpro6000", True),
+        ("NVIDIA A100-SXM4-80GB", (8, 0), "a100", True),
+        ("NVIDIA L4", (8, 9), "NVIDIA L4", False),
+        ("NVIDIA GH200 480GB", (9, 0), "NVIDIA GH200 480GB", False),
+    ],
+)
+def test_the_gpu_at_hand_is_recognised(
+    monkeypatch: pytest.MonkeyPatch, driver_name: str, capability: tuple[int, int], name: str, known: bool
+) -> None:
+    seen = SimpleNamespace(
+        name=driver_name,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=77,
+        L2_cache_size=5 << 20,
+        total_memory=7 << 30,
+    )
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: seen)
+    hardware.current.cache_clear()
+    gpu = hardware.current()
+    hardware.current.cache_clear()
+    assert (gpu.name, gpu.known, gpu.capability) == (name, known, capability)
+    assert (gpu.sms, gpu.l2, gpu.memory) == (77, 5 << 20, 7 << 30)
+
+
+def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    hardware.current.cache_clear()
+    with pytest.raises(ValueError, match=r"there is no GPU cuda:0 on this machine; PyTorch sees 0"):
+        hardware.current()
+
+
+def test_launches_are_what_json_says_they_are() -> None:
+    for choice in (tiles.Tiles(16, 64, 128, 4, True, 8, 2), tiles.GluonTiles(8, 4), tiles.DENSE):
+        assert tiles.from_dict(tiles.to_dict(choice)) == choice
+
+
+@pytest.mark.parametrize(("tokens", "stands_for"), [(0, 1), (1, 1), (2, 2), (3, 4), (64, 64), (65, 128), (9999, 4096)])
+def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
+    assert tiles.bucket(tokens) == stands_for
+
+
+def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path))
+    tune._table.cache_clear()
+    gpu, form, shape = TARGETS["l40s"], FORMATS["mxfp8"], (1234, 512)
+    assert tune.look_up(gpu, form, 5, shape, prepacked=False) is None
+    best = tiles.Tiles(16, 32, 128, 2)
+    path = tune.store(gpu, {tune.key(form, 8, shape, prepacked=False): tune.Timing(best, 12.5, 0.001)})
+    assert path.parent == tmp_path
+    assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
+    assert tune.look_up(gpu, form, 9, shape, prepacked=False) is None
+    assert tune.look_up(gpu, form, 5, shape, prepacked=True) is None
+    tune.store(gpu, {tune.key(form, 16, shape, prepacked=False): tune.Timing(tiles.DENSE, 3.0, 0.0)})
+    assert tune.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
+    assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
+    tune._table.cache_clear()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 600, 5000])
+def test_a_guess_covers_the_shape_and_repeats(format: str, tokens: int) -> None:
+    for shape in ((28672, 4096), (77, 203), (64, 64)):
+        first = tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
+        assert first == tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
+        if isinstance(first, tiles.Tiles):
+            steps = -(-shape[1] // first.block_k)
+            assert first.splits == 1 or steps >= 2 * first.splits
+            # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
+            columns = FORMATS[format].block[1]
+            assert columns == 0 or first.block_k % columns == 0 or columns % first.block_k == 0
+        assert first in tiles.candidates(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)

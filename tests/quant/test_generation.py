@@ -1,0 +1,103 @@
+"""`quant generate`: the greedy tokens of a quantized checkpoint are those of the same model with plain weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from quant.checkpoint import load
+from quant.cli import main, quantize_command
+from quant.kernels.linear import QuantLinear
+
+transformers = pytest.importorskip("transformers")
+
+BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
+PROMPT = "12 200 45 7 99"
+
+
+def run(command: Any, *arguments: object) -> Any:
+    return CliRunner().invoke(command, [str(a) for a in arguments])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("generation") / "nvfp4"
+    result = run(quantize_command, BASE, "--format", "nvfp4a16", "--out", out, "--quiet")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def dequantized(directory: Path) -> nn.Module:
+    """The checkpoint with `nn.Linear` in place of every quantized linear."""
+    model = load(directory)
+    dtype = next(model.parameters()).dtype
+    for name, module in list(model.named_modules()):
+        if isinstance(module, QuantLinear):
+            plain = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=dtype)
+            plain.weight = nn.Parameter(module.dequantize(dtype))
+            if module.bias is not None:
+                plain.bias = module.bias
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, plain)
+    return model.eval()
+
+
+def greedy(model: nn.Module, ids: list[int], count: int, end: int) -> list[int]:
+    """The likeliest token each time, token by token, with transformers' cache but without its generate()."""
+    out: list[int] = []
+    step, cache = torch.tensor([ids]), None
+    with torch.no_grad():
+        while len(out) < count and (not out or out[-1] != end):
+            result = model(step, past_key_values=cache, use_cache=True)
+            cache = result.past_key_values
+            out.append(int(result.logits[0, -1].argmax()))
+            step = torch.tensor([out[-1:]])
+    return out
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_greedy_tokens_are_those_of_the_dequantized_model(checkpoint: Path, device: str) -> None:
+    result = run(main, "generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, "--json", "--device", device)
+    assert result.exit_code == 0, result.output
+    written = json.loads(result.stdout)
+    model = dequantized(checkpoint)
+    expected = greedy(model, written["prompt_tokens"], 24, model.config.eos_token_id)
+    assert written["tokens"] == expected and len(expected) > 4
+    assert len(set(expected)) > 1
+    assert written["device"] == device
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    assert written["text"] == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
+    result = run(main, "generate", BASE, "--prompt", PROMPT, "--max-new-tokens", 5, "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.startswith(PROMPT)
+    assert "5 tokens in" in result.stderr and "PyTorch reference" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--prompt", ""), "the prompt holds no token"),
+        (("--prompt", PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; expected 1 or more"),
+        (("--prompt", PROMPT, "--max-new-tokens", "500"), "the model takes 128; shorten the prompt"),
+        (("--prompt", PROMPT, "--device", "teapot"), "--device teapot is no device"),
+        (("--prompt", PROMPT, "--device", "cuda:63"), "--device cuda:63: PyTorch sees"),
+    ],
+)
+def test_mistakes_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:
+    result = run(main, "generate", checkpoint, *arguments)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_tune_needs_a_gpu_or_says_so(checkpoint: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = run(main, "tune", checkpoint)
+    assert result.exit_code == 2 and "there is no GPU cuda:0" in result.stderr
