@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli_base import DEBUG, JSON, Toolbox
+from quant.errors import counted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -217,12 +218,12 @@ def _print_plan(plan: Plan, layers: list[LayerPlan], everything: bool) -> None:
     out.print(table)
     if not everything:
         for reason, count in Counter(m.reason for m in layers if m.weight is None).items():
-            out.print(f"{_layers(count)} kept in 16 bit: {reason}")
+            out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
     chosen = [m for m in layers if m.weight is not None]
     of = "" if len(layers) == len(plan.layers) else f" of {len(plan.layers)}"
     out.print(
-        f"{_layers(len(layers))}{of}; {len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, scales "
-        f"counted; {sum(m.nbytes for m in layers) / 1e6:,.1f} MB"
+        f"{counted(len(layers), 'layer')}{of}; {len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, "
+        f"scales counted; {sum(m.nbytes for m in layers) / 1e6:,.1f} MB"
     )
     for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
         if value:
@@ -253,7 +254,7 @@ def _print_diff(changes: list[Change], before: dict[str, Any], after: dict[str, 
             )
         out.print(table)
         for kind, count in Counter(change.kind for change in changes).most_common():
-            out.print(f"{_layers(count)}: {kind}")
+            out.print(f"{counted(count, 'layer')}: {kind}")
     else:
         out.print("no layer changes")
     out.print(f"quantized layers: {before['quantized']} → {after['quantized']}")
@@ -277,7 +278,7 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
     out = _console()
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
-        out.print(f"{_layers(len(plan.layers))}, no problem{f' with {against}' if against else ''}")
+        out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}")
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return
@@ -292,8 +293,7 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
     out.print(table)
     count = len({problem.where for problem in problems})
     out.print(
-        f"{len(problems)} problem{'s' if len(problems) > 1 else ''} in {count} place{'s' if count > 1 else ''}"
-        f"{f', with {against}' if against else ''}"
+        f"{counted(len(problems), 'problem')} in {counted(count, 'place')}{f', with {against}' if against else ''}"
     )
 
 
@@ -319,7 +319,3 @@ def _console() -> Console:
 
     out = Console(markup=False, highlight=False)
     return out if out.is_terminal else Console(markup=False, highlight=False, width=240)
-
-
-def _layers(n: int) -> str:
-    return f"{n} layer{'' if n == 1 else 's'}"

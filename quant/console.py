@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from quant.errors import counted
 from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Plan
@@ -76,7 +77,7 @@ def print_layers(plan: Plan, report: Mapping[str, Any] | None) -> None:
     out.print(table)
     kept = [layer for layer in plan.layers if layer.weight is None]
     for reason, count in Counter(layer.reason for layer in kept).items():
-        out.print(f"{count} layer(s) kept in 16 bit: {reason}")
+        out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
     out.print(_totals(plan, kept))
 
 

@@ -8,3 +8,8 @@ class UserError(ValueError):
 
     The command line prints it without a traceback and ends with exit code 2.
     """
+
+
+def counted(n: int, noun: str) -> str:
+    """`1 layer`, `2 layers`: how messages count."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.calibration.solver import get_solver
-from quant.errors import UserError
+from quant.errors import UserError, counted
 from quant.formats.format import Format, get_format
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
@@ -190,7 +190,7 @@ def _refuse_obstacles(plan: Plan, wanted: Mapping[str, Setting]) -> None:
             found.setdefault(problem, []).append(name)
     if found:
         listed = "; ".join(f"{_some(names)}: {problem}" for problem, names in found.items())
-        raise UserError(f"the edit does not fit {_count(sum(map(len, found.values())))}: {listed}")
+        raise UserError(f"the edit does not fit {counted(sum(map(len, found.values())), 'layer')}: {listed}")
 
 
 def _refuse_split_groups(plan: Plan, wanted: Mapping[str, Setting]) -> None:
@@ -524,7 +524,3 @@ def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] |
 def _some(names: Iterable[str], limit: int = 8) -> str:
     names = list(names)
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-
-def _count(n: int) -> str:
-    return f"{n} layer{'' if n == 1 else 's'}"

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from quant.calibration.solver import get_solver
-from quant.errors import UserError
+from quant.errors import UserError, counted
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
@@ -109,4 +109,6 @@ def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
         raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
     for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
         if names:
-            raise UserError(f"the plan does not fit this model: {len(names)} layer(s) {what}: {', '.join(names[:5])}")
+            raise UserError(
+                f"the plan does not fit this model: {counted(len(names), 'layer')} {what}: {', '.join(names[:5])}"
+            )

@@ -111,7 +111,7 @@ class Receipt:
         """
         unknown = sorted(set(fields) - {f.name for f in dataclasses.fields(cls)})
         if unknown:
-            raise TypeError(f"receipt: unknown field(s) {', '.join(unknown)}")
+            raise TypeError(f"receipt: unknown fields {', '.join(unknown)}")
         layers = tuple(LayerReceipt(**layer) for layer in fields.get("layers", ()))
         audit = tuple(Audit(**entry) for entry in fields.get("audit", ()))
         return cls(layers, audit, fields["passed"])

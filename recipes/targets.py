@@ -12,7 +12,6 @@ which. Where a pair depends on the GPU, the note names the first architecture th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from quant.formats.format import Format
@@ -240,17 +239,3 @@ def get_target(name: str) -> Target:
         return TARGETS[name]
     except KeyError:
         raise ValueError(f"unknown target {name!r}; known targets: {', '.join(TARGETS)}") from None
-
-
-def usable(target: Target, pairs: Iterable[tuple[Format, Format | None]]) -> list[tuple[Format, Format | None]]:
-    """Those of `pairs` (weight and input formats) that `target` accepts: what an allocator may offer.
-
-    Raises:
-        ValueError: none of them; the message lists what the target has.
-    """
-    wanted = list(pairs)
-    found = [pair for pair in wanted if target.pair(*pair) is not None]
-    if not found:
-        asked = ", ".join(f"{weight}@{activation or '16bit'}" for weight, activation in wanted)
-        raise ValueError(f"{target.name} runs none of {asked}; it has {', '.join(map(str, target.pairs))}")
-    return found

@@ -137,7 +137,7 @@ def test_an_edited_plan_is_followed_layer_by_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: replace(p, layers=p.layers[1:]), "1 layer(s) in the model but not in the plan: left"),
+        (lambda p: replace(p, layers=p.layers[1:]), "1 layer in the model but not in the plan: left"),
         (
             lambda p: replace(p, layers=(*p.layers, replace(p.layers[0], name="x"))),
             "in the plan but not in the model: x",

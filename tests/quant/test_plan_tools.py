@@ -31,7 +31,7 @@ from quant.planning import make_plan
 from quant.recipes.layers import Layer, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
-from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target, usable
+from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
 
 BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
@@ -345,13 +345,6 @@ def test_target_tables_are_sound() -> None:
         assert set(target.kv_cache) <= set(FORMATS)
     with pytest.raises(ValueError, match="unknown target 'vlm'; known targets: vllm, sglang"):
         get_target("vlm")
-
-
-def test_an_allocator_is_offered_what_the_target_has() -> None:
-    asked = [(NVFP4, None), (NVFP4, NVFP4), (FP8C, TOKEN)]
-    assert usable(get_target("tensorrt-llm"), asked) == [(NVFP4, NVFP4), (FP8C, TOKEN)]
-    with pytest.raises(ValueError, match="tensorrt-rtx-sm89 runs none of nvfp4@16bit; it has fp8@fp8"):
-        usable(get_target("tensorrt-rtx-sm89"), asked[:1])
 
 
 def test_run_time_parts_heads_and_the_kv_cache() -> None:
