@@ -77,10 +77,10 @@ def test_near_a_known_choice(changes: int) -> None:
 
 
 def test_budget_is_kept_to_the_byte_and_filled() -> None:
-    """Dynamic programming over whole units of 64 bytes is exact, and so must the solver be."""
+    """Dynamic programming over whole units of 16 bytes is exact, and so must the solver be."""
     problem = _problem(24, 4, 7)
-    units = problem.costs["bytes"].astype(int) // 64
-    assert (units * 64 == problem.costs["bytes"]).all()
+    units = problem.costs["bytes"].astype(int) // 16
+    assert (units * 16 == problem.costs["bytes"]).all()
     limit = int(units.min(axis=1).sum() * 1.31)
     best = np.full(limit + 1, np.inf)
     best[0] = 0.0
@@ -89,8 +89,8 @@ def test_budget_is_kept_to_the_byte_and_filled() -> None:
         for score, cost in zip(scores, costs, strict=True):
             new[cost:] = np.minimum(new[cost:], best[: len(best) - cost] + score)
         best = new
-    choice = solve(problem, {"bytes": 64 * limit})
-    assert problem.total("bytes", choice) <= 64 * limit
+    choice = solve(problem, {"bytes": 16 * limit})
+    assert problem.total("bytes", choice) <= 16 * limit
     assert problem.total(SCORE, choice) == pytest.approx(best.min(), rel=1e-6)
 
 
