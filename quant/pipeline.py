@@ -31,7 +31,7 @@ from quant.planning import check_plan_fits, fusion_warnings, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
-from quant.report import LayerResult, Report, peak_rss, print_summary, render_html
+from quant.report import LayerResult, Report, kv_cache_of, peak_rss, print_summary, render_html
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,7 @@ def _report(
         peak_rss_bytes=peak_rss(),
         files={},
         warnings=[*runtime_warnings(plan), *fusion_warnings(plan)],
+        kv_cache=kv_cache_of(source.config, plan),
     )
 
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from quant.allocation_record import AllocationRecord
+from quant.calibration.costs import kv_cache_bytes
 from quant.calibration.sensitivity import Sensitivity
 from quant.evaluation import Evaluation
 from quant.formats.tensor import BlockScaledTensor
@@ -127,12 +128,19 @@ class KVCache:
     """What the KV cache takes while the model serves.
 
     Attributes:
-        bytes_per_token: over all layers, in the plan's format, scales included.
-        tokens: batch × context that the figure in the report is for.
+        nbytes: over all layers, in the plan's format.
+        context: tokens a sequence.
+        batch: sequences.
     """
 
-    bytes_per_token: float
-    tokens: int
+    nbytes: int
+    context: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all sequences."""
+        return self.context * self.batch
 
 
 @dataclass
@@ -229,6 +237,22 @@ class Report:
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, AttributeError) as error:
             raise ValueError(f"{path}: not a valid report: {error}") from None
+
+
+def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
+    """The KV cache at the context and batch that the plan was allocated for, or else of one sequence of 4,096 tokens.
+
+    Args:
+        config: a transformers config, or None.
+        plan: names the format of the cache.
+
+    Returns:
+        None for a model without a cache.
+    """
+    goal = plan.provenance.get("allocation", {}).get("goal", {})
+    context, batch = goal.get("context", 4096), goal.get("batch", 1)
+    nbytes = kv_cache_bytes(config, context, batch, plan.kv_cache)
+    return KVCache(nbytes, context, batch) if nbytes else None
 
 
 # Optional parts of a report, which a plain run lacks; each has to_dict and from_dict.

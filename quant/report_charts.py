@@ -14,13 +14,16 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from html import escape
 from itertools import pairwise
 from typing import Any
 
 from quant.allocation_record import AllocationRecord, Budget
+from quant.calibration.candidates import Candidate, parse_candidates
+from quant.calibration.costs import memory_of
 from quant.calibration.sensitivity import GroupScores, Sensitivity
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
 from quant.report import KVCache, Receipt, megabytes
 
@@ -307,12 +310,15 @@ def chosen_format(group: GroupScores, plan: Plan) -> str | None:
     if layer is None:
         return None
     if layer.weight is None:
-        names = [KEEP]
-    elif layer.activation is None:
-        names = [f"{layer.weight}a16", f"{layer.weight}"]
-    else:
-        names = [f"{layer.weight}@{layer.activation}", f"{layer.weight}"]
-    return next((name for name in names if name in group.scores), None)
+        return KEEP if KEEP in group.scores else None
+    formats = (layer.weight, layer.activation)
+    names = [name for name in group.scores if name != KEEP]
+    return next((c.name for c in _candidates(tuple(names)) if (c.weight, c.activation) == formats), None)
+
+
+@cache
+def _candidates(names: tuple[str, ...]) -> tuple[Candidate, ...]:
+    return parse_candidates(names) if names else ()
 
 
 def heat_map(sensitivity: Sensitivity, plan: Plan) -> str:
@@ -475,16 +481,23 @@ def _share(value: float, total: float) -> str:
 
 def memory(plan: Plan, kv_cache: KVCache | None) -> str:
     """Where the bytes go: codes, scales, embeddings and the 16-bit rest; then beside the KV cache where it is known."""
-    parts = {name: size for name, size in memory_parts(plan.layers).items() if size}
-    weights = sum(parts.values())
+    found = memory_of(plan)
+    named = {
+        "quantized codes": found.codes,
+        "scales": found.scales,
+        "embeddings and head": found.embeddings,
+        "16-bit rest": found.rest,
+    }
+    parts = {name: size for name, size in named.items() if size}
+    weights = found.total
     if not weights:
         return ""
     bars = _parts_bar("Weights", parts, 0)
     if kv_cache is not None:
-        cache = round(kv_cache.bytes_per_token * kv_cache.tokens)
-        name = f"KV cache, {kv_cache.tokens:,} tokens"
-        bars += _parts_bar("With the KV cache", {"all weights": weights, name: cache}, len(parts))
-        parts = {**parts, "all weights": weights, name: cache}
+        name = f"KV cache, {kv_cache.batch} × {kv_cache.context:,} tokens"
+        both = {"all weights": weights, name: kv_cache.nbytes}
+        bars += _parts_bar("With the KV cache", both, len(parts))
+        parts |= both
     rows = "".join(
         f'<tr id="M{i}"><td class=what><b class="key c{min(i, 6)}"></b>{escape(name)}</td><td>{_size(size)}</td>'
         f"<td>{size:,}</td><td>{_times(size / weights)}</td></tr>"
@@ -516,32 +529,6 @@ def _parts_bar(title: str, parts: Mapping[str, int], first: int) -> str:
         f"<p class=barlabel>{escape(title)} <b>{_size(total)}</b></p>"
         f'<div class="bar parts" role=img aria-label="{escape(label)}">{drawn}</div>'
     )
-
-
-def memory_parts(layers: Iterable[LayerPlan]) -> dict[str, int]:
-    """Bytes of the weights by part; a tied weight counts once."""
-    parts = dict.fromkeys(
-        (
-            "quantized codes",
-            "block and global scales",
-            "beside quantized weights",
-            "embeddings and head",
-            "16-bit rest",
-        ),
-        0,
-    )
-    for layer in layers:
-        if layer.tied_to is not None:
-            continue
-        if layer.weight is None:
-            parts["embeddings and head" if layer.kind in ("embedding", "head") else "16-bit rest"] += layer.nbytes
-            continue
-        codes = math.prod(layer.weight.codes_shape(layer.shape))
-        stored = layer.weight.nbytes(layer.shape)
-        parts["quantized codes"] += codes
-        parts["block and global scales"] += stored - codes
-        parts["beside quantized weights"] += layer.nbytes - stored
-    return parts
 
 
 def _size(nbytes: float) -> str:

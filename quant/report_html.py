@@ -409,7 +409,7 @@ _CSS = """
  --line:#2d3844; --link:#7ab8f5; --warn:#3c3212;
  --good:#5fd08f; --bad:#ff8a80; --cool:#232e3a; --hot:#9fd0ff; --ring:#ff9d3c;
  --c0:#57a9f2; --c1:#f58b4b; --c2:#3fc79a; --c3:#e58ac8; --c4:#d9c34a; --c5:#a3a7ff; --c6:#5fd0e6; --kept:#7d8896 } }
-* { box-sizing:border-box }
+* { box-sizing:border-box } [hidden] { display:none !important }
 body { margin:0; background:var(--bg); color:var(--ink); font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,
  "Liberation Sans",sans-serif; -webkit-text-size-adjust:100% }
 main { max-width:1080px; margin:0 auto; padding:32px 24px 64px }

@@ -126,7 +126,7 @@ def _report(plan: Plan, table: Sensitivity) -> Report:
         sensitivity=table,
         allocation=record,
         receipt=Receipt(receipts, audit, False),
-        kv_cache=KVCache(30 * 2 * 192, 8 * 32768),
+        kv_cache=KVCache(30 * 2 * 192 * 8 * 32768, 32768, 8),
     )
 
 

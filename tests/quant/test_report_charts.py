@@ -10,15 +10,13 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-import torch
 
 from quant import report_charts as charts
 from quant.allocation_record import Budget
 from quant.calibration.sensitivity import GroupScores, Sensitivity
-from quant.formats.format import FORMATS, get_format
-from quant.formats.tensor import quantize
+from quant.formats.format import get_format
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import Receipt, Report, render_html
+from quant.report import KVCache, Receipt, Report, kv_cache_of, render_html
 
 Rich = tuple[Report, Plan]
 
@@ -161,7 +159,7 @@ def test_groups_without_a_block_and_negative_scores() -> None:
         GroupScores("head", ("head",), 64, {"nvfp4": 0.5, "keep": 0.0}, {}, {}),
     )
     table = Sensitivity("kl", ("nvfp4", "keep"), "nats", 1, 8, groups)
-    plan = Plan(tuple(LayerPlan(g.name, "linear", (8, 16), get_format("nvfp4")) for g in groups))
+    plan = Plan(tuple(LayerPlan(g.name, "linear", (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
     html = charts.heat_map(table, plan)
     assert "grid-area:2/2/3" in html  # over all columns
     bars = charts.waterfall(table, plan, None, lambda f: "c0")
@@ -176,6 +174,7 @@ def test_groups_without_a_block_and_negative_scores() -> None:
         ("fp8_channel", "fp8_token", ("fp8_channel", "keep"), "fp8_channel"),
         ("int4", None, ("int4a16", "keep"), "int4a16"),
         (None, None, ("nvfp4", "keep"), "keep"),
+        ("fp8", "fp8_token", ("fp8", "fp8@fp8_token", "keep"), "fp8@fp8_token"),
         ("mxfp6", None, ("nvfp4", "keep"), None),
     ],
 )
@@ -213,27 +212,21 @@ def test_the_waterfall_adds_up(rich_report: Rich) -> None:
     assert read(bars["WX1"][1], y) == pytest.approx(record.chosen.kl_measured, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_memory_is_counted_as_it_is_stored(name: str) -> None:
-    """Against the bytes of real tensors, a partial block and experts among them."""
-    for shape in ((48, 256), (2, 130, 128)):
-        stored = quantize(torch.randn(shape), get_format(name))
-        parts = charts.memory_parts([LayerPlan("a", "linear", shape, get_format(name))])
-        second = 0 if stored.global_scale is None else stored.global_scale.nbytes
-        assert parts["quantized codes"] == stored.codes.nbytes
-        assert parts["block and global scales"] == stored.scale.numel() * get_format(name).scale.bits // 8 + second
-
-
 def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
     branch = LayerPlan("x", "linear", (64, 128), get_format("nvfp4"), pre_scale=True, rank=4)
     plan = replace(plan, layers=(*plan.layers, branch))
-    parts = charts.memory_parts(plan.layers)
-    assert sum(parts.values()) == plan.nbytes
-    assert parts["beside quantized weights"] == 2 * (4 * (64 + 128) + 128)
-    assert parts["embeddings and head"] == 2 * 49152 * 576  # the tied head is stored once
     html = charts.memory(plan, report.kv_cache)
-    assert "3,019,898,880" in html  # 30 layers × K and V × 192 bytes × 262,144 tokens
+    sizes = {cells(html, f"M{i}")[0]: int(cells(html, f"M{i}")[2].replace(",", "")) for i in range(6)}
+    codes = sum(m.numel * m.weight.element.bits // 8 for m in plan.quantized if m.weight)
+    assert sizes["quantized codes"] == codes
+    assert sizes["scales"] == sum(m.nbytes for m in plan.quantized) - codes
+    assert sizes["embeddings and head"] == 2 * 49152 * 576  # the tied head is stored once
+    assert sizes["16-bit rest"] == sum(
+        2 * m.numel for m in plan.layers if not m.weight and m.kind in ("linear", "norm")
+    )
+    assert sizes["all weights"] == plan.nbytes
+    assert sizes["KV cache, 8 × 32,768 tokens"] == 30 * 2 * 192 * 262_144  # layers × (K and V) × bytes × tokens
     first, second = (
         [float(width) for width in re.findall(r"width:([\d.]+)%", bar)]
         for bar in re.findall(r'<div class="bar parts"[^>]*>(.*?)</div>', html)
@@ -241,6 +234,20 @@ def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     assert sum(first) == pytest.approx(100, abs=0.01) and sum(second) == pytest.approx(100, abs=0.01)
     assert second[0] == pytest.approx(100 * plan.nbytes / (plan.nbytes + 3_019_898_880), abs=0.01)
     assert "KV cache" in charts.memory(plan, None) and charts.memory(Plan(()), None) == ""
+
+
+def test_the_cache_is_that_of_the_goal() -> None:
+    from transformers import BertConfig, LlamaConfig
+
+    sizes = {"num_hidden_layers": 3, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
+    goal = {"allocation": {"goal": {"context": 1000, "batch": 4}}}
+    found = kv_cache_of(config, Plan((), provenance=goal))
+    assert found == KVCache(3 * 2 * (2 * 8) * 2 * 4000, 1000, 4)  # layers × (K and V) × heads × width × bytes × tokens
+    halved = kv_cache_of(config, Plan((), kv_cache=get_format("fp8")))
+    assert halved is not None and (halved.context, halved.batch) == (4096, 1)
+    assert halved.nbytes == pytest.approx(found.nbytes * 4096 / 4000 / 2, rel=1e-3)
+    assert kv_cache_of(BertConfig(), Plan(())) is None and kv_cache_of(None, Plan(())) is None
 
 
 def test_the_receipt_puts_failures_first(rich_report: Rich) -> None:
