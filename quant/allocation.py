@@ -207,6 +207,8 @@ def allocate(
         UserError: an unknown format, or a target that runs none of them.
     """
     started = time.perf_counter()
+    home = next(model.parameters()).device
+    rows, check = rows.to(home), None if check is None else check.to(home)
     space = _Space.of(
         model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
     )
@@ -251,6 +253,24 @@ def allocate(
     return Allocation(space.plan(found.choice, problem, scores, goal, loop), record, scores)
 
 
+def allocate_for_api(
+    model: nn.Module,
+    data: torch.Tensor,
+    recipe: Any,
+    bits: float | None,
+    max_kl: float | None,
+    *,
+    formats: str | Sequence[str] | None,
+    solver: str | None,
+    **options: Any,
+) -> Plan:
+    """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default."""
+    if recipe != "nvfp4":
+        raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
+    goal = Goal(bits=bits, max_kl=max_kl)
+    return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **options).plan
+
+
 def score(
     model: nn.Module,
     rows: torch.Tensor,
@@ -268,6 +288,7 @@ def score(
 ) -> Sensitivity:
     """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
     space = _Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
+    rows = rows.to(next(model.parameters()).device)
     return score_groups(
         model, space.groups, space.allowed, rows, method=method, solver=solver, dtype=dtype, seed=seed, path=path,
         progress=progress,

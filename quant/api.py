@@ -62,6 +62,9 @@ def quantize(
     run: Callable[[nn.Module], Any] | None = None,
     guard: str | None = None,
     observer: str | None = None,
+    bits: float | None = None,
+    max_kl: float | None = None,
+    formats: str | Sequence[str] | None = None,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Quantized:
@@ -79,12 +82,26 @@ def quantize(
         guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is
             off by more than the limit, relatively, gets the next format; replaces the recipe's.
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
+        bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
+            other budgets and limits see `quant.allocation.allocate`, whose plan is a `recipe` for here.
+        max_kl: the same, for the smallest model whose measured KL to the original stays below.
+        formats: what may be chosen, such as "nvfp4,fp8"; 16 bit always may.
         device: where solvers that look at data work, one block at a time; by default where the model is.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    if bits is not None or max_kl is not None or formats is not None:
+        from quant.allocation import allocate_for_api
+
+        if data is None:
+            data = own_text(
+                model, make_plan(model, "fp8", include=include, exclude=exclude, run=run), progress=progress
+            )
+        chosen = {"formats": formats, "solver": solver, "include": include, "exclude": exclude, "run": run}
+        recipe = allocate_for_api(model, data, recipe, bits, max_kl, progress=progress, **chosen)
+        include, exclude, solver = (), (), None
     if isinstance(recipe, Plan):
         if include or exclude or solver:
             raise UserError("a plan says everything already: edit it instead of passing include, exclude or solver")

@@ -135,6 +135,18 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
     assert cache + held > 0.9 * limit
 
 
+def test_from_python_in_one_call() -> None:
+    model = _llama()
+    quantized = copy.deepcopy(model)
+    result = api.quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8")
+    assert result.plan.layers == _allocate(Goal(bits=6.0), model).plan.layers
+    assert _stored_bits(quantized) <= 6.0
+    with pytest.raises(UserError, match="recipe 'fp8' fixes the formats"):
+        api.quantize(_llama(), "fp8", _rows(), bits=6.0)
+    with pytest.raises(UserError, match="nothing to allocate for"):
+        api.quantize(_llama(), data=_rows(), formats="nvfp4")
+
+
 def test_every_layer_says_why() -> None:
     found = _allocate(Goal(bits=5.5))
     formats = {str(layer.weight) for layer in found.plan.layers if layer.kind == "linear"}
