@@ -57,8 +57,6 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[Dense]] = {
     "dense": Dense,
 }
 
-# From this many tokens on, 16-bit tensor cores are busy for longer than it takes to write W in 16 bit and read it.
-_DENSE_FROM = 512
 _FEW = 64
 _X_SHARED_BYTES = 200 << 10
 
@@ -83,18 +81,16 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     """A launch for a shape that nothing was measured for; the same for every call, and at once.
 
     With few tokens the time is that of reading W, which takes a few programs on every SM: K is split until there
-    are four. With many, W is written in 16 bit once.
+    are. With many, W is written in 16 bit once, at the speed of a copy, and the library multiplies.
     """
     rows, columns = shape
-    if prepacked:
-        if tokens > _FEW:
-            return DENSE
-        block_m = max(8, bucket(tokens))
-        return GluonTiles(block_m, _gluon_splits(rows, columns, block_m, hardware.sms * 6))
-    if tokens >= _DENSE_FROM:
-        return DENSE
     if tokens > _FEW:
-        return Tiles(64, 128, 64, _splits(rows // 128, columns, 64, hardware.sms), warps=8)
+        return DENSE
+    if prepacked:
+        block_m = max(8, bucket(tokens))
+        # Longer parts than 16 steps leave the last programs of a launch alone on the GPU.
+        wanted = max(columns / 64 / 16, hardware.sms * 4 / (rows / 64))
+        return GluonTiles(block_m, min(_gluon_allowed(columns, block_m), key=lambda splits: abs(splits - wanted)))
     block_m = max(16, bucket(tokens))
     return Tiles(block_m, 64, 128, _splits(-(-rows // 64), columns, 128, hardware.sms * 4))
 
@@ -141,11 +137,6 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
     while splits * 2 <= min(wanted, most, 32):
         splits *= 2
     return splits
-
-
-def _gluon_splits(rows: int, columns: int, block_m: int, programs: int) -> int:
-    """The number of parts that comes nearest to `programs` programs."""
-    return min(_gluon_allowed(columns, block_m), key=lambda splits: abs(splits * (rows // 64) - programs))
 
 
 def _gluon_allowed(columns: int, block_m: int) -> list[int]:

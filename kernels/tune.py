@@ -30,7 +30,8 @@ from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
 from quant.kernels.linear import QuantLinear
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+# A launch for 16 tokens serves 2: the time is that of reading the weight. One for 64 would waste registers on them.
+_REACH = 4
 _SHIPPED = Path(__file__).resolve().parent / "tuned"
 
 
@@ -54,8 +55,15 @@ def _found(module: str) -> bool:
 
 
 def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> tiles.Choice | None:
-    """The measured launch for a shape, or None."""
-    return _table(gpu.name).get(key(format, tokens, shape, prepacked))
+    """The launch that was measured for a shape and these tokens, or for the next larger number of them, or None."""
+    table = _table(gpu.name)
+    count = tiles.bucket(tokens)
+    for _ in range(_REACH):
+        found = table.get(key(format, count, shape, prepacked))
+        if found is not None:
+            return found
+        count *= 2
+    return None
 
 
 def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:

@@ -1,5 +1,6 @@
 """Facts about GPUs, and launches chosen from them."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -89,6 +90,7 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     path = tune.store(gpu, {tune.key(form, 8, shape, prepacked=False): tune.Timing(best, 12.5, 0.001)})
     assert path.parent == tmp_path
     assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
+    assert tune.look_up(gpu, form, 1, shape, prepacked=False) == best
     assert tune.look_up(gpu, form, 9, shape, prepacked=False) is None
     assert tune.look_up(gpu, form, 5, shape, prepacked=True) is None
     tune.store(gpu, {tune.key(form, 16, shape, prepacked=False): tune.Timing(tiles.DENSE, 3.0, 0.0)})
@@ -110,3 +112,21 @@ def test_a_guess_covers_the_shape_and_repeats(format: str, tokens: int) -> None:
             columns = FORMATS[format].block[1]
             assert columns == 0 or first.block_k % columns == 0 or columns % first.block_k == 0
         assert first in tiles.candidates(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
+
+
+def test_the_shipped_tables_can_be_launched() -> None:
+    """Every entry names a format and a shape, and a launch that the kernels take for it."""
+    tables = list(tune._SHIPPED.glob("*.json"))
+    assert [path.stem for path in tables] == ["h100"]
+    for path in tables:
+        gpu = get_hardware(path.stem)
+        entries = json.loads(path.read_text())["entries"]
+        assert len(entries) > 20
+        for name, entry in entries.items():
+            format, layout, tokens, rows, columns = name.split("|")
+            choice, shape = tiles.from_dict(entry["choice"]), (int(rows), int(columns))
+            assert isinstance(choice, tiles.Tiles | tiles.GluonTiles | tiles.Dense)
+            assert isinstance(choice, tiles.GluonTiles) <= (layout == "prepacked")
+            assert choice in tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
+            # No peer of the entry reads more than the memory delivers.
+            assert FORMATS[format].nbytes(shape) / entry["microseconds"] * 1e6 < gpu.bandwidth
