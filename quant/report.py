@@ -24,6 +24,7 @@ import torch
 from quant.allocation_record import AllocationRecord
 from quant.calibration.costs import kv_cache_bytes
 from quant.calibration.sensitivity import Sensitivity
+from quant.errors import counted
 from quant.evaluation import Evaluation
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
@@ -371,8 +372,9 @@ def summary(report: Report) -> list[tuple[str, str]]:
     for name, members in formats.items():
         snr = [layer.snr_db for layer in members if layer.snr_db is not None]
         error = f", SNR {min(snr):.1f} to {max(snr):.1f} dB" if snr else ""
-        count = f"{len(members)} layer{'s' if len(members) > 1 else ''}"
-        rows.append((name, f"{count}, {megabytes(sum(layer.nbytes for layer in members))}{error}"))
+        rows.append(
+            (name, f"{counted(len(members), 'layer')}, {megabytes(sum(layer.nbytes for layer in members))}{error}")
+        )
     evaluation = report.evaluation
     if evaluation is not None:
         base = evaluation.baseline_perplexity
@@ -382,6 +384,20 @@ def summary(report: Report) -> list[tuple[str, str]]:
             rows.append(("KL", f"{evaluation.kl:.4f} nats, mean over {evaluation.tokens:,} tokens"))
         if evaluation.top1 is not None:
             rows.append(("top-1 agreement", f"{100 * evaluation.top1:.1f}%"))
+    if (record := report.allocation) is not None:
+        chosen, count = record.chosen, counted(len(record.rounds), "round")
+        rows.append(
+            (
+                "allocation",
+                f"{chosen.bits:.3f} bits over all weights to choose for; loss {chosen.kl_predicted:.4g} predicted, "
+                f"{chosen.kl_measured:.4g} measured after {count}",
+            )
+        )
+    if (receipt := report.receipt) is not None:
+        failed = sum(not layer.passed for layer in receipt.layers) + sum(not entry.passed for entry in receipt.audit)
+        verdict = "passed" if receipt.passed else "FAILED"
+        checks = counted(len(receipt.layers) + len(receipt.audit), "check")
+        rows.append(("export receipt", f"{verdict}, {failed} of {checks} failed" if failed else f"{verdict}, {checks}"))
     if report.seconds:
         rows.append(("time", ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in report.seconds.items())))
     if report.peak_rss_bytes is not None:

@@ -16,7 +16,7 @@ from quant.allocation_record import Budget
 from quant.calibration.sensitivity import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import KVCache, Receipt, Report, kv_cache_of, render_html
+from quant.report import KVCache, Receipt, Report, kv_cache_of, render_html, summary
 
 Rich = tuple[Report, Plan]
 
@@ -344,3 +344,15 @@ def test_own_reasons_stand_in_the_rows(rich_report: Rich) -> None:
     assert html.count("<details class=plan") == len(
         {(m.format, m.activation) for m in report.layers if m.format}
     ) + len({m.reason for m in report.layers if not m.format})
+
+
+def test_the_terminal_says_the_same(rich_report: Rich) -> None:
+    report = rich_report[0]
+    assert report.allocation is not None and report.receipt is not None
+    rows = dict(summary(report))
+    chosen = report.allocation.chosen
+    assert rows["allocation"].startswith(f"{chosen.bits:.3f} bits")
+    assert f"{chosen.kl_measured:.4g} measured after 2 rounds" in rows["allocation"]
+    assert rows["export receipt"] == f"FAILED, 2 of {2 * len(report.receipt.layers)} checks failed"
+    passed = replace(report, receipt=Receipt((report.receipt.layers[0],), (), True))
+    assert dict(summary(passed))["export receipt"] == "passed, 1 check"
