@@ -120,7 +120,7 @@ def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
 
 def _words(choice: tiles.Choice) -> str:
     if isinstance(choice, tiles.GluonTiles):
-        return f"gluon {choice.block_m}/{choice.splits}"
+        return f"gluon {choice.block_m}/{choice.splits} w{choice.warps}"
     if isinstance(choice, tiles.Tiles):
         c = choice
         swap = "ᵀ" if c.swap else ""

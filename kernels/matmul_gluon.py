@@ -1,10 +1,10 @@
 """NVFP4 weight-only matmul for Hopper's tensor cores, in Gluon: y = x · Wᵀ for few tokens, as fast as W can be read.
 
-    program (tile of 64 rows of W, part of K)           W : int32 in the order of `kernels/prepack.py`
+    program (64, 128 or 256 rows of W, part of K)       W : int32 in the order of `kernels/prepack.py`
       x [block_m, part of K]  ──cp.async──▶ shared      x : [tokens, in] BF16
-      for each 64 columns:                              acc: [64, block_m] FP32
+      for each 64 columns:                              acc: [rows, block_m] FP32
         codes, scales  ──16 bytes a thread──▶ registers ─ 13 instructions for 8 codes ─▶ BF16, A operand of wgmma
-        acc += W [64, 64] · xᵀ [64, block_m]
+        acc += W [rows, 64] · xᵀ [64, block_m]
 
 The left operand of a wgmma may come from registers, so W never passes through shared memory: a thread reads the
 codes that it will multiply, two steps ahead, and decodes them in place. Elements times block scales are exact in
@@ -47,17 +47,18 @@ _HALVES = gl.constexpr("mov.b32 {$0,$1},$2;")
 
 
 @gluon.jit
-def _load_codes(words, tile, layout: gl.constexpr):
-    thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+def _codes_of(words, K, layout: gl.constexpr, warps: gl.constexpr):
+    """Where each thread finds its four words of a tile; a warpgroup has a row of tiles to itself."""
+    thread = gl.arange(0, 32 * warps, gl.SliceLayout(1, layout))
     word = gl.arange(0, 4, gl.SliceLayout(0, layout))
-    return gl.load(words + tile * 512 + (thread[:, None] * 4 + word[None, :]))
+    return words + ((thread // 128 * (K // 64) * 512 + thread % 128 * 4)[:, None] + word[None, :])
 
 
 @gluon.jit
-def _load_scales(scales, tile, layout: gl.constexpr):
-    thread = gl.arange(0, 128, gl.SliceLayout(1, layout))
+def _scales_of(scales, K, layout: gl.constexpr, warps: gl.constexpr):
+    thread = gl.arange(0, 32 * warps, gl.SliceLayout(1, layout))
     word = gl.arange(0, 2, gl.SliceLayout(0, layout))
-    return gl.load(scales + tile * 64 + ((thread // 4)[:, None] * 2 + word[None, :]))
+    return scales + ((thread // 128 * (K // 64) * 64 + thread % 128 // 4 * 2)[:, None] + word[None, :])
 
 
 @gluon.jit
@@ -69,8 +70,8 @@ def _halves(pair):
 
 
 @gluon.jit
-def _decode(words, scales):
-    """int32 [128, 4] and [128, 2] of a tile to its BF16 values · 2^-7, [64, 64], each in the thread that holds it."""
+def _decode(words, scales, warps: gl.constexpr):
+    """int32 [threads, 4] and [threads, 2] to BF16 values · 2^-7, [16 · warps, 64], each in the thread that holds it."""
     c0, c1, c2, c3 = gl.inline_asm_elementwise(
         _CODES, "=r,=r,=r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -83,10 +84,11 @@ def _decode(words, scales):
         is_pure=True,
         pack=1,
     )
-    scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([128, 2, 4])  # thread b s
+    scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([32 * warps, 2, 4])  # thread b s
     scale = gl.join(gl.join(scale, scale), gl.join(scale, scale)).permute([0, 2, 3, 4, 1])
     scale = gl.convert_layout(scale, value.type.layout, assert_trivial=True)
-    return (value * scale).reshape([4, 8, 4, 4, 2, 2, 2]).permute([0, 6, 1, 3, 5, 2, 4]).reshape([64, 64])
+    product = (value * scale).reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
+    return product.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * warps, 64])
 
 
 @gluon.jit(do_not_specialize=["M", "splits"])
@@ -95,23 +97,27 @@ def linear_kernel(
     M, N, K, x_stride, splits,
     has_bias: gl.constexpr, block_m: gl.constexpr, steps: gl.constexpr, split: gl.constexpr,
 ):  # fmt: skip
-    """One tile of 64 outputs and `block_m` tokens; `steps`, a power of two, tiles of K."""
+    """One tile of `rows` outputs and `block_m` tokens; `steps`, a power of two, tiles of K."""
+    warps: gl.constexpr = gl.num_warps()
+    rows: gl.constexpr = 16 * warps
     accumulator: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_m, 16]
+        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16]
     )
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=2)
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    scale_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    scale_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [warps, 1], [1, 0])
     x_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
     tile_n, tile_m, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
 
     first = part * steps
-    tile = tile_n * (K // 64) + first
-    w0 = _load_codes(words, tile, word_layout)
-    s0 = _load_scales(scales, tile, scale_layout)
-    w1 = _load_codes(words, tile + 1, word_layout)
-    s1 = _load_scales(scales, tile + 1, scale_layout)
+    tile = tile_n * (rows // 64) * (K // 64) + first
+    codes = _codes_of(words + tile.to(gl.int64) * 512, K, word_layout, warps)
+    factors = _scales_of(scales + tile.to(gl.int64) * 64, K, scale_layout, warps)
+    w0 = gl.load(codes)
+    s0 = gl.load(factors)
+    w1 = gl.load(codes + 512)
+    s1 = gl.load(factors + 64)
 
     # All of x in one copy, step by step: one below the other as [steps · block_m, 64].
     stack = gl.allocate_shared_memory(gl.bfloat16, [steps * block_m, 64], x_shared)
@@ -126,16 +132,16 @@ def linear_kernel(
     fence_async_shared()
     gl.thread_barrier()
 
-    acc = gl.zeros((64, block_m), gl.float32, accumulator)
+    acc = gl.zeros((rows, block_m), gl.float32, accumulator)
     for step in range(0, steps, 2):
-        ahead = tile + gl.minimum(step + 2, steps - 2)
-        w2 = _load_codes(words, ahead, word_layout)
-        s2 = _load_scales(scales, ahead, scale_layout)
-        w3 = _load_codes(words, ahead + 1, word_layout)
-        s3 = _load_scales(scales, ahead + 1, scale_layout)
-        a = gl.convert_layout(_decode(w0, s0), operand, assert_trivial=True)
+        ahead = gl.minimum(step + 2, steps - 2)
+        w2 = gl.load(codes + ahead * 512)
+        s2 = gl.load(factors + ahead * 64)
+        w3 = gl.load(codes + ahead * 512 + 512)
+        s3 = gl.load(factors + ahead * 64 + 64)
+        a = gl.convert_layout(_decode(w0, s0, warps), operand, assert_trivial=True)
         acc = warpgroup_mma(a, shared.index(step).permute((1, 0)), acc, is_async=True)
-        b = gl.convert_layout(_decode(w1, s1), operand, assert_trivial=True)
+        b = gl.convert_layout(_decode(w1, s1, warps), operand, assert_trivial=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
         acc = warpgroup_mma(b, shared.index(step + 1).permute((1, 0)), acc, is_async=True)
         acc = warpgroup_mma_wait(0, deps=[acc])
@@ -144,23 +150,23 @@ def linear_kernel(
         w1 = w3
         s1 = s3
 
-    n = gl.arange(0, 64, gl.SliceLayout(1, accumulator))
+    n = gl.arange(0, rows, gl.SliceLayout(1, accumulator))
     m = gl.arange(0, block_m, gl.SliceLayout(0, accumulator))
     if split:
         tiles = gl.num_programs(0) * gl.num_programs(1)
         index = tile_m * gl.num_programs(0) + tile_n
         inside = n[:, None] * block_m + m[None, :]
-        gl.store(partial + (part * tiles + index).to(gl.int64) * (64 * block_m) + inside, acc)
+        gl.store(partial + (part * tiles + index).to(gl.int64) * (rows * block_m) + inside, acc)
         gl.thread_barrier()
         if gl.atomic_add(counter + index, 1, sem="acq_rel") == splits - 1:
-            total = gl.zeros((64, block_m), gl.float32, accumulator)
+            total = gl.zeros((rows, block_m), gl.float32, accumulator)
             for other in range(splits):
-                source = partial + (other * tiles + index).to(gl.int64) * (64 * block_m) + inside
+                source = partial + (other * tiles + index).to(gl.int64) * (rows * block_m) + inside
                 total += gl.load(source, cache_modifier=".cg")
-            _finish(total, global_scale, bias, y, tile_n * 64 + n, tile_m * block_m + m, M, N, has_bias)
+            _finish(total, global_scale, bias, y, tile_n * rows + n, tile_m * block_m + m, M, N, has_bias)
             gl.store(counter + index, 0)
     else:
-        _finish(acc, global_scale, bias, y, tile_n * 64 + n, tile_m * block_m + m, M, N, has_bias)
+        _finish(acc, global_scale, bias, y, tile_n * rows + n, tile_m * block_m + m, M, N, has_bias)
 
 
 @gluon.jit
@@ -178,8 +184,9 @@ def dequantize_kernel(words, scales, global_scale, out, K):
     scale_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
     rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     tile_k, tile_n = gl.program_id(0), gl.program_id(1)
-    tile = tile_n * (K // 64) + tile_k
-    value = _decode(_load_codes(words, tile, word_layout), _load_scales(scales, tile, scale_layout))
+    tile = (tile_n * (K // 64) + tile_k).to(gl.int64)
+    codes = gl.load(_codes_of(words + tile * 512, K, word_layout, 4))
+    value = _decode(codes, gl.load(_scales_of(scales + tile * 64, K, scale_layout, 4)), 4)
     value = gl.convert_layout(value, rows).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * 128.0)
     n = tile_n * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))
     k = tile_k * 64 + gl.arange(0, 64, gl.SliceLayout(0, rows))
@@ -203,17 +210,18 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     y = x.new_empty(M, N)
     if not M:
         return y
-    grid = (N // 64, triton.cdiv(M, tiles.block_m), tiles.splits)
+    rows = 16 * tiles.warps
+    grid = (N // rows, triton.cdiv(M, tiles.block_m), tiles.splits)
     partial = counter = y
     if tiles.splits > 1:
-        parts = (tiles.splits, grid[0] * grid[1] * 64 * tiles.block_m)
+        parts = (tiles.splits, grid[0] * grid[1] * rows * tiles.block_m)
         partial = torch.empty(parts, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, grid[0] * grid[1])
     linear_kernel[grid](
         x, weight.codes, weight.scale, weight.global_scale, x if bias is None else bias, y, partial, counter,
         M, N, K, x.stride(0), tiles.splits,
         has_bias=bias is not None, block_m=tiles.block_m, steps=K // 64 // tiles.splits, split=tiles.splits > 1,
-        num_warps=4,
+        num_warps=tiles.warps,
     )  # fmt: skip
     return y
 

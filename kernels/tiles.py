@@ -38,10 +38,17 @@ class Tiles:
 
 @dataclass(frozen=True)
 class GluonTiles:
-    """A launch of Hopper's kernel: tokens of a tile (8, 16, … 256), and the programs that share the K of one tile."""
+    """A launch of Hopper's kernel.
+
+    Attributes:
+        block_m: tokens of a tile: 8, 16, … 256.
+        splits: programs that share the K of one tile.
+        warps: 4, 8 or 16; a program has 16 rows of W a warp.
+    """
 
     block_m: int
     splits: int
+    warps: int = 4
 
 
 @dataclass(frozen=True)
@@ -103,10 +110,14 @@ def candidates(
     found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:
         block_m = max(8, min(bucket(tokens), 128))
-        tiles = rows // 64 * -(-tokens // block_m)
-        for splits in _gluon_allowed(columns, block_m):
-            if tokens <= 256 and (splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms):
-                found.append(GluonTiles(block_m, splits))
+        for warps in (4, 8, 16):
+            tiles = rows // (16 * warps) * -(-tokens // block_m)
+            # 16 warps have 128 registers a thread: too few for the sums of 128 tokens.
+            if tokens > 256 or rows % (16 * warps) or warps * block_m > 1024:
+                continue
+            for splits in _gluon_allowed(columns, block_m):
+                if splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms:
+                    found.append(GluonTiles(block_m, splits, warps))
     elif tokens <= _FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):

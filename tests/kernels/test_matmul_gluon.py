@@ -15,7 +15,7 @@ from quant.kernels.hardware import TARGETS
 from quant.kernels.tiles import GluonTiles, bucket, guess
 
 
-def compiled(block_m: int, steps: int, split: bool) -> CompiledKernel:
+def compiled(block_m: int, steps: int, split: bool, warps: int) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -30,13 +30,16 @@ def compiled(block_m: int, steps: int, split: bool) -> CompiledKernel:
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned}
     values = {(names.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=values, attrs=attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    return CompiledKernel("linear_kernel", result.asm["ptx"], 90, (), 4, result.metadata.shared)
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    return CompiledKernel("linear_kernel", result.asm["ptx"], 90, (), warps, result.metadata.shared)
 
 
-@pytest.mark.parametrize(("block_m", "steps", "split"), [(8, 16, True), (16, 16, True), (64, 8, True), (16, 64, False)])
-def test_weights_go_from_registers_into_wgmma(block_m: int, steps: int, split: bool) -> None:
-    kernel = compiled(block_m, steps, split)
+@pytest.mark.parametrize(
+    ("block_m", "steps", "split", "warps"),
+    [(8, 16, True, 4), (16, 16, True, 8), (64, 8, True, 4), (64, 16, True, 16), (128, 8, True, 8), (16, 64, False, 16)],
+)
+def test_weights_go_from_registers_into_wgmma(block_m: int, steps: int, split: bool, warps: int) -> None:
+    kernel = compiled(block_m, steps, split, warps)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
