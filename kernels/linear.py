@@ -108,9 +108,17 @@ class _QuantModule(nn.Module):
             self.register_buffer(name, buffers[name])
 
     @property
-    def quantized_weight(self) -> BlockScaledTensor:
-        """The weight, sharing the module's buffers."""
+    def stored_weight(self) -> BlockScaledTensor:
+        """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/prepack.py`)."""
         return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)
+
+    @property
+    def quantized_weight(self) -> BlockScaledTensor:
+        """The weight in the layout of a checkpoint, sharing the module's buffers unless they are prepacked."""
+        from quant.kernels.prepack import is_prepacked, restore
+
+        weight = self.stored_weight
+        return restore(weight) if is_prepacked(weight) else weight
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight's values, `[..., out, in]`."""
@@ -177,7 +185,7 @@ class QuantLinear(_QuantModule):
         """`[..., in]` to `[..., out]`, in the dtype of `x`."""
         parts = self.parts
         x = parts.input(x)
-        y = quantized_linear(x, self.quantized_weight, self.bias, self.input_scale, self.activation_format)
+        y = quantized_linear(x, self.stored_weight, self.bias, self.input_scale, self.activation_format)
         branch = parts.branch(x)
         return y if branch is None else y + branch
 
@@ -224,7 +232,7 @@ class QuantExperts(_QuantModule):
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
-        return quantized_linear(x, self.quantized_weight.matrix(index), None, self.input_scale, self.activation_format)
+        return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
 
 def experts_forward(

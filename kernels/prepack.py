@@ -125,13 +125,13 @@ def prepack_model(model: nn.Module) -> dict[str, str]:
     """
     skipped = {}
     for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear) or is_prepacked(module.quantized_weight):
+        if not isinstance(module, QuantLinear) or is_prepacked(module.stored_weight):
             continue
-        reason = why_not(module.quantized_weight)
+        reason = why_not(module.stored_weight)
         if reason:
             skipped[name] = reason
             continue
-        _replace(module, prepack(module.quantized_weight))
+        _replace(module, prepack(module.stored_weight))
         module.register_state_dict_post_hook(_save_restored)
     return skipped
 
@@ -139,8 +139,8 @@ def prepack_model(model: nn.Module) -> dict[str, str]:
 def restore_model(model: nn.Module) -> None:
     """Undoes `prepack_model`."""
     for module in model.modules():
-        if isinstance(module, QuantLinear) and is_prepacked(module.quantized_weight):
-            _replace(module, restore(module.quantized_weight))
+        if isinstance(module, QuantLinear) and is_prepacked(module.stored_weight):
+            _replace(module, restore(module.stored_weight))
 
 
 def _replace(module: QuantLinear, weight: BlockScaledTensor) -> None:
@@ -149,7 +149,7 @@ def _replace(module: QuantLinear, weight: BlockScaledTensor) -> None:
 
 def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
     assert isinstance(module, QuantLinear)
-    weight = module.quantized_weight
+    weight = module.stored_weight
     if is_prepacked(weight):
         weight = restore(weight)
         state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale

@@ -212,7 +212,7 @@ def shapes_of(model: nn.Module) -> list[BlockScaledTensor]:
     found: dict[tuple[str, tuple[int, ...]], BlockScaledTensor] = {}
     for module in model.modules():
         if isinstance(module, QuantLinear):
-            found.setdefault((module.weight_format.name, module.weight_shape), module.quantized_weight)
+            found.setdefault((module.weight_format.name, module.weight_shape), module.stored_weight)
     return list(found.values())
 
 

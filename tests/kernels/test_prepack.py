@@ -105,9 +105,10 @@ def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     x = torch.randn(3, 128)
     y, saved = model(x), {name: value.clone() for name, value in model.state_dict().items()}
     assert prepack_model(model) == {"1": "the shape [32, 128] is no multiple of [64, 128]"}
-    assert is_prepacked(model[0].quantized_weight)
+    assert is_prepacked(model[0].stored_weight)
+    assert torch.equal(model[0].quantized_weight.codes, saved["0.codes"])
     assert torch.equal(model(x), y)
     now = model.state_dict()
     assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
     restore_model(model)
-    assert not is_prepacked(model[0].quantized_weight) and torch.equal(model(x), y)
+    assert not is_prepacked(model[0].stored_weight) and torch.equal(model(x), y)
