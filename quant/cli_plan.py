@@ -145,7 +145,8 @@ def validate_command(
 
     Checks the plan by itself, and against the model and the runtime that are named. No weight is read.
     """
-    from quant.plan_tools import model_layers, read_plan, validate
+    from quant.model_shapes import model_layers
+    from quant.plan_tools import read_plan, validate
     from quant.recipes.targets import get_target
 
     target = get_target(target_name) if target_name else None

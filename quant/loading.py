@@ -106,7 +106,7 @@ def open_model(
         _refuse_factory(model_factory, f"a module ({type(source).__name__})")
         return _open_module(source, wanted)
     name = str(source)
-    path = _find(name)
+    path = find_model(name)
     kind = "huggingface" if path.is_dir() else load_state.sniff(path)
     if kind not in ("safetensors", "torch"):
         _refuse_factory(model_factory, f"{path} ({kind})")
@@ -174,8 +174,12 @@ def _tokenizer_loader(kind: str, path: Path | str) -> Callable[[], Any]:
     return refuse
 
 
-def _find(name: str) -> Path:
-    """The directory or file that the user means."""
+def find_model(name: str) -> Path:
+    """The directory or file that the user means.
+
+    Raises:
+        UserError: there is none; the message says how to get it.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return path

@@ -7,9 +7,7 @@
 Members of a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that
 would split a group is refused with the members it left out.
 
-Validating reads a file's header where that is enough (names and shapes of every tensor are in it) and builds the
-model on the meta device where it is not, for instance because transformers renames or fuses what is stored. Either
-way no weight is read.
+The layers that a plan is validated against come from `quant.model_shapes`, which reads no weight.
 """
 
 from __future__ import annotations
@@ -421,7 +419,7 @@ def _check_groups(plan: Plan) -> list[Problem]:
 
 
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
-    found = []
+    found: list[Problem] = []
     followed = _check_fused(plan, target, found)
     for layer in plan.quantized:
         remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
@@ -439,7 +437,7 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
         for names in target.fused:
             if last in names and layer.kind == "linear":
                 siblings.setdefault((parent, names), []).append(layer)
-    followed = set()
+    followed: set[str] = set()
     for (parent, names), members in siblings.items():
         members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
         followed.update(m.name for m in members[:-1])
@@ -453,72 +451,6 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
             what = f"{target.name} merges these, and {members[0].weight} then needs one global scale for all"
             found.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
     return followed
-
-
-# Shapes of a model, from headers where they are enough
-
-
-def model_layers(
-    model: str, plan: Plan | None = None, *, model_factory: str | None = None, unsafe_load: bool = False
-) -> list[Layer]:
-    """The layers of a model, without reading a weight.
-
-    If the tensors in the files' headers are just those that `plan` names, that settles it, and transformers is not
-    even imported. Otherwise the model is built on the meta device.
-
-    Args:
-        model: as for `quantize`.
-        plan: what to look for.
-        model_factory, unsafe_load: as for `open_model`.
-    """
-    if plan is not None and model_factory is None:
-        shapes = _header_shapes(Path(model).expanduser())
-        if shapes is not None and (layers := _settled(plan, shapes)) is not None:
-            return layers
-    from quant.loading import open_model
-    from quant.recipes.layers import find_layers, layers_of_state_dict
-
-    source = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True)
-    if source.model is not None:
-        return find_layers(source.model)
-    assert source.state_dict is not None
-    return layers_of_state_dict({name: tuple(tensor.shape) for name, tensor in source.state_dict.items()})
-
-
-def _header_shapes(path: Path) -> dict[str, tuple[int, ...]] | None:
-    """Shapes by tensor name from the safetensors headers of a Hugging Face directory; None where there are none."""
-    from quant.load_state import read_header
-
-    index = path / "model.safetensors.index.json"
-    if (path / "model.safetensors").is_file():
-        shards = [path / "model.safetensors"]
-    elif index.is_file():
-        shards = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    else:
-        return None
-    if not (path / "config.json").is_file() or "quantization_config" in json.loads((path / "config.json").read_text()):
-        return None
-    return {
-        name: tuple(entry["shape"]) for shard in shards if shard.is_file() for name, entry in read_header(shard).items()
-    }
-
-
-def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] | None:
-    """The plan's layers as `shapes` has them, if the two name the same weights; None if that takes a closer look."""
-    stored = {}
-    for name, shape in shapes.items():
-        stem, _, last = name.rpartition(".")
-        if last == "weight":
-            stored[stem] = shape
-        elif len(shape) > 2:
-            stored[name] = shape
-    tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
-    if set(plan.by_name) - tied != set(stored) - tied:
-        return None
-    return [
-        Layer(layer.name, layer.kind, stored.get(layer.name, layer.shape), layer.group, layer.tied_to)
-        for layer in plan.layers
-    ]
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

@@ -9,18 +9,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 from quant.cli import main
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
+from quant.model_shapes import gguf_header, model_layers
 from quant.plan_tools import (
     Problem,
     diff,
     edit,
     input_of,
-    model_layers,
     parse_setting,
     read_plan,
     set_kv_cache,
@@ -412,6 +414,51 @@ def test_a_plan_of_another_model_is_settled_by_building(golden: Plan) -> None:
     found = validate(renamed, model_layers(str(BASE), renamed))
     assert {p.where for p in found if p.what == "is not in the model"} == set(renamed.by_name)
     assert {p.where for p in found if "not in the plan" in p.what} == set(golden.by_name)
+
+
+# A GGUF file
+
+
+def gguf_of(golden: Plan, path: Path, blocks: int = 2) -> None:
+    """A GGUF file as another library writes it: metadata of every kind, and the golden model's shapes."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(blocks)
+    writer.add_context_length(64)
+    writer.add_bool("some.flag", True)
+    writer.add_float32("some.float", 0.5)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", "ä" * 40])
+    writer.add_array("tokenizer.ggml.scores", [0.0, 1.0, 2.0])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, blocks)
+    for layer in golden.layers:
+        if layer.tied_to is None:
+            writer.add_tensor(f"{names.get_name(layer.name)}.weight", np.zeros(layer.shape, np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_header_gives_shapes_by_the_models_names(
+    golden: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quant import loading
+
+    gguf_of(golden, tmp_path / "m.gguf")
+    monkeypatch.setattr(loading, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
+    layers = model_layers(str(tmp_path / "m.gguf"), golden)
+    assert [(m.name, m.shape) for m in layers] == [(m.name, m.shape) for m in golden.layers]
+    fields, shapes = gguf_header(tmp_path / "m.gguf")
+    assert (fields["general.architecture"], fields["llama.block_count"]) == ("llama", 2)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    assert shapes == {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
+
+
+def test_damaged_gguf_headers_go_to_the_loader(golden: Plan, tmp_path: Path) -> None:
+    gguf_of(golden, tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole[:200])
+    with pytest.raises(UserError, match=r"m\.gguf: a truncated or damaged GGUF file"):
+        model_layers(str(tmp_path / "m.gguf"), golden)
 
 
 # The commands
