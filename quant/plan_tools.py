@@ -106,8 +106,9 @@ def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False)
     for setting in settings:
         matched = _matched(plan, setting)
         if whole_groups:
+            names = {layer.name for layer in matched}
             groups = {layer.group for layer in matched if layer.group is not None}
-            matched = [m for m in plan.layers if m in matched or (m.group is not None and m.group in groups)]
+            matched = [m for m in plan.layers if m.name in names or m.group in groups]
         wanted.update(dict.fromkeys((layer.name for layer in matched), setting))
     inputs_too = any(layer.activation is not None for layer in plan.quantized)
     edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in wanted.items())
@@ -183,8 +184,9 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
 
 def _refuse_obstacles(plan: Plan, wanted: Mapping[str, Setting]) -> None:
     found: dict[str, list[str]] = {}
+    sharers = _sharers(plan)
     for name in wanted:
-        if problem := _layer_problem(plan, plan.by_name[name]):
+        if problem := _layer_problem(plan.by_name[name], sharers.get(name)):
             found.setdefault(problem, []).append(name)
     if found:
         listed = "; ".join(f"{_some(names)}: {problem}" for problem, names in found.items())
@@ -375,8 +377,9 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
 
 def _check_layers(plan: Plan) -> list[Problem]:
     found = []
+    sharers = _sharers(plan)
     for layer in plan.layers:
-        if problem := _layer_problem(plan, layer):
+        if problem := _layer_problem(layer, sharers.get(layer.name)):
             found.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))
         if layer.weight is None and layer.activation is not None:
             what = f"inputs in {layer.activation} and weights in 16 bit: no kernel takes that"
@@ -389,13 +392,17 @@ def _check_layers(plan: Plan) -> list[Problem]:
     return found
 
 
-def _layer_problem(plan: Plan, layer: LayerPlan) -> str | None:
-    """Why the layer cannot be stored as planned, whatever the runtime."""
+def _sharers(plan: Plan) -> dict[str, str]:
+    """Layers whose weight another layer has too, and which."""
+    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
+
+
+def _layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
+    """Why the layer cannot be stored as planned, whatever the runtime; `sharer` has the same weight."""
     if layer.weight is None:
         return None
     if len(layer.shape) < 2:
         return f"{layer.weight} is for matrices; this is {list(layer.shape)}"
-    sharer = next((m.name for m in plan.layers if m.tied_to == layer.name), None)
     if sharer is not None:
         return f"its weight is also that of {sharer}, and is stored once and in 16 bit"
     as_layer = Layer(layer.name, layer.kind, layer.shape, tied_to=layer.tied_to)
