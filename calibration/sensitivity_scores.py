@@ -33,11 +33,12 @@ from quant.calibration.blocks import Stop, block_names, find_chains
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity import METHODS, UNITS, GroupScores, Sensitivity
-from quant.calibration.trial import Seen, Trial, TrialLayer, measure_amax, prepared
+from quant.calibration.trial import Seen, Trial, TrialLayer, measure_amax, prepared, recomputed, same_tensor
 from quant.calibration.units import Result, rank_and_world, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
 
 _KEPT_BYTES = 1 << 29
+_ACTIVATION_BYTES = 2 << 30
 
 Progress = Callable[[str, int, int], None]
 Allowed = Mapping[str, Sequence[Candidate]]
@@ -132,7 +133,7 @@ class _Fisher:
         found: dict[str, Result] = {}
         for probe in range(self.divergence.probes):
             products = TokenProducts(self.trial, self.allowed)
-            with observed(self.trial, products.observe):
+            with observed(self.trial, products.observe, row.numel()):
                 self.divergence.probe(row, generator)
             if self.divergence.by_token:
                 found[str(probe)] = products.squares()
@@ -163,7 +164,7 @@ class TokenProducts:
     def observe(self, layer: TrialLayer, seen: Seen) -> None:
         """Takes in one call of a layer."""
         group, trial = layer.group, self.trial
-        if self.group != group or self.input is not seen.x:
+        if self.group != group or not same_tensor(self.input, seen.x):
             self._flush()
             self.group, self.input = group, seen.x
         now = trial.current(group)
@@ -341,11 +342,17 @@ class Resumed:
 
 
 @contextmanager
-def observed(trial: Trial, observe: Callable[..., None]) -> Iterator[None]:
-    """Within it, backward passes show every layer's input and output gradient."""
+def observed(trial: Trial, observe: Callable[..., None], tokens: int) -> Iterator[None]:
+    """Within it, backward passes over `tokens` tokens show every layer's input and output gradient.
+
+    Where what autograd would remember of all blocks is much, it remembers their inputs and runs each block again.
+    """
+    features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in trial.layers.values())
+    names = block_names(trial.model) if 2 * tokens * features > _ACTIVATION_BYTES else []
     trial.observe = observe
     try:
-        yield
+        with recomputed(trial.model, names):
+            yield
     finally:
         trial.observe = None
 

@@ -8,7 +8,8 @@ Quantized forms are kept packed (all candidates together take less than the 16-b
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
 
 For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
-input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards.
+input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards. Where even
+the inputs of all layers are too much, `recomputed` keeps those of blocks and runs each block again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.collect import collect_input_amax
@@ -224,7 +226,7 @@ class Trial:
         """`x` as a group sees it in a format; kept until another input comes."""
         if candidate.activation is None:
             return x
-        if self._rounded[0] != group or self._rounded[1] is not x:
+        if self._rounded[0] != group or not same_tensor(self._rounded[1], x):
             self._rounded = (group, x, {})
         by_name = self._rounded[2]
         if candidate.name not in by_name:
@@ -246,6 +248,24 @@ class Trial:
         amax = torch.stack([self.amax[member.name] for member in members]).amax()
         weight = self.layers[members[0].name].original
         return static_input_scale(amax, candidate.activation, self.stored or weight.dtype)
+
+
+def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory: recomputing a block hands out one object for each use of a tensor."""
+    return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
+
+
+@contextmanager
+def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Within it, backward passes run the blocks `names` again instead of remembering what happened inside them."""
+    blocks = [model.get_submodule(name) for name in names]
+    for block in blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for block in blocks:
+            del block.forward
 
 
 def measure_amax(

@@ -36,7 +36,7 @@ from quant import api
 from quant.allocation_record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.allocate import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
 from quant.calibration.candidates import KEPT, Candidate, groups_of, parse_candidates
-from quant.calibration.costs import Timing, get_timing, kv_cache_bytes
+from quant.calibration.costs import Timing, get_timing, kv_cache_bytes, memory_of
 from quant.calibration.divergence import Divergence, NextToken, divergence_of
 from quant.calibration.sensitivity import Sensitivity
 from quant.calibration.sensitivity_scores import TokenProducts, observed, score_groups
@@ -303,6 +303,8 @@ class _Space:
     groups: dict[str, list[LayerPlan]]
     candidates: dict[str, Candidate]
     allowed: dict[str, list[Candidate]]
+    unplanned_bytes: int
+    cache_bytes: int
     fixed_bytes: int
     fixed_seconds: float
     timing: Timing | None
@@ -367,7 +369,7 @@ class _Space:
             read = [layer.nbytes for layer in rest if layer.kind != "embedding"]
             heads = [2 * layer.numel for layer in rest if layer.kind == "head" and layer.tied_to is not None]
             seconds = timing.read(sum(read) + sum(heads) + cache)
-        return cls(base, groups, by_name, allowed, fixed, seconds, timing, goal.batch)
+        return cls(base, groups, by_name, allowed, unplanned, cache, fixed, seconds, timing, goal.batch)
 
     def problem(self, scores: Sensitivity) -> Problem:
         """As the solver takes it."""
@@ -467,6 +469,8 @@ class _Space:
             "method": scores.method, "formats": list(scores.formats), "goal": _goal_fields(goal),
             "bits": self.bits(choice), "kv_cache_tokens": goal.context * goal.batch,
         }  # fmt: skip
+        tokens = goal.context * goal.batch
+        note["memory"] = vars(memory_of(plan, unplanned=self.unplanned_bytes, kv_cache=self.cache_bytes, tokens=tokens))
         if self.timing is not None:
             note["seconds"] = problem.total("seconds", choice) + self.fixed_seconds
             note["timing"] = f"{self.timing.name}, {'measured' if self.timing.measured else 'roofline'}"
@@ -614,7 +618,7 @@ class Bench:
         self.trial.set(self.space.named(choice))
         for place, rows in enumerate(self.scored.split(1)):
             products = TokenProducts(self.trial, self.space.allowed)
-            with observed(self.trial, products.observe):
+            with observed(self.trial, products.observe, rows.numel()):
                 self.divergence.descend(rows, references[place])
             for i, group in enumerate(problem.groups):
                 for name, value in products.sums().get(group, {}).items():

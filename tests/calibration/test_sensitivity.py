@@ -318,6 +318,17 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
     assert plain.split is True and other.split is False  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("make", [_llama, _bert])
+def test_recomputing_blocks_changes_no_score(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = make(), _rows(2)
+    plain = _score(model, "nvfp4,fp8", "fisher", rows)
+    monkeypatch.setattr("quant.calibration.sensitivity_scores._ACTIVATION_BYTES", 0)
+    bounded = _score(model, "nvfp4,fp8", "fisher", rows)
+    for a, b in zip(plain.groups, bounded.groups, strict=True):
+        assert b.scores == pytest.approx(a.scores, rel=1e-5)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
 def test_units_add_up_in_one_order() -> None:
     values = {str(i): 10.0 ** ((-1) ** i * i) for i in range(12)}
     results = run_units(list(values), lambda name: {"g": {"f": values[name]}})

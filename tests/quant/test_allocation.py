@@ -133,6 +133,9 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
     held += sum(b.nbytes for n, b in quantized.named_buffers() if "inv_freq" in n)
     assert cache + held <= limit
     assert cache + held > 0.9 * limit
+    memory = found.plan.provenance["allocation"]["memory"]
+    assert memory["kv_cache"] == cache and memory["tokens"] == 2 * 4096
+    assert sum(memory[k] for k in ("codes", "scales", "embeddings", "rest", "kv_cache")) == cache + held
 
 
 def test_from_python_in_one_call() -> None:
