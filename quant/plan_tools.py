@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,7 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     return new if layer.cost is None else replace(new, cost=new.nbytes)
 
 
+@cache
 def input_of(weight: Format) -> Format | None:
     """The input format that belongs to a weight format: that of the preset with both; None where there is none."""
     for recipe in presets().values():

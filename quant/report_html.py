@@ -242,18 +242,17 @@ def _receipt(view: View) -> str:
 
 def _layers(view: View) -> str:
     """Every layer once, grouped by what it became and why."""
-    reasons = {(layer.format, layer.activation, layer.reason) for layer in view.report.layers}
-    # An allocator gives every layer a sentence of its own: they then stand in the rows, and not above each.
-    own = len(reasons) > 12 and 4 * len(reasons) > len(view.report.layers)
-    groups: dict[tuple[str | None, str | None, str], list[LayerResult]] = {}
+    # What an allocator scored has a sentence of its own for every layer: those stand in the rows, not above each.
+    groups: dict[tuple[str | None, str | None, str | None], list[LayerResult]] = {}
     for layer in view.report.layers:
-        apart = "" if own and layer.format else layer.reason
-        groups.setdefault((layer.format, layer.activation, apart), []).append(layer)
+        planned = view.planned(layer)
+        reason = layer.reason if planned is None or planned.score is None else None
+        groups.setdefault((layer.format, layer.activation, reason), []).append(layer)
     parts = []
     for (format, activation, reason), members in sorted(groups.items(), key=lambda item: view.rank(item[0][0])):
         inputs = f", inputs {activation}" if activation else ", inputs 16 bit" if format else ""
         size = _size(sum(layer.nbytes for layer in members))
-        each = own and format is not None
+        each = reason is None
         rows = "".join(_layer_row(view, layer, each) for layer in members)
         columns = ["layer", "shape", "bits", "bytes"]
         columns += [*(("SNR", "error", "solver") if format else ()), *(("why",) if each else ())]
@@ -454,6 +453,7 @@ summary { cursor:pointer; display:flex; align-items:baseline }
 summary::before { content:"▸"; color:var(--soft); width:18px; flex:none }
 summary::-webkit-details-marker { display:none } details[open] > summary::before { content:"▾" }
 summary > span { overflow-wrap:anywhere; min-width:0 } .reason { color:var(--soft); font-size:13.5px }
+@media (min-width:900px) { .layers td:not(.name):not(.why) { white-space:nowrap } }
 details table { margin-top:10px } .why { color:var(--soft); min-width:200px }
 tr:target td, tr.found td { background:color-mix(in srgb, var(--c0) 18%, transparent) }
 #filter { font:inherit; color:inherit; background:var(--bg); border:1px solid var(--line); border-radius:8px;
@@ -480,7 +480,7 @@ button { position:absolute; top:7px; right:7px; font:inherit; font-size:12.5px; 
  .numbers th:nth-child(4), .numbers td:nth-child(4) { display:none }
  .each thead { display:none } .each tr { display:grid; grid-template-columns:1fr auto auto; gap:2px 12px;
  border-bottom:1px solid var(--line); padding:6px 0 } .each td, .layers.each td.why { display:block; border:0;
- padding:0 } .layers.each td.why { grid-column:1/-1 }
+ padding:0 } .layers.each td.why { grid-column:1/-1; white-space:normal }
  .files thead { display:none } .files tr, .files td { display:block; padding-right:0 } .files td.name { border:0 }
  .files .hash { font-size:11px; color:var(--soft); padding-top:0 } }
 """

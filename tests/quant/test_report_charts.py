@@ -341,9 +341,11 @@ def test_own_reasons_stand_in_the_rows(rich_report: Rich) -> None:
     index, layer = next((i, m) for i, m in enumerate(report.layers) if m.format)
     row = re.search(rf'<tr id="L{index}" .*?<td class=why>{re.escape(layer.reason)}</td></tr>', html)
     assert row is not None
-    assert html.count("<details class=plan") == len(
-        {(m.format, m.activation) for m in report.layers if m.format}
-    ) + len({m.reason for m in report.layers if not m.format})
+    kept = next(i for i, m in enumerate(report.layers) if not m.format and "_proj" in m.name)
+    assert re.search(rf'<tr id="L{kept}" .*?<td class=why>keep: ', html)
+    # One part for each format, one for what was scored and kept, and one for each reason of all others.
+    others = {layer.reason for layer in report.layers if plan.by_name[layer.name].score is None}
+    assert html.count("<details class=plan") == 3 + len(others)
 
 
 def test_the_terminal_says_the_same(rich_report: Rich) -> None:
