@@ -35,7 +35,9 @@ from _table import machine, show, versions, write_json
 from torch import nn
 
 import quant
-from quant.allocation import Effort, Goal, allocate, score
+from quant.allocation import allocate, score
+from quant.allocation_loop import Effort
+from quant.allocation_space import Goal
 from quant.calibration.allocate import Problem, smallest, solve
 from quant.evaluation import evaluate
 from quant.formats.format import FORMATS

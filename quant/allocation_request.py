@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.allocation import FORMATS, Constraint, Goal
+from quant.allocation import FORMATS
+from quant.allocation_space import Constraint, Goal
 from quant.calibration.costs import parse_quantity
 from quant.errors import UserError
 

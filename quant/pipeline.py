@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from quant import api, checkpoint, console
-from quant.allocation import Allocation, Goal, allocate
+from quant.allocation import Allocation, allocate
 from quant.allocation_request import AllocationRequest
+from quant.allocation_space import Goal
 from quant.calibration.data import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate

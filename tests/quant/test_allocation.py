@@ -14,9 +14,11 @@ from click.testing import CliRunner
 from torch import nn
 
 from quant import api
-from quant.allocation import Allocation, Constraint, Effort, Goal, allocate
+from quant.allocation import Allocation, allocate
+from quant.allocation_loop import Effort
 from quant.allocation_record import AllocationRecord
 from quant.allocation_request import AllocationRequest
+from quant.allocation_space import Constraint, Goal
 from quant.calibration.allocate import Infeasible
 from quant.calibration.costs import kv_cache_bytes
 from quant.calibration.sensitivity import Sensitivity
