@@ -12,6 +12,8 @@ from typing import Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "quant.allocation": ("Allocation", "allocate"),
+    "quant.allocation_space": ("Goal",),
     "quant.api": ("Quantized", "apply_plan", "calibrate", "quantize"),
     "quant.calibration.data": ("calibration_rows", "token_rows"),
     "quant.checkpoint": ("load", "save"),
