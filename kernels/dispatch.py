@@ -1,6 +1,7 @@
 """Which kernel multiplies by a quantized weight on a GPU, and the checks that come before any launch.
 
     x ──checks──▶ rounded to the activation format ──▶ choose(format, tokens, shape) ──▶ kernel
+         both sides in one block-scaled format, on Blackwell ──▶ kernels/matmul_scaled.py
 
 The choice is a look-up: first what `quant tune` measured on this machine, then the table that is shipped for the
 GPU, then the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first one is as fast as the rest
@@ -9,11 +10,14 @@ once its kernel is compiled.
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch.nn.functional import linear as dense_linear
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, tiles, tune
 
 _FLOATS = (torch.float16, torch.bfloat16)
@@ -41,6 +45,9 @@ def linear(
     check(x, weight, bias)
     if x.dtype not in _FLOATS or not tune.has_triton():
         return None
+    if activation and activation == weight.format.name and _takes_scaled(weight, x.device):
+        y = _scaled_linear(x, weight, bias, input_scale)
+        return y.view(*x.shape[:-1], weight.shape[0])
     if activation:
         x = _round(x, FORMATS[activation], input_scale)
     rows = _rows(x)
@@ -120,6 +127,45 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     return matmul.dequantize(prepack.restore(weight), dtype)
 
 
+def _takes_scaled(weight: BlockScaledTensor, device: torch.device) -> bool:
+    """Whether this GPU's tensor cores take codes and block scales of both sides, and got a first product right."""
+    from quant.kernels import cast, matmul_scaled
+
+    form, columns = weight.format, weight.shape[1]
+    fits = form.name in matmul_scaled.SCALED_FORMATS and columns % form.block[1] == 0 and columns <= cast.MAX_COLUMNS
+    index = device.index or 0
+    return fits and hardware.current(index).has_block_scales and _multiplies_right(form.name, index)
+
+
+@cache
+def _multiplies_right(format: str, index: int) -> bool:
+    """Multiplies two random matrices once in a process, and compares with float64; says so where they differ."""
+    form = FORMATS[format]
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
+    weight = quantize(w, form)
+    y = _scaled_linear(x.bfloat16(), weight, None, None)
+    exact = fake_quantize(x.bfloat16().float(), form).double() @ weight.dequantize(torch.float64).T
+    error = float((y.double() - exact).norm() / exact.norm())
+    if error < 2**-7:
+        return True
+    warnings.warn(
+        f"the block-scaled kernel for {format} is wrong on this GPU (error {error:.1e}) and is not used: weights are "
+        "dequantized instead; please report the GPU, its driver and the version of Triton",
+        stacklevel=2,
+    )
+    return False
+
+
+def _scaled_linear(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+) -> torch.Tensor:
+    from quant.kernels import cast, matmul_scaled
+
+    quantized = cast.quantize(x, weight.format, global_scale=input_scale if weight.format.global_scale else None)
+    return matmul_scaled.scaled_linear(quantized, weight, bias, x.dtype)
+
+
 def _rows(x: torch.Tensor) -> torch.Tensor:
     """`[tokens, in]`, rows contiguous, and 16-byte aligned where their length allows it; a copy only where needed."""
     rows = x.reshape(-1, x.shape[-1])
@@ -131,6 +177,14 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """`fake_quantize`, in two passes where there is a kernel: to codes, and back."""
+    from quant.kernels import cast, matmul
+
+    columns = x.shape[-1]
+    whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
+    if format.name in cast.FORMATS_OUT and whole and columns <= cast.MAX_COLUMNS and x.numel():
+        static = {"global_scale" if format.global_scale else "scale": input_scale}
+        return matmul.dequantize(cast.quantize(x, format, **static), x.dtype).view(x.shape)
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)
     return fake_quantize(x, format, scale=input_scale)

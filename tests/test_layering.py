@@ -34,9 +34,11 @@ CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_
 
 # Files of Triton kernels, which load triton with themselves; whoever calls them imports them inside a function.
 TRITON_FILES: set[str] = {
+    "calibration/block_search_triton.py",
     "kernels/attention_triton.py",
     "kernels/matmul.py",
     "kernels/matmul_gluon.py",
+    "kernels/matmul_scaled.py",
     "kernels/cast.py",
     "kernels/fused.py",
 }
