@@ -24,6 +24,7 @@ from quant.cli_base import Toolbox as _Toolbox
 from quant.cli_export import export_command
 from quant.cli_generate import generate_command, tune_command
 from quant.cli_plan import plan_group
+from quant.cli_report import report_command
 from quant.cli_sensitivity import allocation_options, sensitivity_command, take_request
 
 # torch takes seconds to import: commands import what they need, so that --help does not wait for it.
@@ -181,6 +182,7 @@ def formats_command(as_json: bool, debug: bool) -> None:
 
 
 main.add_command(plan_group)
+main.add_command(report_command)
 main.add_command(sensitivity_command)
 main.add_command(audit_command)
 main.add_command(export_command)

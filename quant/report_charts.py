@@ -537,11 +537,11 @@ def _size(nbytes: float) -> str:
 
 # Export receipt
 
-_STAGES = (("fake_quant", "calibrated"), ("checkpoint", "checkpoint"), ("onnx", "ONNX"), ("engine", "engine"))
+_STAGES = (("fake_quant", "PyTorch"), ("checkpoint", "checkpoint"), ("onnx", "ONNX"), ("engine", "engine"))
 
 
 def receipt(record: Receipt) -> str:
-    """Whether every stage of an export does what was calibrated, layer by layer."""
+    """Whether every stage of an export does what the model does, layer by layer."""
     failed = [layer.name for layer in record.layers if not layer.passed] + [
         a.name for a in record.audit if not a.passed
     ]
@@ -583,9 +583,11 @@ def _receipt_layers(record: Receipt) -> str:
         return max((v for key, _ in ran if (v := getattr(layer, key)) is not None), default=0.0)
 
     worst = max(record.layers, key=largest)
+    exact = sum(largest(layer) == 0 for layer in record.layers)
     text = (
-        f"Relative error of each layer’s output against the original at every stage; stages that agree lie on each "
-        f"other. Worst: {worst.name}, {number(largest(worst))}."
+        "Each layer against what it should be, at every stage: the layer in PyTorch against the textbook in float64, "
+        f"the stored weight and the exported nodes against the layer. {exact} of {len(record.layers)} agree exactly "
+        f"at every stage; worst: {worst.name}, {number(largest(worst))}."
     )
     missing = [name for key, name in _STAGES if (key, name) not in ran]
     if missing:
@@ -595,9 +597,9 @@ def _receipt_layers(record: Receipt) -> str:
         + plot(
             "".join(drawn),
             y,
-            "Relative error of each layer at each stage of the export",
+            "Relative deviation of each layer at each stage of the export",
             xticks=[],
-            above="relative output error (logarithmic), lower is better",
+            above="relative deviation (logarithmic); what agrees exactly stands on the axis",
             below="layers, in model order",
             by_column=True,
         )

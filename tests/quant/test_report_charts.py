@@ -10,10 +10,12 @@ from html import unescape
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from quant import report_charts as charts
 from quant.allocation_record import Budget
 from quant.calibration.sensitivity import GroupScores, Sensitivity
+from quant.cli import main
 from quant.formats.format import get_format
 from quant.recipes.plan import LayerPlan, Plan
 from quant.report import KVCache, Receipt, Report, kv_cache_of, render_html, summary
@@ -285,7 +287,11 @@ def test_parts_survive_the_file(rich_report: Rich, tmp_path: Path) -> None:
     assert fields["receipt"]["layers"][5]["passed"] is False
     plain = replace(report, sensitivity=None, allocation=None, receipt=None, kv_cache=None).to_dict()
     assert {"sensitivity", "allocation", "receipt", "kv_cache"}.isdisjoint(plain)
-    for change in ({"allocation": {"bits": 3}}, {"receipt": {"passed": True, "rows": []}}, {"kv_cache": {"x": 1}}):
+    for change in (
+        {"allocation": {"bits": 3}},
+        {"receipt": {"layers": [{"name": "x"}], "passed": True}},
+        {"kv_cache": {"x": 1}},
+    ):
         (tmp_path / "bad.json").write_text(json.dumps({**fields, **change}))
         with pytest.raises(ValueError, match=r"bad\.json: not a valid report"):
             Report.load(tmp_path / "bad.json")
@@ -358,3 +364,29 @@ def test_the_terminal_says_the_same(rich_report: Rich) -> None:
     assert rows["export receipt"] == f"FAILED, 2 of {2 * len(report.receipt.layers)} checks failed"
     passed = replace(report, receipt=Receipt((report.receipt.layers[0],), (), True))
     assert dict(summary(passed))["export receipt"] == "passed, 1 check"
+
+
+def test_the_command_takes_a_receipt_up(rich_report: Rich, tmp_path: Path) -> None:
+    report, plan = rich_report
+    assert report.receipt is not None
+    replace(report, receipt=None).save(tmp_path / "report.json")
+    plan.save(tmp_path / "plan.json")
+    # As `quant export` writes it: with more in the file than a report shows.
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps({**report.receipt.to_dict(), "plan": plan.digest(), "engine": {"bytes": 1}}))
+    done = CliRunner().invoke(main, ["report", str(tmp_path), "--receipt", str(file)])
+    assert done.exit_code == 0, done.output
+    assert Report.load(tmp_path / "report.json") == report
+    assert (tmp_path / "report.html").read_text(encoding="utf-8") == render_html(report, plan)
+    before = (tmp_path / "report.json").read_bytes()
+    for change, message in (
+        ({"plan": "00"}, "the receipt of another plan"),
+        ({"layers": [{**report.receipt.to_dict()["layers"][0], "name": "x"}]}, "the receipt of another plan"),
+        ({"layers": [{"name": "x"}]}, "not a receipt"),
+    ):
+        file.write_text(json.dumps({**report.receipt.to_dict(), **change}))
+        done = CliRunner().invoke(main, ["report", str(tmp_path), "--receipt", str(file)])
+        assert done.exit_code == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert (tmp_path / "report.json").read_bytes() == before
+    missing = CliRunner().invoke(main, ["report", str(tmp_path / "none")])
+    assert missing.exit_code == 2 and "no report.json" in missing.stderr
