@@ -120,7 +120,7 @@ def plot(
         above, below: what the axes show.
         by_column: the pointer finds marks by their column alone.
     """
-    heights = [(f"{100 * (1 - y.at(t)):.2f}%", f"{t:g}") for t in y.ticks]
+    heights = [(f"{100 * (1 - y.at(t)):.2f}%", _tick(t)) for t in y.ticks]
     grid = "".join(f'<line x2="100%" y1="{height}" y2="{height}"/>' for height, _ in heights)
     ylabels = "".join(f'<span style="top:{height}">{text}</span>' for height, text in heights)
     xlabels = "".join(f'<span style="left:{100 * x:.2f}%">{escape(str(text))}</span>' for x, text in xticks)
@@ -130,6 +130,14 @@ def plot(
         f"<g class=grid>{grid}</g>{drawn}</svg></div><div class=xaxis>{xlabels}</div></div>"
         f"<p class='axis right'>{escape(below)}</p>"
     )
+
+
+def _tick(value: float) -> str:
+    """A round number, short enough for the margin."""
+    if value and abs(value) < 0.01:
+        digits, exponent = f"{value:.1e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return f"{value:g}"
 
 
 def legend(keys: Iterable[tuple[str, str]]) -> str:

@@ -443,7 +443,7 @@ th:last-child, td:last-child { padding-right:0 } tbody tr:last-child td { border
 .axis { font-size:12.5px; color:var(--soft) } .right { text-align:right }
 .plot { display:grid; grid-template-columns:34px 1fr; margin-top:14px }
 .yaxis, .xaxis, .field { position:relative; font-size:12px; color:var(--soft) }
-.yaxis span { position:absolute; right:8px; transform:translateY(-50%) }
+.yaxis span { white-space:nowrap; position:absolute; right:8px; transform:translateY(-50%) }
 .xaxis { grid-column:2; height:22px } .xaxis span { position:absolute; top:4px; transform:translateX(-50%) }
 .canvas { display:block; width:100%; height:300px; overflow:visible; touch-action:pan-y }
 .grid line { stroke:var(--line); stroke-width:1 }
