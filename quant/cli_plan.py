@@ -125,7 +125,12 @@ def edit_command(
 @plan_group.command("validate")
 @_PLAN
 @click.option("--model", help="The model that the plan is for; only its shapes are read.")
-@click.option("--target", "target_name", metavar="RUNTIME", help="vllm, sglang, … (`quant plan targets` lists them).")
+@click.option(
+    "--target",
+    "target_name",
+    metavar="RUNTIME",
+    help="vllm, sglang, … (`quant plan targets` lists them). By default the plan's own.",
+)
 @click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Builds the module of a state dict.")
 @click.option("--unsafe-load", is_flag=True, help="Unpickle whole modules. Runs code that is in the file.")
 @JSON
@@ -147,10 +152,14 @@ def validate_command(
     """
     from quant.model_shapes import model_layers
     from quant.plan_tools import read_plan, validate
-    from quant.recipes.targets import get_target
+    from quant.recipes.targets import TARGETS, get_target
 
-    target = get_target(target_name) if target_name else None
+    if target_name is not None:
+        get_target(target_name)
     plan, problems = read_plan(_file_of(plan_file))
+    # A plan may be for a GPU, whose name says nothing of the runtime.
+    target_name = target_name or (plan.target if plan.target in TARGETS else None)
+    target = get_target(target_name) if target_name else None
     layers = model_layers(model, plan, model_factory=model_factory, unsafe_load=unsafe_load) if model else None
     unread = {problem.where for problem in problems}
     problems += [problem for problem in validate(plan, layers, target) if problem.where not in unread]

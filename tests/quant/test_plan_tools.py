@@ -534,6 +534,9 @@ def test_validate_exits_with_what_it_found(plan_file: Path, golden: Plan, tmp_pa
     }
     text = quant("plan", "validate", plan_file, "--target", "tensorrt-rtx-sm89").stdout
     assert all(m.name in text for m in golden.quantized) and "14 problems in 14 places" in text
+    replace(golden, target="tensorrt-rtx-sm89").save(tmp_path / "own.json")
+    own = quant("plan", "validate", tmp_path / "own.json")
+    assert own.exit_code == 1 and "14 problems in 14 places, with target tensorrt-rtx-sm89" in own.stdout
     unknown = quant("plan", "validate", plan_file, "--target", "vlm")
     assert unknown.exit_code == 2 and "known targets: vllm" in unknown.stderr
     nothing = quant("plan", "validate", tmp_path / "none.json")
