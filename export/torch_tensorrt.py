@@ -1,0 +1,212 @@
+"""Quantized modules for torch-tensorrt: every linear as the quantize ops that it converts.
+
+    QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
+
+    format   op                                                          its scale, from ours
+    fp8      tensorrt::quantize_op(x, amax, 8, 4, …)                     amax = 448 · scale
+    nvfp4    tensorrt::dynamic_block_quantize_op(x, 16, amax, 4, 2, 8, 4)   amax = 6 · 448 · global scale
+
+The ops round and come back, so the graph holds weights in 16 bit, and TensorRT quantizes them when it builds the
+engine. For FP8 per tensor that gives our codes again. For NVFP4 it finds block scales anew, by the `max` rule, and a
+weight whose scales a solver searched would change without a word: such a layer is refused here, by its name.
+torch-tensorrt tells weights from inputs by the name of the module that an op was called in, which is why each
+quantizer is a module of that name.
+
+The ops belong to ModelOpt, and torch-tensorrt takes them from there. The file that `lower` writes is compiled on the
+GPU that is to run it:
+
+    import modelopt.torch.quantization, torch, torch_tensorrt
+    program = torch.export.load("model.pt2")
+    engine = torch_tensorrt.dynamo.compile(program, arg_inputs=[…], kwarg_inputs={…})
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from quant.export.aoti import EXPORTED_ATTENTION, exported_attention, traceable, visible
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.linear import QuantExperts, QuantLinear
+
+# What torch-tensorrt converts, and the ops' arguments after the tensor and its amax.
+_FORMATS = ("fp8", "nvfp4")
+_E4M3 = (8, 4)
+_E2M1 = (4, 2)
+
+
+def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]) -> Path:
+    """Writes `model` as an exported program over torch-tensorrt's quantize ops.
+
+    Args:
+        model: quantized; it is not changed.
+        path: of the program; ends in `.pt2`.
+        inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: the ops are not installed, or a layer that they cannot hold; nothing is written.
+    """
+    path = Path(path)
+    program = lowered_program(model, inputs)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
+        torch.export.save(program, Path(folder, path.name))
+        os.replace(Path(folder, path.name), path)
+    return path
+
+
+def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
+    """The program that `lower` writes.
+
+    Raises:
+        ValueError: see `lower`.
+    """
+    require_ops()
+    with torch.no_grad(), _lowered_linears(model), traceable(model, inputs, None, None) as graph:
+        try:
+            program = torch.export.export(graph, (), dict(inputs), strict=False)
+        except (torch._dynamo.exc.UserError, RuntimeError) as error:
+            text = " ".join(str(error).split())
+            raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
+        with visible({EXPORTED_ATTENTION: exported_attention}):
+            return program.run_decompositions({})
+
+
+def require_ops() -> None:
+    """Makes `torch.ops.tensorrt.quantize_op` and its block-wise twin known.
+
+    Raises:
+        ValueError: they are not installed.
+    """
+    if _has_ops():
+        return
+    try:
+        importlib.import_module("modelopt.torch.quantization")
+    except ImportError as error:
+        raise ValueError(
+            f"torch-tensorrt's quantize ops come with nvidia-modelopt, which cannot be imported ({error}): "
+            "pip install 'blockscale[modelopt]', and torch-tensorrt on the GPU that compiles the program"
+        ) from error
+    if not _has_ops():
+        raise ValueError("this nvidia-modelopt has no tensorrt::quantize_op; install 0.47 or later")
+
+
+def _has_ops() -> bool:
+    return all(hasattr(torch.ops.tensorrt, name) for name in ("quantize_op", "dynamic_block_quantize_op"))
+
+
+class _Fp8Quantizer(nn.Module):
+    """To E4M3 and back; without a static `amax` it is measured in the graph."""
+
+    amax: torch.Tensor | None
+
+    def __init__(self, amax: torch.Tensor | None) -> None:
+        super().__init__()
+        self.register_buffer("amax", amax)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        amax = x.abs().amax().float() if self.amax is None else self.amax
+        return torch.ops.tensorrt.quantize_op(x, amax, *_E4M3, False, False)  # type: ignore[no-any-return]
+
+
+class _Nvfp4Quantizer(nn.Module):
+    """To blocks of E2M1 with E4M3 scales, and back."""
+
+    amax: torch.Tensor | None
+
+    def __init__(self, amax: torch.Tensor | None, block: int) -> None:
+        super().__init__()
+        self.register_buffer("amax", amax)
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        amax = x.abs().amax().float() if self.amax is None else self.amax
+        op = torch.ops.tensorrt.dynamic_block_quantize_op
+        return op(x, self.block, amax, *_E2M1, *_E4M3)  # type: ignore[no-any-return]
+
+
+class _LoweredLinear(nn.Module):
+    """A quantized linear over dense weights and the quantizers that torch-tensorrt looks for."""
+
+    weight: torch.Tensor
+
+    def __init__(self, linear: QuantLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        weight = linear.quantized_weight
+        self.register_buffer("weight", weight.dequantize(dtype))
+        self.bias, self.parts = linear.bias, linear.parts
+        self.weight_quantizer = _quantizer(weight.format, _per_tensor_scale(weight))
+        given = linear.activation_format
+        self.input_quantizer = _quantizer(given, linear.input_scale) if given else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.parts.input(x)
+        y = nn.functional.linear(self.input_quantizer(x), self.weight_quantizer(self.weight), self.bias)
+        branch = self.parts.branch(x)
+        return y if branch is None else y + branch
+
+
+def _per_tensor_scale(weight: BlockScaledTensor) -> torch.Tensor:
+    scale = weight.global_scale if weight.format.global_scale else weight.scale
+    assert scale is not None
+    return scale.float().reshape(())
+
+
+def _quantizer(format: Format, scale: torch.Tensor | None) -> nn.Module:
+    """The quantizer of a format; None as its scale measures it in the graph."""
+    if not format.global_scale:
+        return _Fp8Quantizer(None if scale is None else scale * format.element.max)
+    largest = format.element.max * format.scale.max
+    return _Nvfp4Quantizer(None if scale is None else scale * largest, format.block[1])
+
+
+def _check(name: str, linear: QuantLinear) -> None:
+    """Raises ValueError where torch-tensorrt has no op for a layer, or would change its weight."""
+    weight = linear.quantized_weight
+    where = f"{name} {list(weight.shape)}"
+    used = [weight.format, *([linear.activation_format] if linear.activation_format else [])]
+    unknown = [format.name for format in used if format.name not in _FORMATS]
+    if unknown:
+        raise ValueError(
+            f"{where}: torch-tensorrt has no op for {', '.join(unknown)}, only for {' and '.join(_FORMATS)} "
+            "(one scale a tensor); quantize with one of these, or export with --to tensorrt"
+        )
+    if weight.format.global_scale:
+        dense = weight.dequantize()
+        again = quantize(dense, weight.format, global_scale=weight.global_scale, name=name).dequantize()
+        changed = int((again != dense).sum())
+        if changed:
+            raise ValueError(
+                f"{where}: torch-tensorrt finds NVFP4 block scales anew, and {changed} of {dense.numel()} weights "
+                "would change; quantize it with solver rtn, or export with --to tensorrt, which keeps searched scales"
+            )
+
+
+@contextmanager
+def _lowered_linears(model: nn.Module) -> Iterator[None]:
+    """While a graph is made, `_LoweredLinear` stands in the place of every `QuantLinear`."""
+    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)}
+    for name, module in found.items():
+        if isinstance(module, QuantExperts):
+            raise ValueError(f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit (--exclude)")
+        _check(name, module)
+    dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
+    try:
+        for name, module in found.items():
+            assert isinstance(module, QuantLinear)
+            model.set_submodule(name, _LoweredLinear(module, dtype))
+        yield
+    finally:
+        for name, module in found.items():
+            model.set_submodule(name, module)
