@@ -124,7 +124,8 @@ def allocate(
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     problem = space.problem(scores)
     trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored)
-    bench = Bench(trial, space, divergence_of(model), scored, check, progress)
+    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
+    bench = Bench(trial, space, divergence_of(model), scored, check, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
     with prepared(model, dtype), trial:
         found = loop.run()

@@ -56,6 +56,7 @@ class Bench:
         scored: rows for gains.
         check: rows for the loss.
         progress: as in `allocate`.
+        expected: how many measurements there will be, about.
     """
 
     trial: Trial
@@ -64,6 +65,7 @@ class Bench:
     scored: torch.Tensor
     check: torch.Tensor
     progress: Progress | None = None
+    expected: int = 0
     references: dict[str, list[Any]] = field(default_factory=dict)
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)
     nlls: dict[tuple[int, ...], float] = field(default_factory=dict)
@@ -147,11 +149,13 @@ class Bench:
     def _tick(self) -> None:
         if self.progress is not None:
             done = len(self.losses) + len(self.nlls)
-            self.progress("verify", done, done)
+            self.progress("verify", done, max(done, self.expected))
 
 
 @dataclass(frozen=True, eq=False)
 class Found:
+    """A choice and its joint loss on the check rows."""
+
     choice: np.ndarray
     measured: float
 
