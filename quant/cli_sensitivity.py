@@ -106,6 +106,7 @@ def sensitivity_command(
     with status(f"loading {model}", silent):
         source = open_any(model, model_factory=model_factory, unsafe_load=unsafe_load)
     assert source.model is not None
+    source.model.to(_device())
     with stages(silent) as progress:
         rows = read_calibration(
             Job(model, calib=calib, calib_samples=samples, seqlen=seqlen, seed=seed), source, progress
@@ -147,6 +148,16 @@ def _join_ranks() -> None:
 
     if "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
+
+
+def _device() -> str:
+    """This process's GPU where there are any; each rank of torchrun has one of its own."""
+    import os
+
+    import torch
+
+    count = torch.cuda.device_count()
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % count}" if count else "cpu"
 
 
 def _is_first() -> bool:
