@@ -63,7 +63,7 @@ def linear(values: Sequence[float], *, least: float = 0.0, zero: bool = False) -
     if zero:
         low, high = min(low, 0.0), max(high, 0.0)
     span = (max(high - low, least) or abs(high) or 1.0) * 1.15
-    step = next(s for e in range(-9, 10) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / s <= 6)
+    step = next(s for e in range(-9, 10) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / s <= 7)
     bottom, top = math.floor((low - 0.05 * span) / step), math.ceil((high + 0.05 * span) / step)
     if zero:
         bottom = max(bottom, 0) if low >= 0 else bottom
@@ -265,15 +265,16 @@ def rounds(record: AllocationRecord) -> str:
     y = linear([v for r in record.rounds for v in (r.predicted, r.measured)] + limit, zero=True)
     drawn, rows, ticks = [], [], []
     before: float | None = None
+    kept = next((i for i, r in enumerate(record.rounds) if r.measured == record.chosen.kl_measured), None)
     for i, turn in enumerate(record.rounds):
         x = (i + 0.5) / len(record.rounds)
         predicted, measured = 1 - y.at(turn.predicted), 1 - y.at(turn.measured)
         drawn += [line(x, predicted, x, measured, css="gap"), mark("c0", x, predicted, f"R{i}")]
-        drawn.append(mark("c1", x, measured, f"R{i}"))
-        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted else "–"
+        drawn.append(mark("c3" if i == kept else "c1", x, measured, f"R{i}"))
+        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted > 0 else "–"
         change = "–" if before is None else f"{turn.measured - before:+.3g}"
         changed = f"{len(turn.changed)}: {', '.join(turn.changed)}" if turn.changed else "–"
-        name = f"round {i + 1}"
+        name = f"round {i + 1}{', chosen' if i == kept else ''}"
         rows.append(
             (f"R{i}", (name, f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off, change, changed))
         )
@@ -282,16 +283,17 @@ def rounds(record: AllocationRecord) -> str:
         before = turn.measured
     if limit:
         drawn.append(line(0, 1 - y.at(limit[0]), 1, 1 - y.at(limit[0]), css="limit"))
-    last = record.rounds[-1]
-    off = f", {last.measured / last.predicted - 1:+.1%} from it" if last.predicted else ""
-    count = f"{len(record.rounds)} round{'s' if len(record.rounds) > 1 else ''}"
+    chosen = record.chosen
+    off = f", {chosen.kl_measured / chosen.kl_predicted - 1:+.1%} from it" if chosen.kl_predicted > 0 else ""
+    which = f"round {kept + 1} of {len(record.rounds)}" if kept is not None else "none of these rounds"
     text = (
-        f"Scores of single groups are added up to predict what all of them do together; every round is then quantized "
-        f"for real and measured. After {count} in {record.seconds:.0f} s the prediction was {number(last.predicted)} "
-        f"and the measurement {number(last.measured)}{off}."
+        "Scores of single groups are added up to predict what all of them do together; every round is then quantized "
+        "for real and measured, and says what the next one should change. The plan holds the outcome of "
+        f"{which}: the scores predict {number(chosen.kl_predicted)}, measured is {number(chosen.kl_measured)}{off}. "
+        f"All rounds took {record.seconds:.1f} s."
     )
     return (
-        f"<p>{escape(text)}</p>{legend([('c0', 'predicted'), ('c1', 'measured')])}"
+        f"<p>{escape(text)}</p>{legend([('c0', 'predicted'), ('c1', 'measured'), ('c3', 'measured, and chosen')])}"
         + plot(
             "".join(drawn),
             y,
@@ -657,5 +659,6 @@ h3 small { font-weight:400; color:var(--soft) } section > h3 { margin-top:16px }
 .bad { color:var(--bad) } .parts i { min-width:2px }
 @media (max-width:640px) { .heat { grid-auto-rows:16px; font-size:11px } .heat span { padding-right:5px }
  .heat .chosen { box-shadow:inset 0 0 0 1.5px var(--ring) } .values { font-size:12.5px }
+ .values .long { white-space:nowrap }
  .memory th:nth-child(3), .memory td:nth-child(3) { display:none } }
 """

@@ -116,8 +116,13 @@ def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     seen = {(css, row): read(top, y) for css, row, _, top in marks(html)}
     for i, turn in enumerate(record.rounds):
         assert seen["c0", f"R{i}"] == pytest.approx(turn.predicted, abs=1e-3)
-        assert seen["c1", f"R{i}"] == pytest.approx(turn.measured, abs=1e-3)
+        css = "c3" if turn.measured == record.chosen.kl_measured else "c1"
+        assert seen[css, f"R{i}"] == pytest.approx(turn.measured, abs=1e-3)
         assert cells(html, f"R{i}")[4] == f"{100 * (turn.measured / turn.predicted - 1):+.1f}%"
+    assert [cells(html, row)[0] for row in ("R0", "R1")] == ["round 1", "round 2, chosen"]
+    assert "round 2 of 2" in html and f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in html
+    worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
+    assert "outcome of round 2 of 3" in charts.rounds(replace(record, rounds=(*record.rounds, worse)))
     assert cells(html, "R1")[6] == "2: model.layers.3.mlp.down_proj, model.layers.9.mlp.down_proj"
 
 
