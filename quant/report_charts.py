@@ -161,7 +161,7 @@ def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, fol
 
 
 def _cell(text: str) -> str:
-    return f"<td class=long>{_breakable(text)}</td>" if len(text) > 30 else f"<td>{escape(text)}</td>"
+    return f"<td{' class=long' if len(text) > 30 else ''}>{escape(text)}</td>"
 
 
 def _breakable(name: object) -> str:
@@ -206,6 +206,7 @@ def pareto(record: AllocationRecord) -> str:
     elif record.budget.kind == "kl":
         drawn.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
     rows: list[tuple[str, Sequence[Any]]] = []
+    labels = []
     for i, (bits, predicted, measured) in enumerate(curve):
         rows.append((f"P{i}", ("allocated", f"{bits:.3f}", number(predicted), number(measured))))
         if predicted > 0:
@@ -216,10 +217,12 @@ def pareto(record: AllocationRecord) -> str:
         rows.append((f"U{i}", (f"all in {uniform.name}", f"{uniform.bits:.3f}", "–", number(uniform.kl))))
         if uniform.kl > 0:
             at = place(uniform.bits, uniform.kl)
-            drawn.append(mark("c2", *at, f"U{i}") + _label(uniform.name, *at, up=i % 2 == 0))
+            drawn.append(mark("c2", *at, f"U{i}"))
+            labels.append(_label(uniform.name, *at, up=i % 2 == 0))
     rows.append(("PX", ("chosen", f"{chosen.bits:.3f}", number(chosen.kl_predicted), number(chosen.kl_measured))))
     at = place(chosen.bits, chosen.kl_measured)
-    drawn.append(mark("c3", *at, "PX") + _label("chosen", *at, up=False))
+    drawn.append(mark("c3", *at, "PX"))
+    labels.append(_label("chosen", *at, up=False))
     keys = [("c0", "predicted: sum of the scores"), ("c1", "measured"), ("c2", "one format for all, measured")]
     text = (
         f"Asked for {budget_text(record.budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
@@ -228,7 +231,7 @@ def pareto(record: AllocationRecord) -> str:
     return (
         f"<p>{escape(text)}</p>{legend([*keys, ('c3', 'chosen, measured')])}"
         + plot(
-            "".join(drawn),
+            "".join(labels + drawn),
             y,
             "Loss against bits per weight: allocated, uniform and chosen",
             xticks=[(x.at(t), f"{t:g}") for t in x.ticks],
