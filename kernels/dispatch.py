@@ -1,7 +1,7 @@
 """Which kernel multiplies by a quantized weight on a GPU, and the checks that come before any launch.
 
     x ──checks──▶ rounded to the activation format ──▶ choose(format, tokens, shape) ──▶ kernel
-         both sides in one block-scaled format, on Blackwell ──▶ kernels/matmul_scaled.py
+         both sides in a format of the tensor cores ──▶ fp8_gemm.py, matmul_fp8_block.py, matmul_scaled.py
 
 The choice is a look-up: first what `quant tune` measured on this machine, then the table that is shipped for the
 GPU, then the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first one is as fast as the rest
@@ -11,7 +11,6 @@ once its kernel is compiled.
 from __future__ import annotations
 
 import warnings
-from functools import cache
 
 import torch
 from torch.nn.functional import linear as dense_linear
@@ -20,6 +19,8 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, tiles, tune
 
+# As in `tiles.guess`: up to here a matmul waits for its weight.
+_FEW = 64
 _FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -45,9 +46,9 @@ def linear(
     check(x, weight, bias)
     if x.dtype not in _FLOATS or not tune.has_triton():
         return None
-    if activation and activation == weight.format.name and _takes_scaled(weight, x.device):
-        y = _scaled_linear(x, weight, bias, input_scale)
-        return y.view(*x.shape[:-1], weight.shape[0])
+    tokens = x.numel() // x.shape[-1]
+    if activation and _is_native(weight, activation, tokens, x.device):
+        return _native_linear(x, weight, bias, input_scale).view(*x.shape[:-1], weight.shape[0])
     if activation:
         x = _round(x, FORMATS[activation], input_scale)
     rows = _rows(x)
@@ -127,41 +128,59 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     return matmul.dequantize(prepack.restore(weight), dtype)
 
 
-def _takes_scaled(weight: BlockScaledTensor, device: torch.device) -> bool:
-    """Whether this GPU's tensor cores take codes and block scales of both sides, and got a first product right."""
+def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: torch.device) -> bool:
+    """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
     from quant.kernels import cast, matmul_scaled
 
     form, columns = weight.format, weight.shape[1]
-    fits = form.name in matmul_scaled.SCALED_FORMATS and columns % form.block[1] == 0 and columns <= cast.MAX_COLUMNS
-    index = device.index or 0
-    return fits and hardware.current(index).has_block_scales and _multiplies_right(form.name, index)
+    gpu = hardware.current(device.index or 0)
+    if not form.block[1] or columns % form.block[1]:
+        return False
+    if form.name == "fp8_block":
+        # With few tokens the time is that of reading W, and 16-bit products cost nothing.
+        able = gpu.has_fp8 and activation == "fp8_group" and tokens > _FEW
+    else:
+        able = gpu.has_block_scales and activation == form.name and form.name in matmul_scaled.SCALED_FORMATS
+    if not able or columns > cast.MAX_COLUMNS:
+        return False
+    case = (form.name, activation, device.index or 0)
+    if case not in _checked:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # a check waits for its result, which a capture cannot
+        _checked[case] = _multiplies_right(*case)
+    return _checked[case]
 
 
-@cache
-def _multiplies_right(format: str, index: int) -> bool:
-    """Multiplies two random matrices once in a process, and compares with float64; says so where they differ."""
-    form = FORMATS[format]
+_checked: dict[tuple[str, str, int], bool] = {}
+
+
+def _multiplies_right(format: str, activation: str, index: int) -> bool:
+    """Multiplies two random matrices and compares with float64; says so where they differ. Once in a process."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
-    weight = quantize(w, form)
-    y = _scaled_linear(x.bfloat16(), weight, None, None)
-    exact = fake_quantize(x.bfloat16().float(), form).double() @ weight.dequantize(torch.float64).T
+    weight = quantize(w, FORMATS[format])
+    y = _native_linear(x.bfloat16(), weight, None, None)
+    rounded = fake_quantize(x.bfloat16().float(), FORMATS[activation])
+    exact = rounded.double() @ weight.dequantize(torch.float64).T
     error = float((y.double() - exact).norm() / exact.norm())
     if error < 2**-7:
         return True
     warnings.warn(
-        f"the block-scaled kernel for {format} is wrong on this GPU (error {error:.1e}) and is not used: weights are "
-        "dequantized instead; please report the GPU, its driver and the version of Triton",
+        f"the kernel for {format} by {activation} is wrong on this GPU (error {error:.1e}) and is not used: weights "
+        "are dequantized instead; please report the GPU, its driver and the version of Triton",
         stacklevel=2,
     )
     return False
 
 
-def _scaled_linear(
+def _native_linear(
     x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
 ) -> torch.Tensor:
-    from quant.kernels import cast, matmul_scaled
+    """`[tokens, out]`: x to codes, then codes by codes."""
+    from quant.kernels import cast, matmul_fp8_block, matmul_scaled
 
+    if weight.format.name == "fp8_block":
+        return matmul_fp8_block.block_linear(cast.quantize(x, FORMATS["fp8_group"]), weight, bias, x.dtype)
     quantized = cast.quantize(x, weight.format, global_scale=input_scale if weight.format.global_scale else None)
     return matmul_scaled.scaled_linear(quantized, weight, bias, x.dtype)
 

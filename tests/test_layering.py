@@ -37,6 +37,7 @@ TRITON_FILES: set[str] = {
     "calibration/block_search_triton.py",
     "kernels/attention_triton.py",
     "kernels/matmul.py",
+    "kernels/matmul_fp8_block.py",
     "kernels/matmul_gluon.py",
     "kernels/matmul_scaled.py",
     "kernels/cast.py",

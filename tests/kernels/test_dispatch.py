@@ -19,6 +19,7 @@ from quant.kernels.prepack import prepack, restore
 def _a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """An L40S, for which no table is shipped; its launches are interpreted."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["l40s"])
+    monkeypatch.setattr(dispatch, "_checked", {})
     with interpreted():
         yield
 
@@ -117,16 +118,27 @@ def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch)
     close(linear(few.half(), weight), few, restore(weight))
 
 
+@pytest.mark.parametrize(("tokens", "used"), [(70, True), (9, False)])
+def test_fp8_blocks_by_fp8_groups(monkeypatch: pytest.MonkeyPatch, tokens: int, used: bool) -> None:
+    """With many tokens codes meet codes, with few the weight is decoded; the product is the same."""
+    calls = []
+    native = dispatch._native_linear
+    monkeypatch.setattr(dispatch, "_native_linear", lambda *given: calls.append(given) or native(*given))
+    monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
+    weight, x = quantize(torch.randn(200, 256), FORMATS["fp8_block"]), torch.randn(tokens, 256).bfloat16()
+    y = linear(x, weight, activation="fp8_group")
+    assert len(calls) == (2 if used else 0)  # the first is the check
+    close(y, fake_quantize(x.float(), FORMATS["fp8_group"]), weight)
+
+
 def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A first product that differs from float64 ends in a warning, and the weight is dequantized as elsewhere."""
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["b200"])
     weight, x = quantize(torch.randn(64, 128), FORMATS["mxfp8"]), torch.randn(9, 128).bfloat16()
-    monkeypatch.setattr(dispatch, "_scaled_linear", lambda x, weight, *rest: x.new_zeros(len(x), weight.shape[0]))
+    monkeypatch.setattr(dispatch, "_native_linear", lambda x, weight, *rest: x.new_zeros(len(x), weight.shape[0]))
     monkeypatch.setattr(torch.Tensor, "to", _stay_on_cpu(torch.Tensor.to))
-    dispatch._multiplies_right.cache_clear()
-    with pytest.warns(UserWarning, match=r"block-scaled kernel for mxfp8 is wrong on this GPU \(error 1\.0e\+00\)"):
+    with pytest.warns(UserWarning, match=r"kernel for mxfp8 by mxfp8 is wrong on this GPU \(error 1\.0e\+00\)"):
         y = linear(x, weight, activation="mxfp8")
-    dispatch._multiplies_right.cache_clear()
     close(y, fake_quantize(x, FORMATS["mxfp8"]), weight)
 
 

@@ -1,5 +1,7 @@
 """The kernels on a GPU, through the ops: against float64, at odd sizes, in graphs, with every argument wrong once."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -112,6 +114,17 @@ def test_an_activation_format_rounds_the_input() -> None:
     form = FORMATS["nvfp4"]
     y = quantized_linear(x, weight, activation=form)
     close_to_float64(y, fake_quantize(x, form), weight, None)
+
+
+def test_fp8_blocks_by_fp8_groups() -> None:
+    weight = weight_in(FORMATS["fp8_block"], 1024, 2048)
+    for tokens in (100, 513):
+        x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # a kernel that is not trusted says so
+            y = quantized_linear(x, weight, activation=FORMATS["fp8_group"])
+        exact = fake_quantize(x.float(), FORMATS["fp8_group"]).double() @ weight.dequantize(torch.float64).T
+        assert float((y.double() - exact).norm() / exact.norm()) < 2**-8
 
 
 def test_wrong_arguments_are_named_before_a_launch() -> None:

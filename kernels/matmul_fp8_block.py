@@ -1,0 +1,91 @@
+"""FP8 × FP8 with block scales: y = x · Wᵀ + bias, x in groups of 1×128 and W in squares of 128×128, both E4M3.
+
+    acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
+
+The tensor core sums one step's products from zero; the step is then scaled and added in FP32 registers. That is both
+where the scales belong and what keeps the sum exact, for Hopper's FP8 products are added with few bits beyond FP16's.
+A row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import current
+
+TILES = {"block_m": 128, "block_n": 128}
+WARPS = 8
+_BAND = tl.constexpr(8)
+
+
+@triton.jit
+def block_linear_kernel(
+    x, x_scale, codes, scale, bias, y, M, N, K,
+    has_bias: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
+):  # fmt: skip
+    """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
+    tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
+    index = tl.program_id(0)
+    band = index // (_BAND * tiles_n)
+    height = tl.minimum(tiles_m - band * _BAND, _BAND)
+    within = index % (_BAND * tiles_n)
+    tile_n = within // height
+    m = (band * _BAND + within % height) * block_m + tl.arange(0, block_m)
+    n = tile_n * block_n + tl.arange(0, block_n)
+    k = tl.arange(0, 128)
+    m_row, n_row = tl.minimum(m, M - 1).to(tl.int64), tl.minimum(n, N - 1).to(tl.int64)
+    steps = tl.cdiv(K, 128)
+    acc = tl.zeros((block_m, block_n), dtype=tl.float32)
+    for step in range(steps):
+        inside = (step * 128 + k)[None, :] < K
+        a = tl.load(x + m_row[:, None] * K + (step * 128 + k)[None, :], mask=inside, other=0.0)
+        b = tl.load(codes + n_row[:, None] * K + (step * 128 + k)[None, :], mask=inside, other=0.0)
+        rows = tl.load(x_scale + m_row * steps + step)
+        square = tl.load(scale + (tile_n * block_n // 128) * steps + step)
+        acc += tl.dot(a, tl.trans(b)) * (rows * square)[:, None]
+    if has_bias:
+        acc += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    place = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(place, acc.to(y.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+
+
+def block_linear(
+    x: BlockScaledTensor, weight: BlockScaledTensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """`x @ weight.T + bias`.
+
+    Args:
+        x: `[tokens, in]` in `fp8_group`.
+        weight: `[out, in]` in `fp8_block`.
+        bias: `[out]`, or None.
+        dtype: of the result.
+
+    Returns:
+        `[tokens, out]`.
+
+    Raises:
+        ValueError: other formats, or widths that do not match.
+    """
+    if x.format is not FORMATS["fp8_group"] or weight.format is not FORMATS["fp8_block"]:
+        raise ValueError(f"FP8 block matmul of {x.format} by {weight.format}: expected fp8_group by fp8_block")
+    (tokens, columns), rows = x.shape, weight.shape[0]
+    if columns != weight.shape[1]:
+        raise ValueError(f"FP8 block matmul of x {list(x.shape)} by {list(weight.shape)}: the widths differ")
+    y = torch.empty(tokens, rows, dtype=dtype, device=x.codes.device)
+    if tokens:
+        depth = stages(current(y.device.index or 0).arch if y.is_cuda else 90)
+        grid = (triton.cdiv(tokens, TILES["block_m"]) * triton.cdiv(rows, TILES["block_n"]),)
+        block_linear_kernel[grid](
+            x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
+            has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth,
+        )  # fmt: skip
+    return y
+
+
+def stages(arch: int) -> int:
+    """Depth of the pipeline: four steps of both tiles fit where an SM has 228 KB of shared memory, two in 100 KB."""
+    return 4 if arch in (90, 100, 103) else 2
