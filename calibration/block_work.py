@@ -286,10 +286,9 @@ class BlockWork:
         if not group.pipeline.needs_moment:
             return
         if group.pipeline.rank and group.activation is not None:
-            # The branch sees the input unrounded and answers for its drift, the rest for its rounding.
+            # The branch sees the input unrounded.
             group.unrounded = group.unrounded or MomentSum()
             group.unrounded.add(group.input(x), reference, self._weight(x))
-            reference = group.input(x)
         moment.add(group.round_input(x), reference, self._weight(x))
 
     def _promote(
@@ -347,13 +346,17 @@ class BlockWork:
             self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
 
     def _reference(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-        """The input that the outputs should be right for: `x` before rounding, moved towards the original input."""
+        """The input that the outputs should be right for: `x` moved towards the original input; None for `x` itself.
+
+        Where inputs are rounded, none is made up for: they differ from the originals by noise, against which the
+        least-squares answer is to shrink the weights, layer after layer, and the model loses more than it gains.
+        """
         correction = group.pipeline.correction
         aligned = group.calls == 1 and group.tokens == self.tokens
+        if not correction or not aligned or group.activation is not None:
+            return None
         x = group.input(x)
-        if correction and aligned:
-            return x + correction * (group.original(self.clock[0]) - x)
-        return None if group.activation is None else x
+        return x + correction * (group.original(self.clock[0]) - x)
 
     def _solve_group(self, group: Group, stats: LayerStats | None, tokens: int) -> None:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}

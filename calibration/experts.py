@@ -103,7 +103,7 @@ class ExpertsWork:
                 if not bool(torch.isfinite(x).all()):
                     raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
                 rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
-                sums[expert].add(rounded, None if member.activation is None or width else x)
+                sums[expert].add(rounded)
 
             self.module.forward = partial(experts_forward, self.module, observe=observe)
             run()

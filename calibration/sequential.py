@@ -7,7 +7,8 @@ Block by block, in order of execution, on all calibration rows at once:
    Rotations turn weights, branches are taken off them just before they are rounded.
 3. *Rounding.* Group by group, in the order in which the block runs them: the block runs on the hidden states that
    the quantized blocks before it gave, with the groups solved so far in place, up to this group. Its inputs, rounded
-   where activations are quantized, go into a second moment; their distance from the reference into the drift.
+   where activations are quantized, go into a second moment; where they are not, their distance from the original
+   inputs goes into the drift.
    With a guard, the last rows only judge: a group whose output on them is too far off gets another format.
 4. *Fused experts*, each on the tokens that reach it; see `experts`.
 5. *Reconstruction*, where asked for, refines the whole block against the output of the original.

@@ -110,15 +110,15 @@ class Gptq:
 
     Attributes:
         damping: added to the diagonal of the second moment, as a fraction of its mean.
-        correction: how much of the input error that earlier layers left is made up for; 0 for none, 1 for all. The
-            error of rounding this layer's own inputs is always made up for.
+        correction: how much of the input error that earlier layers left is made up for, where inputs stay in 16 bit;
+            0 for none, 1 for all.
         sweeps: rounds of coordinate descent.
         shortlist: scales of a block that are tried with feedback.
     """
 
     damping: float = 0.01
     correction: float = 0.5
-    sweeps: int = 2
+    sweeps: int = 1
     shortlist: int = 4
     rule: str = "mse"
 
@@ -203,7 +203,7 @@ class Awq:
         rows: at most so many output rows take part in the search.
     """
 
-    trial: str = "mse"
+    trial: str = "rtn"
     powers: tuple[tuple[float, float], ...] = tuple((p / 10, 0.0) for p in range(10))
     rows: int = 512
 
