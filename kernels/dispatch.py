@@ -131,10 +131,11 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
 def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: torch.device) -> bool:
     """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
     from quant.kernels import cast, matmul_scaled
+    from quant.kernels.prepack import is_prepacked
 
     form, columns = weight.format, weight.shape[1]
     gpu = hardware.current(device.index or 0)
-    if not form.block[1] or columns % form.block[1]:
+    if is_prepacked(weight) or not form.block[1] or columns % form.block[1]:
         return False
     if form.name == "fp8_block":
         # With few tokens the time is that of reading W, and 16-bit products cost nothing.
