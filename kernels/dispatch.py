@@ -203,8 +203,9 @@ def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) ->
     columns = x.shape[-1]
     whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
     if format.name in cast.FORMATS_OUT and whole and columns <= cast.MAX_COLUMNS and x.numel():
-        static = {"global_scale" if format.global_scale else "scale": input_scale}
-        return matmul.dequantize(cast.quantize(x, format, **static), x.dtype).view(x.shape)
+        first, second = (None, input_scale) if format.global_scale else (input_scale, None)
+        codes = cast.quantize(x, format, scale=first, global_scale=second)
+        return matmul.dequantize(codes, x.dtype).view(x.shape)
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)
     return fake_quantize(x, format, scale=input_scale)
