@@ -292,7 +292,8 @@ def test_gptq_on_a_bert_beats_rounding_in_the_output() -> None:
         plan = _plan(copied, solver)
 
         def apply(layer: LayerPlan, solved: Solved, copied: nn.Module = copied) -> None:
-            _set(copied, layer.name, solved.weight.dequantize())
+            scale = 1 if solved.pre_scale is None else solved.pre_scale
+            _set(copied, layer.name, solved.weight.dequantize() * scale)
 
         solve_sequentially(copied, plan, rows, apply=apply, settings=Settings(batch=8))
         with torch.no_grad():
