@@ -239,10 +239,9 @@ class LatencyTable:
         Raises:
             ValueError: the table has no such shape in such formats; the message names both.
         """
-        names = tuple(f.name if f is not None else None for f in (layer.weight, layer.activation))
+        names = [f.name if f is not None else None for f in (layer.weight, layer.activation)]
         count = math.prod(layer.shape[:-2])
-        key = (*names, *layer.shape[-2:])
-        points = self.times.get(key)  # type: ignore[call-overload]
+        points = self.times.get((names[0], names[1], layer.shape[-2], layer.shape[-1]))
         if points is None:
             pair = " with inputs in ".join(name or "16 bit" for name in names)
             raise ValueError(f"{layer.name} {list(layer.shape[-2:])}: table {self.name!r} has no time for {pair}")
@@ -268,7 +267,7 @@ def get_timing(name: str) -> Timing:
     raise ValueError(f"unknown target {name!r}; known GPUs: {', '.join(GPUS)}; or a table of kernel times, FILE.json")
 
 
-_UNITS = {
+_UNITS: dict[str, dict[str, float]] = {
     "size": {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
     | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
     "count": {"": 1, "k": 1024, "m": 1024**2},

@@ -245,7 +245,7 @@ class _Kl:
         self.trial, self.allowed, self.rows, self.divergence = trial, allowed, rows, divergence
         self.resumed = Resumed(trial.model, rows[:1, :16])
         self.blocks = {f"block {name}": name for name in self.resumed.chain}
-        self.groups = {unit: [] for unit in (*self.blocks, "rest")}
+        self.groups: dict[str, list[str]] = {unit: [] for unit in (*self.blocks, "rest")}
         for group in trial.groups:
             unit = next((u for u, block in self.blocks.items() if group.startswith(f"{block}.")), "rest")
             self.groups[unit].append(group)
@@ -328,12 +328,15 @@ class Resumed:
             handle.remove()
         return seen[0]
 
+    def _remembered(self, place: int | None) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self.outputs[place or 0]
+
     @contextmanager
     def at(self, place: int | None) -> Iterator[None]:
         """Within it, calls with batch number `place` begin at the block; None runs the whole model."""
         skipped = [] if place is None else [self.model.get_submodule(name) for name in self.chain[: self.before]]
         for module in skipped:
-            module.forward = lambda *args, **kwargs: self.outputs[place]  # type: ignore[method-assign,misc]
+            module.forward = self._remembered(place)  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -395,8 +398,8 @@ def _key(
         digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())
         for layer in members:
             parent_name, _, last = layer.name.rpartition(".")
-            weight = getattr(model.get_submodule(parent_name), last)
-            weight = weight.weight if isinstance(weight, nn.Module) else weight
+            owner: Any = getattr(model.get_submodule(parent_name), last)
+            weight: torch.Tensor = owner.weight if isinstance(owner, nn.Module) else owner
             flat = weight.detach().flatten()
             some = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
             digest.update(repr((layer.name, tuple(weight.shape))).encode() + some.numpy().tobytes())

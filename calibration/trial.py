@@ -64,6 +64,10 @@ def needs_static_scale(candidate: Candidate) -> bool:
 class TrialLayer(nn.Module):
     """A linear, or one projection of a fused-experts module, in whatever format its trial says."""
 
+    trial: Trial
+    original: torch.Tensor
+    bias: torch.Tensor | None
+
     def __init__(self, trial: Trial, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
         nn.Module.__init__(self)
         self.plan, self.group = plan, group

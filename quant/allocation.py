@@ -156,16 +156,15 @@ def allocate_for_api(
     recipe: Any,
     bits: float | None,
     max_kl: float | None,
-    *,
     formats: str | Sequence[str] | None,
     solver: str | None,
-    **options: Any,
+    where: Mapping[str, Any],
 ) -> Plan:
     """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default."""
     if recipe != "nvfp4":
         raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
     goal = Goal(bits=bits, max_kl=max_kl)
-    return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **options).plan
+    return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **where).plan
 
 
 def score(

@@ -20,7 +20,7 @@ from torch import nn
 from quant.allocation_record import Budget
 from quant.calibration.allocate import Infeasible, Problem, smallest
 from quant.calibration.candidates import KEPT, Candidate, groups_of
-from quant.calibration.costs import Timing, get_timing, kv_cache_bytes, memory_of
+from quant.calibration.costs import Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity import Sensitivity
 from quant.errors import UserError
 from quant.planning import make_plan
@@ -339,13 +339,16 @@ def _constrain(
         raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
     wanted = candidates[constraint.format]
     for group in meant:
-        least = sum(wanted.applied(m).nbytes for m in groups[group])
-        keep = {
-            "pin": lambda c: c.name == wanted.name,
-            "forbid": lambda c: c.name != wanted.name,
-            "at_least": lambda c, g=group, n=least: sum(c.applied(m).nbytes for m in groups[g]) >= n,
-        }[constraint.kind]
-        left = [c for c in allowed[group] if keep(c)]
+        least = group_bytes(groups[group], wanted)
+        left = [
+            candidate
+            for candidate in allowed[group]
+            if {
+                "pin": candidate.name == wanted.name,
+                "forbid": candidate.name != wanted.name,
+                "at_least": group_bytes(groups[group], candidate) >= least,
+            }[constraint.kind]
+        ]
         if not left:
             has = ", ".join(c.name for c in allowed[group]) or "none"
             raise UserError(f"{option}: {group} cannot take any such format; it can take {has}")

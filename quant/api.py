@@ -99,8 +99,8 @@ def quantize(
             data = own_text(
                 model, make_plan(model, "fp8", include=include, exclude=exclude, run=run), progress=progress
             )
-        chosen = {"formats": formats, "solver": solver, "include": include, "exclude": exclude, "run": run}
-        recipe = allocate_for_api(model, data, recipe, bits, max_kl, progress=progress, **chosen)
+        where = {"include": include, "exclude": exclude, "run": run, "progress": progress}
+        recipe = allocate_for_api(model, data, recipe, bits, max_kl, formats, solver, where)
         include, exclude, solver = (), (), None
     if isinstance(recipe, Plan):
         if include or exclude or solver:
