@@ -19,8 +19,6 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, tiles, tune
 
-# As in `tiles.guess`: up to here a matmul waits for its weight.
-_FEW = 64
 _FLOATS = (torch.float16, torch.bfloat16)
 
 
@@ -139,7 +137,7 @@ def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: 
         return False
     if form.name == "fp8_block":
         # With few tokens the time is that of reading W, and 16-bit products cost nothing.
-        able = gpu.has_fp8 and activation == "fp8_group" and tokens > _FEW
+        able = gpu.has_fp8 and activation == "fp8_group" and tokens > tiles.FEW
     else:
         able = gpu.has_block_scales and activation == form.name and form.name in matmul_scaled.SCALED_FORMATS
     if not able or columns > cast.MAX_COLUMNS:

@@ -64,7 +64,8 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[Dense]] = {
     "dense": Dense,
 }
 
-_FEW = 64
+FEW = 64
+"""Up to so many tokens a matmul waits for its weight; beyond, for its products."""
 _X_SHARED_BYTES = 200 << 10
 
 
@@ -91,7 +92,7 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     are. With many, W is written in 16 bit once, at the speed of a copy, and the library multiplies.
     """
     rows, columns = shape
-    if tokens > _FEW:
+    if tokens > FEW:
         return DENSE
     if prepacked:
         block_m = max(8, bucket(tokens))
@@ -118,7 +119,7 @@ def candidates(
             for splits in _gluon_allowed(columns, block_m):
                 if splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms:
                     found.append(GluonTiles(block_m, splits, warps))
-    elif tokens <= _FEW:
+    elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):
             for swap in (False, True):
@@ -135,7 +136,7 @@ def candidates(
             for swap in (False, True):
                 splits = _splits(-(-rows // block_n) * -(-tokens // block_m), columns, block_k, hardware.sms)
                 found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
-    if tokens > _FEW:
+    if tokens > FEW:
         found.append(DENSE)
     return list(dict.fromkeys(found))
 

@@ -30,8 +30,9 @@ from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
 from quant.kernels.linear import QuantLinear
 
-# A launch for 16 tokens serves 2: the time is that of reading the weight. One for 64 would waste registers on them.
-_REACH = 4
+# Up to so many tokens the time is that of reading the weight, and a launch for more serves fewer. Beyond, and up to
+# `tiles.FEW`, each power of two has its own tile.
+_SAME = 16
 _SHIPPED = Path(__file__).resolve().parent / "tuned"
 
 
@@ -56,9 +57,12 @@ def _found(module: str) -> bool:
 
 def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> tiles.Choice | None:
     """The launch that was measured for a shape and these tokens, or for the next larger number of them, or None."""
-    table = _table(gpu.name)
-    count = tiles.bucket(tokens)
-    for _ in range(_REACH):
+    table, count = _table(gpu.name), tiles.bucket(tokens)
+    if count <= tiles.FEW:
+        most = max(_SAME, count)
+    else:
+        most = 8 * count
+    while count <= most:
         found = table.get(key(format, count, shape, prepacked))
         if found is not None:
             return found

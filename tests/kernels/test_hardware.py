@@ -93,6 +93,9 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert tune.look_up(gpu, form, 1, shape, prepacked=False) == best
     assert tune.look_up(gpu, form, 9, shape, prepacked=False) is None
     assert tune.look_up(gpu, form, 5, shape, prepacked=True) is None
+    tune.store(gpu, {tune.key(form, 128, shape, prepacked=False): tune.Timing(tiles.DENSE, 9.0, 0.0)})
+    assert tune.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
+    assert tune.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
     tune.store(gpu, {tune.key(form, 16, shape, prepacked=False): tune.Timing(tiles.DENSE, 3.0, 0.0)})
     assert tune.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
     assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
