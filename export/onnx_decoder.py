@@ -163,6 +163,8 @@ class Graph(nn.Module):
         cache: whether keys and values come out, too.
     """
 
+    model: Any
+
     def __init__(self, model: nn.Module, attention: Attention, *, cache: bool = False) -> None:
         super().__init__()
         self.model = model
@@ -178,7 +180,8 @@ class Graph(nn.Module):
             length = past[0].shape[2]
             options["position_ids"] = torch.arange(length, length + 1)[None].expand(ids.shape[0], 1)
         out = self.model(**inputs, **options)
-        found = {name: getattr(out, name, None) for name in ("logits", "last_hidden_state", "pooler_output")}
+        names = ("logits", "last_hidden_state", "pooler_output")
+        found: dict[str, Any] = {name: getattr(out, name, None) for name in names}
         # A model with a head gives logits; what they are made from is no output then.
         wanted = ["logits"] if found["logits"] is not None else ["last_hidden_state", "pooler_output"]
         self.attention.outputs = [name for name in wanted if found[name] is not None]
@@ -188,8 +191,9 @@ class Graph(nn.Module):
 
 def is_decoder(model: nn.Module) -> bool:
     """Whether `model` is a causal language model of transformers."""
-    config = getattr(model, "config", None)
-    return callable(getattr(model, "can_generate", None)) and model.can_generate() and not config.is_encoder_decoder
+    can_generate: Any = getattr(model, "can_generate", None)
+    config: Any = getattr(model, "config", None)
+    return callable(can_generate) and can_generate() and not config.is_encoder_decoder
 
 
 def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:

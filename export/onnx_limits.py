@@ -81,8 +81,9 @@ def layer_problem(
     known = _INPUTS[weight.name]
     if activation.name not in known:
         choices = " or ".join((*known, "16-bit inputs (activation null)"))
-        why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs" if weight.name == "fp8_block" else None
-        why = why or f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
+        why = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
+        if weight.name == "fp8_block":
+            why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
         return f"{why}; use {choices} in the plan"
     if (activation.global_scale or activation.block == (0, 0)) and not static_scale:
         return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"

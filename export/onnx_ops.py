@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from quant.export import plugin
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
 from quant.formats.tensor import fake_quantize
@@ -38,7 +39,6 @@ from quant.kernels.attention_reference import attention_reference
 
 OPSET = 23
 TRT_DOMAIN = "trt"
-PLUGIN_DOMAIN = "quant"
 # Static scales of the codes of inputs that are scaled by token: the largest code times these is just below 1.
 _TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
 _FLOAT, _E4M3 = 1, 17  # TensorProto.FLOAT and .FLOAT8E4M3FN
@@ -179,11 +179,9 @@ def _attention_body(
     kind: str,
 ) -> torch.Tensor:
     if scales and kind == "plugin":
-        codes = [_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False)]
-        out, _ = attention_reference(
-            *codes, torch.tensor(scales[:3]), causal=causal, softmax_scale=scale, dtype=q.dtype
-        )
-        return out
+        q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
+        operands = torch.tensor(scales[:3])
+        return attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)[0]
     dtype = q.dtype
     if scales:
         fp8 = FORMATS["fp8"]
@@ -219,15 +217,14 @@ def _attention(
             op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=_E4M3)
             for x, s in zip((q, k, v), scales, strict=False)
         ]
-        # Values of `quant.export.plugin.Attributes`, of which this room's importer knows the names alone.
         return _plugin_opset().QuantFp8Attention(
             *codes,
             op.Constant(value_floats=list(scales[:3])),
             causal=int(causal),
             softmax_scale=scale,
             output_type=int(q.dtype),
-            plugin_version="1",
-            plugin_namespace=PLUGIN_DOMAIN,
+            plugin_version=plugin.VERSION,
+            plugin_namespace=plugin.NAMESPACE,
         )
     rounded = [
         _round_trip(FORMATS["fp8"], x, op.Constant(value_float=s), x.dtype)
@@ -317,7 +314,7 @@ def _trt_opset() -> Any:
 def _plugin_opset() -> Any:
     from onnxscript.values import Opset
 
-    return Opset(PLUGIN_DOMAIN, 1)
+    return Opset(plugin.DOMAIN, 1)
 
 
 @functools.cache
@@ -427,5 +424,5 @@ def register_schemas() -> None:
             "plugin_namespace": kind.STRING,
         },
         like_input("output_type"),
-        PLUGIN_DOMAIN,
+        plugin.DOMAIN,
     )

@@ -158,7 +158,10 @@ class LayerGraphs:
         from onnx import helper
         from onnx.external_data_helper import load_external_data_for_tensor
 
-        nodes, used, free, waiting = [], set(), [], [output]
+        nodes: list[Any] = []
+        used: set[str] = set()
+        free: list[str] = []
+        waiting = [output]
         for node in reversed(self.model.graph.node):
             if not any(value in waiting for value in node.output):
                 continue

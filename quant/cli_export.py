@@ -82,7 +82,9 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
 
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:
-        graphs = {"model.onnx": {"cache": job.decode}} | ({"decode.onnx": {"decode": True}} if job.decode else {})
+        graphs: dict[str, dict[str, Any]] = {"model.onnx": {"cache": job.decode}}
+        if job.decode:
+            graphs["decode.onnx"] = {"decode": True}
         for file, options in graphs.items():
             export_onnx(job.model, folder / file, **job.onnx_options, **options)
             receipts[file] = _verified(job, folder / file)

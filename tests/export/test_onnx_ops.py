@@ -109,8 +109,15 @@ def _values(path: Path) -> set[str]:
     return {name for node in onnx.load(path).graph.node for name in node.output}
 
 
-@pytest.mark.parametrize(("weight", "activation"), [("fp8", "fp8"), ("int8", "int8_token"), ("mxfp8", "mxfp8")])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("weight", "activation", "dtype"),
+    [
+        ("fp8", "fp8", torch.bfloat16),
+        ("int8", "int8_token", torch.float16),
+        ("fp8_channel", "fp8_token", torch.bfloat16),
+        ("mxfp8", "mxfp8", torch.float16),
+    ],
+)
 def test_other_formats_in_half_precision(tmp_path: Path, dtype: torch.dtype, weight: str, activation: str) -> None:
     module = nn.Sequential(layer(weight, activation, dtype))
     x = torch.randn(2, ROWS, IN).to(dtype)
