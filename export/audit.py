@@ -124,8 +124,8 @@ class Kernel:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is TensorRT's fused attention."""
-        return self.name.startswith(FUSED_ATTENTION)
+        """Whether it is TensorRT's fused attention, or our plugin, the one custom layer that exported graphs have."""
+        return self.name.startswith(FUSED_ATTENTION) or self.kind == "custom_layer"
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib
+import importlib.util
 import json
 import os
 import signal
@@ -201,7 +202,7 @@ def build_engine(
         }
         del model
         started = time.perf_counter()
-        built, warnings = _run_worker(request, onnx_path, progress)
+        built, warnings = _run_worker(request, onnx_path, progress, _environment(request, Path(folder)))
         seconds = time.perf_counter() - started
         os.replace(engine, out)
     return Built(
@@ -470,7 +471,23 @@ def _timing_cache(backend: str, target: Target) -> str | None:
     return str(root / f"timing-{target.sm}.cache")
 
 
-def _run_worker(request: Mapping[str, Any], model: Path, progress: Progress | None) -> tuple[dict[str, Any], list[str]]:
+def _environment(request: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
+    """Environment of the build process, None for this one's.
+
+    A graph with a plugin makes TensorRT-RTX's parser load its own library under a name that the wheel does not have.
+    """
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    if not request["plugin"] or request["backend"] != "tensorrt_rtx" or spec is None:
+        return None
+    for library in (Path(place) / "libtensorrt_rtx.so.1" for place in spec.submodule_search_locations or ()):
+        (folder / "libtensorrt_rtx.so").symlink_to(library)
+    path = os.environ.get("LD_LIBRARY_PATH")
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder.resolve()}{os.pathsep + path if path else ''}"}
+
+
+def _run_worker(
+    request: Mapping[str, Any], model: Path, progress: Progress | None, environment: Mapping[str, str] | None
+) -> tuple[dict[str, Any], list[str]]:
     """Runs the build process to its end.
 
     Returns:
@@ -481,7 +498,13 @@ def _run_worker(request: Mapping[str, Any], model: Path, progress: Progress | No
     warnings: dict[str, None] = {}
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, encoding="utf-8"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            text=True,
+            encoding="utf-8",
         )
         assert process.stdin is not None and process.stdout is not None
         outcome: dict[str, Any] = {}

@@ -43,21 +43,32 @@ class Graphs:
         *,
         keys: int | str | None = None,
         quantized: bool = True,
+        plugin: bool = False,
         name: str = "att.onnx",
     ) -> Path:
         """Attention of 4 heads over 2 KV heads of 64, causal where keys and queries are of one sequence."""
         self.nodes, self.constants = [], []
         operands = ["q", "k", "v"]
-        if quantized:
+        if plugin:
+            from quant.export.plugin import Attributes, onnx_node
+
+            for index, operand in enumerate(operands):
+                codes = [operand, self.scalar(0.02)]
+                operands[index] = self.node("QuantizeLinear", codes, f"{operand}/quantize", output_dtype=17)
+            operands.append(self.raw(self.types.FLOAT, (3,), np.full(3, 0.02, np.float32)))
+            attributes = Attributes(causal=1, output_type=self.types.FLOAT16)
+            self.nodes.append(onnx_node(operands, "y", attributes, "attention"))
+        elif quantized:
             for index, operand in enumerate(operands):
                 scale = self.scalar(0.02)
                 codes = self.node("QuantizeLinear", [operand, scale], f"{operand}/quantize", output_dtype=17)
                 operands[index] = self.node("DequantizeLinear", [codes, scale], f"{operand}/dequantize")
             operands += ["", self.scalar(1 / 448)]
             options = {"domain": "trt", "normalization_quantize_to_type": 17}
-        kind = "TRT_QuantizedAttention" if quantized else "Attention"
-        self.node(kind, operands, "attention", is_causal=int(keys is None), **(options if quantized else {}))
-        self.nodes[-1].output[0] = "y"
+        if not plugin:
+            kind = "TRT_QuantizedAttention" if quantized else "Attention"
+            self.node(kind, operands, "attention", is_causal=int(keys is None), **(options if quantized else {}))
+            self.nodes[-1].output[0] = "y"
         shapes = {n: ("batch", 4 if n == "q" else 2, sequence if n == "q" else keys or sequence, 64) for n in "qkv"}
         return self.save(name, shapes, {"y": shapes["q"]})
 
@@ -126,7 +137,7 @@ class Graphs:
             return [info(key, self.types.FLOAT16, shape) for key, shape in shapes.items()]
 
         graph = self.helper.make_graph(self.nodes, "graph", values(inputs), values(outputs), self.constants)
-        opsets = [self.helper.make_opsetid("", 23), self.helper.make_opsetid("trt", 1)]
+        opsets = [self.helper.make_opsetid(domain, version) for domain, version in (("", 23), ("trt", 1), ("quant", 1))]
         path = self.folder / name
         self.onnx.save(self.helper.make_model(graph, opset_imports=opsets, ir_version=11), path)
         return path

@@ -103,6 +103,14 @@ def test_fused_attention(graphs: Any, build: Callable[..., Any], quantized: bool
     assert [operand.type for operand in kernel.inputs[:3]] == [word] * 3
 
 
+def test_attention_in_our_plugin(graphs: Any, build: Callable[..., Any]) -> None:
+    pytest.importorskip("triton", reason="compiles the plugin's kernel")
+    engine = build(graphs.attention(plugin=True))
+    (finding,) = audit_built(engine, dataclasses.replace(plan_of(), attention=FORMATS["fp8"]), "plugin")
+    assert (finding.name, finding.found, finding.passed) == ("attention", "fp8", True)
+    assert engine.path.read_bytes().count(b".target sm_120a") >= 1
+
+
 def test_attention_that_was_not_fused_is_missed(graphs: Any, build: Callable[..., Any]) -> None:
     engine = build(graphs.chain("fp8"), shapes=SHAPES)
     finding = audit(engine.path, attention="fp8", attention_nodes=["attention"])[-1]
