@@ -35,7 +35,7 @@ from torch import nn
 
 from quant.calibration.observer import Observer, get_observer, is_per_tensor
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import global_scale_of
+from quant.formats.scaling import divided, global_scale_of
 from quant.kernels.hadamard import hadamard_transform
 
 Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -74,7 +74,7 @@ def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
     """The static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
     if format.global_scale:
         return global_scale_of(amax, format)
-    scale = amax.float() / format.element.max
+    scale = divided(amax.float(), format.element.max)
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 

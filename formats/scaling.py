@@ -41,9 +41,18 @@ def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
     return blocks.abs().amax(dim=(-3, -1), keepdim=True)
 
 
+def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """`x / number`, correctly rounded on every device.
+
+    On CUDA, PyTorch turns a division by a Python number into a product with its reciprocal, which can be one unit in
+    the last place off; a division by a tensor on the device is a division.
+    """
+    return x / x.new_full((), number)
+
+
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
     """The FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
-    scale = amax.float() / (format.element.max * HEADROOM.get(rule, E4M3.max))
+    scale = divided(amax.float(), format.element.max * HEADROOM.get(rule, E4M3.max))
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
@@ -54,10 +63,10 @@ def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -
 
 def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
     if format.scale is E8M0:
-        return decode_power_of_two(encode_power_of_two(amax / format.element.max))
+        return decode_power_of_two(encode_power_of_two(divided(amax, format.element.max)))
     if format.scale is E4M3:
         return round_to((amax / (format.element.max * global_scale)).clamp_(min=_MIN_E4M3), E4M3)
-    return _nonzero(round_to(amax / format.element.max, format.scale))
+    return _nonzero(round_to(divided(amax, format.element.max), format.scale))
 
 
 def _nonzero(scale: torch.Tensor) -> torch.Tensor:

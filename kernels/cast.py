@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import global_scale_of
+from quant.formats.scaling import divided, global_scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.matmul import decode_scale
 
@@ -182,7 +182,7 @@ def quantize_rows(
         raise ValueError(f"{source} to {format}: needs a static scale, for the tensor's amax is not known in one pass")
     if per_tensor and scale is None:
         amax = rows.abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=torch.float32)
-        scale = amax / format.element.max
+        scale = divided(amax, format.element.max)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     if format.global_scale and global_scale is None:
         amax = rows.abs().amax() if rows.numel() else rows.new_zeros(())

@@ -30,6 +30,7 @@ from quant.calibration.solver import check_solvers, get_pipeline, get_solver, sh
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
 from quant.formats.format import Format
+from quant.formats.scaling import divided
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts, experts_forward
 from quant.planning import check_plan_fits, make_plan
@@ -311,7 +312,7 @@ def calibrate(
 def _static_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtype) -> torch.Tensor:
     if activation.global_scale:
         return shared_global_scale(amax, activation, "max")
-    scale = amax / activation.element.max
+    scale = divided(amax, activation.element.max)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     # Stored in the model's dtype; rounded here so that what is calibrated is what is loaded.
     return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
