@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,6 +262,23 @@ def fallback_message(problems: Sequence[str]) -> str:
         f"{len(problems)} layer(s) do not run as planned in the engine: {shown}. Change their formats in the plan, or "
         "pass --allow-fallback to take the engine as it is"
     )
+
+
+def summary(receipt: Mapping[str, Any]) -> list[str]:
+    """What a user should know of an engine, a line each: who built it, for which shapes, and what runs in it."""
+    if "engine" not in receipt:
+        return []
+    engine, rows = receipt["engine"], receipt["audit"]
+    found = Counter(row["found"] for row in rows)
+    lines = [
+        f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
+        *(f"shapes {profile}" for profile in engine["profiles"]),
+        "runs in " + ", ".join(f"{word}: {count}" for word, count in found.most_common()),
+        f"{len(receipt['codes_found'])} layers' codes lie in the engine byte for byte",
+    ]
+    if receipt["codes_not_found"]:
+        lines.append(f"stored in another layout, and so not compared: {', '.join(receipt['codes_not_found'])}")
+    return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
 
 
 def receipt_path(engine: str | Path) -> Path:

@@ -342,14 +342,18 @@ def _check_file(job: Job) -> None:
 def _print(found: Mapping[str, Any], out: Path) -> None:
     from quant.console import CONSOLE
     from quant.export.onnx_verify import worst_layer
+    from quant.export.tensorrt import summary
 
     layers = [layer for layer in found.get("layers", ()) if layer["onnx"] is not None]
     if layers:
         worst = worst_layer({"layers": layers})
         assert worst is not None
-        CONSOLE.print(
-            f"{len(layers)} layers compared with PyTorch; the worst, {worst['name']}, differs by {worst['onnx']:.1e}"
-        )
+        said = f"the worst, {worst['name']}, differs by {worst['onnx']:.1e}" if worst["onnx"] else "all are the same"
+        CONSOLE.print(f"{len(layers)} layers compared with PyTorch; {said}")
+    if audit := found.get("audit"):
+        CONSOLE.print(f"{sum(row['passed'] for row in audit)} of {len(audit)} layers run in the engine as planned")
+    for line in summary(found):
+        CONSOLE.print(line)
     for name, size in found.get("files", {}).items():
         CONSOLE.print(f"{size / 1e6:12,.1f} MB  {name}")
     CONSOLE.print(f"written to {out}")

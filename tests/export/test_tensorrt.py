@@ -20,7 +20,7 @@ from quant.export.audit import audit
 from quant.export.engine_codes import held_codes
 from quant.export.engine_shapes import Input, format_profile, parse_profile
 from quant.export.engine_targets import choose_backend, resolve_target
-from quant.export.tensorrt import build_engine, export_engine
+from quant.export.tensorrt import build_engine, export_engine, summary
 
 SHAPES = "tokens=1:16:64"
 
@@ -343,6 +343,13 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
         ("2", word, word),
     ]
     assert receipt["codes_found"] == ["0", "2"]
+    said = summary(receipt)
+    assert "needs no GPU" in said[0]
+    assert said[1:] == [
+        "shapes x=1x256:16x256:64x256",
+        f"runs in {word}: 2",
+        "2 layers' codes lie in the engine byte for byte",
+    ]
     assert json.loads((tmp_path / "mlp.engine.json").read_text()) == receipt
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.engine", "mlp.engine.json"]
     assert receipt["engine"]["bytes"] == (tmp_path / "mlp.engine").stat().st_size
