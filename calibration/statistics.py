@@ -21,7 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from quant.formats.format import Format
-from quant.formats.scaling import global_scale_of
+from quant.formats.scaling import divided, global_scale_of
 
 
 @dataclass(eq=False)
@@ -102,27 +102,27 @@ class MomentSum:
             weight: what each token counts, `[tokens]`; None for all alike.
         """
         self.tokens += len(x)
+        x = x.to(torch.float64) if self.dtype is torch.float64 else x
+        drift = None if reference is None else reference.to(x) - x
         total = x.sum(0, dtype=self.dtype)
         self.first = total if self.first is None else self.first.add_(total)
-        if reference is not None:
-            total = (reference - x).sum(0, dtype=self.dtype)
+        if drift is not None:
+            total = drift.sum(0, dtype=self.dtype)
             self.shift = total if self.shift is None else self.shift.add_(total)
         if weight is not None:
             root = weight.sqrt()[:, None].to(x)
-            x, reference = x * root, None if reference is None else reference * root
-        if self.dtype is torch.float64:
-            x, reference = x.double(), None if reference is None else reference.double()
+            x, drift = x * root, None if drift is None else drift * root
         if self.width is not None:
             blocks = _block_products(x, self.width)
             self.second = blocks.to(self.dtype) if self.second is None else self.second.add_(blocks)
             return
         if self.second is None:
             self.second = torch.zeros(x.shape[1], x.shape[1], dtype=self.dtype, device=x.device)
-            self.cross = None if reference is None else torch.zeros_like(self.second)
+            self.cross = None if drift is None else torch.zeros_like(self.second)
         _add_symmetric(self.second, x)
-        if reference is not None:
+        if drift is not None:
             assert self.cross is not None
-            self.cross += (reference - x).t() @ x
+            self.cross += drift.t() @ x
 
     def stats(self) -> LayerStats | None:
         """The means; None if no token came."""
@@ -174,6 +174,6 @@ def static_input_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtyp
         return 1 / (1 / global_scale_of(amax, activation, "max"))
     if activation.block != (0, 0):
         return None
-    scale = amax.float() / activation.element.max
+    scale = divided(amax.float(), activation.element.max)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
