@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
+TEXT = Path(__file__).parents[2] / "benchmarks" / "data" / "calibration.txt"
 BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 
 
@@ -55,7 +57,7 @@ def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
 def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
     result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
     assert result.exit_code == 0, result.output
-    assert "layers compared with PyTorch; the worst, model." in result.stderr
+    assert "14 layers compared with PyTorch; " in result.stderr
     assert "MB  model.onnx" in result.stderr
 
 
@@ -91,6 +93,19 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, arguments: tuple[Any, ...], 
     assert line.startswith("error: ")
     assert words in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_fp8_attention_of_an_edited_plan(checkpoint: Path, tmp_path: Path) -> None:
+    edited = Path(shutil.copytree(checkpoint, tmp_path / "edited"))
+    fields = json.loads((edited / "plan.json").read_text())
+    (edited / "plan.json").write_text(json.dumps({**fields, "attention": "fp8"}))
+    calibration = ["--calib", TEXT, "--calib-samples", 2, "--seqlen", 32]
+    result = export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", *calibration)
+    assert result.exit_code == 2
+    assert "model.layers.0.self_attn: native FP8 attention takes heads of 64, 128" in result.stderr
+    assert "pass --attention none" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", "--attention", "none").exit_code == 0
 
 
 def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
