@@ -5,7 +5,8 @@
 The blocks are Llama 3 8B's (hidden 4096, 32 heads over 8 KV heads of 128, MLP 14336), with random weights. FP8 is the
 preset `fp8`: E4M3 weights and static input scales, one a tensor, calibrated on the input itself. "FP8 attention" also
 rounds q, k and v to E4M3 and attends with our kernel, which lies in the package. Packages are made in processes of
-their own, side by side; then everything is timed in one process in turns, by the median over CUDA events.
+their own, side by side; then everything is timed in one process in turns, by the median over CUDA events. A package
+that is not there after `--deadline` seconds is left out, and said to be.
 
 Errors are norms of differences over the norm, against the same blocks in FP32 arithmetic on the same BF16 weights.
 """
@@ -152,9 +153,12 @@ def flops(layers: int, tokens: int) -> float:
 @click.option("--layers", default=4, show_default=True)
 @click.option("--tokens", default=4096, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
+@click.option("--deadline", default=600.0, show_default=True, help="Seconds that making the packages may take.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the table there as well.")
 @click.option("--make", nargs=2, type=(click.Choice(KINDS), click.Path(path_type=Path)), hidden=True)
-def main(layers: int, tokens: int, repeats: int, json_file: Path | None, make: tuple[str, Path] | None) -> None:
+def main(
+    layers: int, tokens: int, repeats: int, deadline: float, json_file: Path | None, make: tuple[str, Path] | None
+) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("this benchmark needs an NVIDIA GPU with FP8 tensor cores")
     if make is not None:
@@ -162,31 +166,48 @@ def main(layers: int, tokens: int, repeats: int, json_file: Path | None, make: t
         export_aoti(model, make[1], {"x": x})
         return
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
         paths = {kind: Path(folder, f"{index}.pt2") for index, kind in enumerate(KINDS)}
-        size = ["--layers", str(layers), "--tokens", str(tokens)]
-        makers = {
-            kind: subprocess.Popen(
-                [sys.executable, __file__, *size, "--make", kind, str(path)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            for kind, path in paths.items()
-        }
-        said = {kind: maker.communicate()[0] for kind, maker in makers.items()}
-        failed = {kind: said[kind] for kind, maker in makers.items() if maker.returncode}
-        seconds = time.perf_counter() - started
+        failed, seconds = make_packages(paths, ["--layers", str(layers), "--tokens", str(tokens)], deadline)
         rows = measure({kind: path for kind, path in paths.items() if kind not in failed}, layers, tokens, repeats)
     for kind, text in failed.items():
         print(f"-- no package for {kind}:\n{text[-2500:]}\n")
     header = {**machine(), **versions("triton"), "layers": str(layers), "tokens": str(tokens)}
-    notes = [f"Packages made in {seconds:.0f} s, side by side."]
+    made = ", ".join(f"{kind} {time_:.0f} s" for kind, time_ in seconds.items()) or "none"
+    notes = [f"Packages, made side by side: {made}."]
     show(TITLE, header, rows, notes)
     if json_file is not None:
         write_json(json_file, TITLE, header, rows, notes)
     if failed:
         sys.exit(1)
+
+
+def make_packages(paths: dict[str, Path], size: list[str], deadline: float) -> tuple[dict[str, str], dict[str, float]]:
+    """Makes every package in a process of its own: what those that failed said last, and seconds of the others."""
+    started, failed, seconds = time.perf_counter(), {}, {}
+    logs = {kind: path.with_suffix(".log").open("w+") for kind, path in paths.items()}
+    makers = {
+        kind: subprocess.Popen(
+            [sys.executable, __file__, *size, "--make", kind, str(path)], stdout=logs[kind], stderr=subprocess.STDOUT
+        )
+        for kind, path in paths.items()
+    }
+    while makers:
+        time.sleep(0.2)
+        now = time.perf_counter() - started
+        for kind, maker in list(makers.items()):
+            if maker.poll() is None and now < deadline:
+                continue
+            late = maker.poll() is None
+            if late:
+                maker.kill()
+            if late or maker.returncode:
+                said = Path(logs[kind].name).read_text(errors="replace")[-2500:]
+                failed[kind] = f"{said}\n(not done after {now:.0f} s)" if late else said
+            else:
+                seconds[kind] = now
+            print(f"-- {kind}: {'failed' if kind in failed else 'made'} after {now:.0f} s", flush=True)
+            makers.pop(kind).wait()
+    return failed, seconds
 
 
 @torch.no_grad()

@@ -20,25 +20,30 @@ A package is for the kind of GPU that made it. Making one for CUDA needs that GP
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.kv_cache import AttentionScales
+from quant.export.onnx_decoder import Attention, Graph, attending, operand_scales
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
-from quant.kernels.attention import has_fp8_tensor_cores
+from quant.kernels.attention import fp8_attention, has_fp8_tensor_cores
 from quant.kernels.attention_reference import attention_reference
-from quant.kernels.fp8_gemm import fp8_linear, takes
+from quant.kernels.fp8_gemm import fp8_linear, round_input, takes
+from quant.kernels.linear import QuantLinear
 from quant.kernels.ops import op_name
 
 _ATTENTION = "quant::fp8_attention"
+EXPORTED_ATTENTION = "quant::onnx_attention"
 
 Dims = Mapping[str, Mapping[int, str]]
 
@@ -50,18 +55,21 @@ def export_aoti(
     *,
     dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
     device: torch.device | str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
     """Compiles `model` into a `.pt2` package.
 
     Args:
-        model: quantized or not; its outputs are tensors, in any nest of tuples and dicts. Moved to `device`.
+        model: quantized or not. A transformers model gives its logits, or else its last hidden state; the outputs
+            of any other are tensors, in any nest of tuples and dicts. Moved to `device`.
         path: of the package; ends in `.pt2`.
         inputs: an example of each input by the name of `forward`'s parameter.
         dims: names of dynamic dimensions, by input and axis; all others are fixed at the examples' sizes.
         ranges: smallest and largest size of a named dimension.
-        device: to run on, "cuda" or "cpu"; by default where the model is.
+        attention_scales: from `collect_attention_scales`; attention of a transformers model is then in FP8.
+        device: to run on, "cuda" or "cpu"; by default the GPU where there is one.
         options: settings of Inductor, such as `{"max_autotune": True}`.
 
     Returns:
@@ -73,18 +81,25 @@ def export_aoti(
     path = Path(path)
     if path.suffix != ".pt2":
         raise ValueError(f"{path}: an AOTInductor package ends in .pt2")
-    device = torch.device(device) if device is not None else _device_of(model)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"{path}: no CUDA device here; a package for a GPU is made on that GPU, or pass device='cpu'")
-    program = lowered(model.to(device), {name: x.to(device) for name, x in inputs.items()}, dims=dims, ranges=ranges)
+    examples = {name: x.to(device) for name, x in inputs.items()}
+    program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder,
-        _visible({_ATTENTION: _attention}),
+        visible({_ATTENTION: _attention}),
     ):
-        made = torch._inductor.aoti_compile_and_package(
-            program, package_path=str(Path(folder, path.name)), inductor_configs=dict(options or {})
-        )
+        try:
+            made = torch._inductor.aoti_compile_and_package(
+                program, package_path=str(Path(folder, path.name)), inductor_configs=dict(options or {})
+            )
+        except RuntimeError as error:
+            text = " ".join(str(error).split())
+            raise ValueError(
+                f"{path}: AOTInductor did not compile it (it needs a C++ compiler, g++ or $CXX): {text[:600]}"
+            ) from error
         os.replace(made, path)
     return path
 
@@ -95,6 +110,7 @@ def lowered(
     *,
     dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
     """The exported graph that the package is compiled from: without our linear ops; arguments as for `export_aoti`.
 
@@ -105,13 +121,18 @@ def lowered(
     names = {name for axes in (dims or {}).values() for name in axes.values()}
     sizes = {name: torch.export.Dim(name, **_bounds((ranges or {}).get(name))) for name in names}
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
-    with torch.no_grad():
+    with (
+        torch.no_grad(),
+        _scales_as_matrices(model),
+        traceable(model, inputs, (ranges or {}).get("sequence"), attention_scales) as graph,
+    ):
         try:
-            program = torch.export.export(model, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
+            program = torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        with _visible({op_name(format): _linear_of(format) for format in FORMATS.values()}):
+        bodies = {op_name(format): _linear_of(format) for format in FORMATS.values()}
+        with visible({**bodies, EXPORTED_ATTENTION: exported_attention}):
             program = program.run_decompositions({})
     _share_input_scales(program)
     return program
@@ -126,8 +147,22 @@ def _bounds(limits: tuple[int, int] | None) -> dict[str, int]:
     return {} if limits is None else {"min": limits[0], "max": limits[1]}
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    return next((t.device for t in [*model.parameters(), *model.buffers()]), torch.device("cpu"))
+@contextlib.contextmanager
+def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
+    """While a graph is made, static input scales are `[1, 1]`.
+
+    Inductor turns a scalar that it knows into a number in the code, and `_scaled_mm` needs it in memory.
+    """
+    found = [m for m in model.modules() if isinstance(m, QuantLinear) and m.input_scale is not None]
+    scales = [module.input_scale for module in found]
+    try:
+        for module, scale in zip(found, scales, strict=True):
+            assert scale is not None
+            module.input_scale = scale.reshape(1, 1)
+        yield
+    finally:
+        for module, scale in zip(found, scales, strict=True):
+            module.input_scale = scale
 
 
 def _share_input_scales(program: torch.export.ExportedProgram) -> None:
@@ -217,8 +252,67 @@ def _attention(
     return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)
 
 
+class _Named(nn.Module):
+    """A transformers graph whose inputs have their names: `forward(input_ids, …)`."""
+
+    def __init__(self, graph: Graph, names: Iterable[str]) -> None:
+        super().__init__()
+        self.graph = graph
+        parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
+        signature = inspect.Signature(parameters)
+
+        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+            outputs = graph(dict(signature.bind(*args, **kwargs).arguments), [])
+            return outputs[0] if len(outputs) == 1 else outputs
+
+        # torch.export asks the signature which inputs there are, and models differ in theirs.
+        forward.__signature__ = signature  # type: ignore[attr-defined]
+        self.forward = forward  # type: ignore[method-assign]
+
+
 @contextlib.contextmanager
-def _visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+def traceable(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    sequence: tuple[int, int] | None,
+    scales: Mapping[str, AttentionScales] | None,
+) -> Iterator[nn.Module]:
+    """What is traced: the module itself, or a transformers model that attends through one op, without masks."""
+    if not hasattr(model, "main_input_name"):
+        if scales:
+            raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
+        yield model
+        return
+    names = {module: name for name, module in model.named_modules()}
+    window = sequence[1] if sequence else None
+    function = Attention(names, kind="plugin", scales=operand_scales(scales or {}), window=window)
+    with attending(model, function, masked="attention_mask" in inputs):
+        yield _Named(Graph(model, function), inputs)
+
+
+def exported_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: list[float],
+    kind: str,
+) -> torch.Tensor:
+    """What the one attention op of a traced model becomes: PyTorch's own attention, or with scales ours in FP8."""
+    if not scales:
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+    given = torch.stack([torch.full((), value, device=q.device) for value in scales[:3]])
+    codes = [round_input(x, FORMATS["fp8"], value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True)]
+    dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
+    return fp8_attention(*codes, given, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
+
+
+@contextlib.contextmanager
+def visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
     """While graphs are traced, ops of these names are replaced by what their bodies do."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 

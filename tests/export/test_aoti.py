@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.aoti import dequantize_in_graph, export_aoti, load_aoti, lowered
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -96,17 +97,66 @@ def test_weights_are_decoded_to_the_bit(name: str) -> None:
         torch.testing.assert_close(dequantize_in_graph(weight, dtype), weight.dequantize(dtype), rtol=0, atol=0)
 
 
+@pytest.fixture
+def llama() -> nn.Module:
+    """Two blocks with grouped queries, every linear in the blocks FP8."""
+    transformers = pytest.importorskip("transformers", reason="the [hf] extra")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            weight = quantize(module.weight, FORMATS["fp8"])
+            new = QuantLinear(weight, None, FORMATS["fp8"], torch.tensor(0.02))
+            owner, _, last = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(owner), last, new)
+    return model
+
+
+def test_graph_of_a_transformers_model(llama: nn.Module) -> None:
+    """Logits of any number of tokens, as the model itself gives them; then with attention in FP8."""
+    ids, dims = torch.randint(96, (2, 64)), {"input_ids": {0: "batch", 1: "sequence"}}
+    program = lowered(llama, {"input_ids": ids}, dims=dims, ranges={"sequence": (2, 128)})
+    assert count(program, "quant.") == 0
+    with torch.no_grad():
+        for shape in ((2, 64), (3, 17)):
+            ids = torch.randint(96, shape)
+            got, expected = program.module()(input_ids=ids).float(), llama(ids).logits.float()
+            assert float((got - expected).norm() / expected.norm()) < 5e-3
+    scales = collect_attention_scales(llama, ids, kv_format=FORMATS["fp8"], attention_format=FORMATS["fp8"])
+    program = lowered(llama, {"input_ids": ids}, dims=dims, ranges={"sequence": (2, 128)}, attention_scales=scales)
+    assert count(program, "quant.fp8_attention") == 2
+    with torch.no_grad():
+        got, expected = program.module()(input_ids=ids).float(), llama(ids).logits.float()
+    assert 1e-4 < float((got - expected).norm() / expected.norm()) < 0.05
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "activation", "attends"), [("fp8", "fp8", True), ("nvfp4", None, False)])
 def test_package_computes_the_module(tmp_path: Path, weight: str, activation: str | None, attends: bool) -> None:
     """A compiler keeps more precision between ops, so inputs near a tie of E4M3 may round the other way."""
     model = Gated(weight, activation, activation is not None, attends)
     example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
-    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges={"sequence": (1, 512)})
+    ranges = {"sequence": (1, 512)}
+    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges=ranges, device="cpu")
     x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
     got, expected = load_aoti(path)(x=x).float(), model(x).float()
     assert float((got - expected).norm() / expected.norm()) < (0.04 if activation else 0.01)
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
+def test_package_with_scaled_mm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool
+) -> None:
+    """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
+    monkeypatch.setattr("quant.export.aoti.has_fp8_tensor_cores", lambda device: True)
+    model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    assert count(lowered(model, {"x": x}), "_scaled_mm") == 3
+    got = load_aoti(export_aoti(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()
+    expected = model(x).float()
+    assert float((got - expected).norm() / expected.norm()) < 0.04
 
 
 def test_bad_input(tmp_path: Path) -> None:

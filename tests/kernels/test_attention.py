@@ -232,4 +232,5 @@ def test_gpu_kernel_against_float64(dim: int, causal: bool, seq_q: int, seq_kv: 
     assert bool(out.isfinite().all())
     assert error(out, expected) < P_ERROR
     seen = expected_lse > -math.inf
-    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=1e-4, atol=1e-4)
+    # Hopper's FP8 dots keep about 13 bits of their sums: 2^-13 of scores of up to 30 here. Up to 4.4e-3 was seen.
+    torch.testing.assert_close(lse[seen].double(), expected_lse[seen], rtol=0, atol=1e-2)
