@@ -40,7 +40,7 @@ class Effort:
 
     score_rows: int = 8
     check_rows: int = 8
-    rounds: int = 4
+    rounds: int = 2
     solves: int = 3
     points: int = 17
 
