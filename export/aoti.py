@@ -257,7 +257,7 @@ class _Named(nn.Module):
 
     def __init__(self, graph: Graph, names: Iterable[str]) -> None:
         super().__init__()
-        self.graph = graph
+        self.traced = graph
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         signature = inspect.Signature(parameters)
 
