@@ -126,13 +126,16 @@ def test_bad_profiles(text: str, message: str) -> None:
         parse_profile(text, INPUTS, {})
 
 
-def test_a_kernel_that_needs_long_sequences_moves_the_default_and_refuses_less(graphs: Any) -> None:
+def test_a_kernel_that_needs_long_sequences_moves_the_default_and_refuses_less(
+    graphs: Any, machine: Callable[..., None]
+) -> None:
+    machine("tensorrt_rtx")
     floors = {"sequence": 32}
     assert parse_profile("", INPUTS[:1], floors)["input_ids"][0] == (1, 32)
     with pytest.raises(ValueError, match=r"sequence starts at 31, and .* needs at least 32"):
         parse_profile("sequence=31:64:128", INPUTS[:1], floors)
     with pytest.raises(ValueError, match=r"attention .*fixed sequence of 16"):
-        build_engine(graphs.attention(16), graphs.folder / "x.engine", target="sm120", backend="tensorrt_rtx")
+        build_engine(graphs.attention(16), graphs.folder / "x.engine", target="sm120")
 
 
 @pytest.mark.parametrize(
