@@ -245,8 +245,8 @@ def _attention(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     if not has_fp8_tensor_cores(q.device):
-        options = {"causal": causal, "softmax_scale": softmax_scale, "dtype": dtype, "rows": 0}
-        return attention_reference(q, k, v, scales, **options)[0]
+        out, _ = attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, rows=0)
+        return out
     from quant.kernels.attention_triton import launch_in_graph
 
     return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)
@@ -305,10 +305,10 @@ def exported_attention(
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
-    given = torch.stack([torch.full((), value, device=q.device) for value in scales[:3]])
-    codes = [round_input(x, FORMATS["fp8"], value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True)]
+    given = torch.stack([torch.full((), value, dtype=torch.float32, device=q.device) for value in scales[:3]])
+    q8, k8, v8 = (round_input(x, FORMATS["fp8"], value)[0] for x, value in zip((q, k, v), given.unbind(), strict=True))
     dtype = q.dtype if q.dtype in (torch.bfloat16, torch.float16) else torch.bfloat16
-    return fp8_attention(*codes, given, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
+    return fp8_attention(q8, k8, v8, given, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
 
 
 @contextlib.contextmanager

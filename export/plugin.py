@@ -91,8 +91,12 @@ class Attributes:
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> Attributes:
         """The inverse of `to_fields`; fields that are not attributes are left alone."""
-        kinds = {field.name: float if field.type == "float" else int for field in fields(cls)}
-        return cls(**{name: kind(np.ravel(given[name])[0]) for name, kind in kinds.items() if name in given})
+        known: dict[str, Any] = {
+            field.name: (float if field.type == "float" else int)(np.ravel(given[field.name])[0])
+            for field in fields(cls)
+            if field.name in given
+        }
+        return cls(**known)
 
 
 def onnx_node(inputs: Sequence[str], output: str, attributes: Attributes | None = None, name: str = "") -> Any:
@@ -270,7 +274,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         return compiled.name, compiled.ptx, params, extra
 
     # TensorRT reads the types as objects, and `from __future__ import annotations` would leave it strings.
-    outputs = {"outputs": tuple[tensor]}
+    outputs = {"outputs": tuple[tensor]}  # type: ignore[valid-type]
     describe.__annotations__ = inputs | attribute_types | {"return": tensor}
     autotune.__annotations__ = inputs | attribute_types | outputs | {"return": list[trtp.AutoTuneCombination]}
     returned = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
