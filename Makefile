@@ -12,18 +12,18 @@ OUT := out/smollm2-135m-nvfp4a16
 
 .PHONY: demo test lint gpu-test slow-test bench clean
 
-demo: .venv/.dev  ## SmolLM2-135M to NVFP4: checkpoint, perplexity, KL and report
+demo: .venv/.engines  ## SmolLM2-135M to NVFP4: checkpoint, perplexity, KL and report
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 \
 		--calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt \
 		--out $(OUT) --overwrite
 
-test: .venv/.dev  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
+test: .venv/.engines  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
 	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
 
-slow-test: .venv/.dev  ## the tests on whole models
+slow-test: .venv/.engines  ## the tests on whole models
 	$(RUN) pytest -m 'slow and not gpu' $(ARGS)
 
-gpu-test: .venv/.dev  ## the tests that need a CUDA device
+gpu-test: .venv/.engines  ## the tests that need a CUDA device
 	$(RUN) pytest -m gpu $(ARGS)
 
 lint: .venv/.dev
@@ -40,6 +40,12 @@ clean:
 
 .venv/.dev: pyproject.toml .ci/venv
 	.ci/venv dev
+	touch $@
+
+# TensorRT-RTX builds engines without a GPU. Where there is no wheel of it, its tests say so and the demo ends earlier.
+.venv/.engines: .venv/.dev
+	.venv/bin/python -m pip --disable-pip-version-check install --quiet --retries 0 --timeout 15 \
+		--constraint .venv/pins.txt --editable '.[tensorrt-rtx]' || echo "no TensorRT-RTX here: engines are left out" >&2
 	touch $@
 
 .venv/.bench: pyproject.toml .ci/venv

@@ -259,7 +259,7 @@ def fallback_message(problems: Sequence[str]) -> str:
     """The error for layers that do not run as planned."""
     shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
     return (
-        f"{len(problems)} layer(s) do not run as planned in the engine: {shown}. Change their formats in the plan, or "
+        f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
         "pass --allow-fallback to take the engine as it is"
     )
 

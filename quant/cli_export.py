@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli_base import DEBUG, JSON, QUIET, Command
-from quant.errors import UserError
+from quant.errors import UserError, counted
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,14 @@ def export_aoti_package(job: Job) -> dict[str, Any]:
     given = job.inputs or model_inputs(job.model, decode=False)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in given.items()}
     examples = {name: x.example for name, x in given.items()}
-    export_aoti(job.model, job.out, examples, dims=dims, ranges=dimension_ranges(given, job.shapes))
+    export_aoti(
+        job.model,
+        job.out,
+        examples,
+        dims=dims,
+        ranges=dimension_ranges(given, job.shapes),
+        attention_scales=job.attention_scales,
+    )
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
 
 
@@ -253,9 +260,10 @@ _SUFFIX = {"onnx": "-onnx", "tensorrt": ".engine", "aoti": ".pt2", "torch-tensor
 
 
 def _load(directory: Path, factory: str | None) -> nn.Module:
-    from quant import checkpoint, load_state
+    from quant import checkpoint
+    from quant.load_state import call_factory
 
-    return checkpoint.load(directory, load_state._call_factory(factory, False) if factory else None)
+    return checkpoint.load(directory, call_factory(factory) if factory else None)
 
 
 def _attention_scales(
@@ -325,8 +333,9 @@ def _verified(job: Job, path: Path) -> dict[str, Any]:
         assert worst is not None
         failed = sum(not layer["passed"] for layer in receipt["layers"])
         raise UserError(
-            f"{failed} exported layer(s) differ from PyTorch; the worst is {worst['name']}: relative error "
-            f"{worst['onnx']:.2g} of its ONNX nodes. This is a defect of the export; nothing was written"
+            f"{failed} of {counted(len(receipt['layers']), 'exported layer')} differ from PyTorch; the worst is "
+            f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
+            "This is a defect of the export; nothing was written"
         )
     return receipt
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.errors import UserError, counted
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str
     except RuntimeError:
         raise UserError(f"--device {device} is no device; expected cpu, cuda or cuda:N") from None
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"--device {device}: PyTorch sees {torch.cuda.device_count()} GPU(s) here; use --device cpu")
+        seen = counted(torch.cuda.device_count(), "GPU")
+        raise UserError(f"--device {device}: PyTorch sees {seen} here; use --device cpu")
 
 
 def _prepare(model: nn.Module, device: str) -> str:

@@ -178,7 +178,7 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     Raises:
         UserError: no such function, it fails, or its module does not fit the state dict.
     """
-    model = _call_factory(factory, meta)
+    model = call_factory(factory, meta=meta)
     shared: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
@@ -201,7 +201,12 @@ def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: b
     return model.eval()
 
 
-def _call_factory(factory: str, meta: bool) -> nn.Module:
+def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
+    """The module that "package.module:function" builds, on the meta device if asked.
+
+    Raises:
+        UserError: it cannot be imported, or gives no module.
+    """
     module_name, _, function = factory.partition(":")
     if not module_name or not function:
         raise UserError(f"--model-factory {factory!r}: expected package.module:function")

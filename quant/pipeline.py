@@ -27,6 +27,7 @@ from quant.export.checkpoint import check_destination
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.extras import versions
 from quant.load_huggingface import load_tokenizer
+from quant.load_state import call_factory
 from quant.loading import Source, open_model
 from quant.planning import check_plan_fits, fusion_warnings, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
@@ -328,7 +329,7 @@ def open_any(name: str, *, model_factory: str | None = None, unsafe_load: bool =
     """
     if checkpoint.is_checkpoint(name):
         path = Path(name)
-        model = checkpoint.load(path, open_model(model_factory).model if model_factory else None)
+        model = checkpoint.load(path, call_factory(model_factory) if model_factory else None)
         return Source(
             name=name,
             kind="huggingface",

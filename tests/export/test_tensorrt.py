@@ -359,9 +359,7 @@ def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, f
 
 
 def test_a_fallback_is_an_error_unless_allowed(tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"2 layer\(s\) do not run as planned .*: 0: planned fp8, found half, fp8 weights"
-    ):
+    with pytest.raises(ValueError, match=r"^not run as planned in the engine: 0: planned fp8, found half, fp8 weights"):
         exported(tmp_path, "mxfp8")
     assert list(tmp_path.iterdir()) == []
     receipt = exported(tmp_path, "mxfp8", allow_fallback=True)

@@ -22,10 +22,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import quant
 from quant import load_gguf
 from quant.errors import UserError
 from quant.extras import require, versions
 from quant.loading import open_model
+from quant.pipeline import open_any
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 BASE = GOLDENS / "base"
@@ -51,6 +53,11 @@ class Small(nn.Module):
 
 def make_small() -> nn.Module:
     return Small()
+
+
+def make_line() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 8))
 
 
 def make_nothing() -> str:
@@ -302,6 +309,15 @@ def test_factory_builds_the_module(suffix: str, factory: str, tmp_path: Path) ->
     meta = open_model(file, model_factory=factory, meta=True).model
     assert {t.device.type for t in meta.parameters()} == {"meta"} and meta.second.weight is meta.first.weight
     assert open_model(file, model_factory=factory, dtype="bfloat16").model.first.weight.dtype == torch.bfloat16
+
+
+def test_factory_builds_the_module_of_a_quantized_checkpoint(factory: str, tmp_path: Path) -> None:
+    quantized = quant.quantize(make_line(), "fp8_channel")
+    quant.save(quantized.model, quantized.plan, tmp_path / "out")
+    loaded = open_any(str(tmp_path / "out"), model_factory=factory.replace("make_small", "make_line")).model
+    assert loaded is not None
+    x = torch.randn(3, 32)
+    assert torch.equal(loaded(x), quantized.model(x))
 
 
 def test_factory_ties_a_weight_that_the_file_has_once(
