@@ -217,9 +217,11 @@ def export_command(
 ) -> None:
     """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine or a package.
 
-    Every layer of the exported file is compared with PyTorch, and a file that differs is not written.
+    Every layer of the exported file is compared with PyTorch, and a file that differs is not written. What was found
+    goes into the report of DIRECTORY as well.
     """
     from quant import checkpoint, console
+    from quant.report import rewrite
 
     quiet = quiet or as_json
     given = _parse_inputs(inputs) or None
@@ -250,6 +252,8 @@ def export_command(
             **options,
         )
         found = EXPORTERS[kind](job)
+    if "layers" in found and (directory / "report.json").is_file():
+        rewrite(directory, found)
     if as_json:
         click.echo(json.dumps(found, indent=1))
     elif not quiet:

@@ -20,26 +20,14 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None,
 
     With --receipt, report.json takes the receipt up, and the page shows every layer at every stage of the export.
     """
-    from quant.calibration.sensitivity import write_atomically
     from quant.errors import UserError
-    from quant.recipes.plan import Plan
-    from quant.report import Receipt, Report, render_html
+    from quant.report import rewrite
 
-    for name in ("report.json", "plan.json"):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote")
-    report, plan = Report.load(directory / "report.json"), Plan.load(directory / "plan.json")
+    fields = None
     if receipt_file is not None:
         try:
             fields = json.loads(receipt_file.read_text(encoding="utf-8"))
-            receipt = Receipt.from_dict(fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise UserError(f"{receipt_file}: not a receipt of `quant export`: {error}") from None
-        strangers = [layer.name for layer in receipt.layers if layer.name not in plan.by_name]
-        if fields.get("plan") not in (None, plan.digest()) or strangers:
-            raise UserError(f"{receipt_file}: the receipt of another plan than {directory / 'plan.json'}")
-        report.receipt = receipt
-        write_atomically(directory / "report.json", json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
-    page = out or directory / "report.html"
-    write_atomically(page, render_html(report, plan))
+    page = rewrite(directory, fields, out=out, source=str(receipt_file))
     click.echo(f"written to {page}", err=True)

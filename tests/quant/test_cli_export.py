@@ -47,6 +47,8 @@ def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
     assert receipt["passed"] and found["passed"]
     assert [layer["name"] for layer in receipt["layers"]] == [layer.name for layer in plan.quantized]
     assert all(layer["checkpoint"] == 0.0 for layer in receipt["layers"])
+    assert json.loads((checkpoint / "report.json").read_text())["receipt"]["layers"] == receipt["layers"]
+    assert "Export receipt" in (checkpoint / "report.html").read_text()
     for file in ("model.onnx", "decode.onnx"):
         model = onnx.load(out / file)
         assert [entry.value for entry in model.metadata_props] == [plan.digest()]
