@@ -29,6 +29,8 @@ from quant.kernels.matmul import arrival_counters
 from quant.kernels.tiles import GluonTiles
 
 # One word to four words of two bfloat16 each, codes 0 to 3 of both halves.
+# Triton 3.6 calls it thread_barrier.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 _CODES = gl.constexpr("""{
 .reg .b32 t,u,v;
 and.b32 $0,$4,0x81C081C0;
@@ -130,7 +132,7 @@ def linear_kernel(
     shared = stack._reinterpret(gl.bfloat16, [steps, block_m, 64], x_shared)
     async_copy.wait_group(0)
     fence_async_shared()
-    gl.thread_barrier()
+    _barrier()
 
     acc = gl.zeros((rows, block_m), gl.float32, accumulator)
     for step in range(0, steps, 2):
@@ -157,7 +159,7 @@ def linear_kernel(
         index = tile_m * gl.num_programs(0) + tile_n
         inside = n[:, None] * block_m + m[None, :]
         gl.store(partial + (part * tiles + index).to(gl.int64) * (rows * block_m) + inside, acc)
-        gl.thread_barrier()
+        _barrier()
         if gl.atomic_add(counter + index, 1, sem="acq_rel") == splits - 1:
             total = gl.zeros((rows, block_m), gl.float32, accumulator)
             for other in range(splits):
