@@ -9,13 +9,17 @@ export PYTHON
 
 RUN := .venv/bin/python -m
 OUT := out/smollm2-135m-nvfp4a16
+MIXED := out/smollm2-135m-4.8bits
+TEXTS := --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt
 
 .PHONY: demo test lint gpu-test slow-test bench clean
 
-demo: .venv/.engines  ## SmolLM2-135M to NVFP4: checkpoint, perplexity, KL and report
-	.venv/bin/quantize smollm2-135m --format nvfp4a16 \
-		--calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt \
+demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
+	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
 		--out $(OUT) --overwrite
+	.venv/bin/quantize smollm2-135m --bits 4.8 $(TEXTS) --calib-samples 4 --eval-samples 4 --out $(MIXED) --overwrite
+	if .venv/bin/python -c 'import tensorrt_rtx' 2>/dev/null; then .venv/bin/quant export $(OUT) --to tensorrt \
+		--target rtx5090 --shapes batch=1:1:4,sequence=1:128:512 --out $(OUT).engine --overwrite; fi
 
 test: .venv/.engines  ## the tests that need neither a GPU nor minutes; a thread per process, so that they do not compete
 	OMP_NUM_THREADS=1 $(RUN) pytest -n $(JOBS) --dist worksteal $(ARGS)
