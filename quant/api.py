@@ -26,11 +26,10 @@ from quant.calibration.lowrank import residual_weight
 from quant.calibration.observer import get_observer
 from quant.calibration.rotation import rotate_weight
 from quant.calibration.sequential import solve_sequentially
-from quant.calibration.solver import check_solvers, get_pipeline, get_solver, shared_global_scale, solve_group
+from quant.calibration.solver import check_solvers, get_pipeline, get_solver, solve_group
+from quant.calibration.statistics import static_input_scale
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
-from quant.formats.format import Format
-from quant.formats.scaling import divided
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts, experts_forward
 from quant.planning import check_plan_fits, make_plan
@@ -305,17 +304,10 @@ def calibrate(
         shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None
-            scales[member.name] = _static_scale(shared, member.activation, _dtype_of(model))
+            scale = static_input_scale(shared, member.activation, _dtype_of(model))
+            assert scale is not None
+            scales[member.name] = scale
     return scales
-
-
-def _static_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtype) -> torch.Tensor:
-    if activation.global_scale:
-        return shared_global_scale(amax, activation, "max")
-    scale = divided(amax, activation.element.max)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    # Stored in the model's dtype; rounded here so that what is calibrated is what is loaded.
-    return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
 
 
 def apply_plan(
