@@ -1,12 +1,12 @@
 """Prefill of a stack of 8B-shaped decoder blocks on one GPU: AOTInductor packages beside eager, FP8 beside BF16.
 
-    python benchmarks/aoti.py [--layers 4] [--tokens 4096] [--json FILE]
+    python benchmarks/aoti.py [--layers 4] [--tokens 4096] [--packages FOLDER] [--json FILE]
 
 The blocks are Llama 3 8B's (hidden 4096, 32 heads over 8 KV heads of 128, MLP 14336), with random weights. FP8 is the
 preset `fp8`: E4M3 weights and static input scales, one a tensor, calibrated on the input itself. "FP8 attention" also
 rounds q, k and v to E4M3 and attends with our kernel, which lies in the package. Packages are made in processes of
 their own, side by side; then everything is timed in one process in turns, by the median over CUDA events. A package
-that is not there after `--deadline` seconds is left out, and said to be.
+that is not there after `--deadline` seconds is left out, and said to be. Those in `--packages` are kept for next time.
 
 Errors are norms of differences over the norm, against the same blocks in FP32 arithmetic on the same BF16 weights.
 """
@@ -154,10 +154,17 @@ def flops(layers: int, tokens: int) -> float:
 @click.option("--tokens", default=4096, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--deadline", default=600.0, show_default=True, help="Seconds that making the packages may take.")
+@click.option("--packages", type=click.Path(path_type=Path), help="Keep the packages there; those found are used.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write the table there as well.")
 @click.option("--make", nargs=2, type=(click.Choice(KINDS), click.Path(path_type=Path)), hidden=True)
 def main(
-    layers: int, tokens: int, repeats: int, deadline: float, json_file: Path | None, make: tuple[str, Path] | None
+    layers: int,
+    tokens: int,
+    repeats: int,
+    deadline: float,
+    packages: Path | None,
+    json_file: Path | None,
+    make: tuple[str, Path] | None,
 ) -> None:
     if not torch.cuda.is_available():
         raise click.ClickException("this benchmark needs an NVIDIA GPU with FP8 tensor cores")
@@ -166,14 +173,18 @@ def main(
         export_aoti(model, make[1], {"x": x})
         return
     with tempfile.TemporaryDirectory() as folder:
-        paths = {kind: Path(folder, f"{index}.pt2") for index, kind in enumerate(KINDS)}
-        failed, seconds = make_packages(paths, ["--layers", str(layers), "--tokens", str(tokens)], deadline)
+        place = packages or Path(folder)
+        place.mkdir(parents=True, exist_ok=True)
+        size = ["--layers", str(layers), "--tokens", str(tokens)]
+        paths = {kind: place / f"{kind.lower().replace(' ', '-')}-{layers}x{tokens}.pt2" for kind in KINDS}
+        missing = {kind: path for kind, path in paths.items() if not path.is_file()}
+        failed, seconds = make_packages(missing, size, deadline)
         rows = measure({kind: path for kind, path in paths.items() if kind not in failed}, layers, tokens, repeats)
     for kind, text in failed.items():
         print(f"-- no package for {kind}:\n{text[-2500:]}\n")
     header = {**machine(), **versions("triton"), "layers": str(layers), "tokens": str(tokens)}
-    made = ", ".join(f"{kind} {time_:.0f} s" for kind, time_ in seconds.items()) or "none"
-    notes = [f"Packages, made side by side: {made}."]
+    made = ", ".join(f"{kind} {time_:.0f} s" for kind, time_ in seconds.items())
+    notes = [f"Packages, made side by side: {made}." if made else "The packages were there already."]
     show(TITLE, header, rows, notes)
     if json_file is not None:
         write_json(json_file, TITLE, header, rows, notes)
