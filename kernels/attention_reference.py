@@ -12,13 +12,126 @@ that are rounded differ by a common factor, so the errors are equal in size and 
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
 P_SCALE_LOG2 = 8
 """Log2 of the factor on the probabilities before they become E4M3."""
 
+SCALE_BLOCK = 128
+"""Rows (tokens of one head) that share a block scale."""
+
 _SCORES = 1 << 24
+
+
+def reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    compute: torch.dtype = torch.float32,
+    round_p: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `quant.kernels.attention.attention` computes, with every option, in plain PyTorch.
+
+    Args:
+        q, k, v, q_scale, k_scale, v_scale, causal, window, softcap, softmax_scale, cu_seqlens_q, cu_seqlens_k: as
+            there; operands of any floating dtype.
+        dtype: of the output.
+        compute: dtype of everything in between; float64 for a comparison to trust.
+        round_p: whether the probabilities are rounded to the dtype of v, as in the kernels.
+
+    Returns:
+        The output and the log-sum-exp of the scores, `[batch, heads, seq_q]` in `compute`. A query that sees no key
+        gives zeros and −inf.
+    """
+    query = _dequantized(q, q_scale, cu_seqlens_q, compute)
+    query = query * (1 / math.sqrt(q.shape[3]) if softmax_scale is None else softmax_scale)
+    key = _dequantized(k, k_scale, cu_seqlens_k, compute)
+    value = _dequantized(v, v_scale, cu_seqlens_k, compute)
+    rounded_to = v.dtype if round_p and v.dtype.itemsize < 4 else None
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:3], -math.inf, dtype=compute, device=q.device)
+    for rows, keys in _sequences(q.shape[2], k.shape[2], cu_seqlens_q, cu_seqlens_k):
+        part = query[:, :, rows].unflatten(1, (k.shape[1], -1)), key[:, :, None, keys], value[:, :, None, keys]
+        for piece, (values, sums) in _in_pieces(*part, causal, window, softcap, rounded_to):
+            here = slice(rows.start + piece.start, rows.start + piece.stop)
+            out[:, :, here], lse[:, :, here] = values.flatten(1, 2).to(dtype), sums.flatten(1, 2)
+    return out, lse
+
+
+def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Index of the first scale block of each packed sequence.
+
+    Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
+    lengths, and needs nothing but its own entry: tokens // 128 + sequences blocks in all.
+    """
+    return cu_seqlens[:-1] // SCALE_BLOCK + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+
+
+def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Scales per tensor, per head or per block, spread to `[batch, heads, rows, 1]` or something that broadcasts."""
+    if scale.dim() < 2:
+        return scale.reshape(1, -1, 1, 1)
+    if scale.dim() == 2:
+        return scale[:, :, None, None]
+    row = torch.arange(shape[2], device=scale.device)
+    if cu_seqlens is None:
+        return scale[:, :, row // SCALE_BLOCK, None]
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    block = block_starts(cu_seqlens)[sequence] + (row - cu_seqlens[sequence]) // SCALE_BLOCK
+    return scale[:, :, block, None]
+
+
+def _dequantized(
+    x: torch.Tensor, scale: torch.Tensor | None, cu_seqlens: torch.Tensor | None, compute: torch.dtype
+) -> torch.Tensor:
+    return x.to(compute) if scale is None else x.to(compute) * scale_of_rows(scale.to(compute), x.shape, cu_seqlens)
+
+
+def _sequences(
+    seq_q: int, seq_kv: int, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
+) -> list[tuple[slice, slice]]:
+    """Where the queries and the keys of each sequence are."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        return [(slice(0, seq_q), slice(0, seq_kv))]
+    bounds = [[slice(a, b) for a, b in pairwise(cu.tolist())] for cu in (cu_seqlens_q, cu_seqlens_k)]
+    return list(zip(*bounds, strict=True))
+
+
+def _in_pieces(query, key, value, causal, window, softcap, rounded_to):
+    """Attention of one sequence, as many queries at a time as memory allows."""
+    seq_q, seq_kv = query.shape[-2], key.shape[-2]
+    rows = max(1, _SCORES // max(1, math.prod(query.shape[:-2]) * seq_kv))
+    for start in range(0, seq_q if seq_kv else 0, rows):
+        piece = slice(start, min(start + rows, seq_q))
+        scores = query[..., piece, :] @ key.mT
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        visible = visible_keys(seq_q, seq_kv, causal, window, query.device)[piece]
+        yield piece, _softmax_times(scores.masked_fill(~visible, -math.inf), value, rounded_to)
+
+
+def visible_keys(seq_q: int, seq_kv: int, causal: bool, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which keys each query sees, bool `[seq_q, seq_kv]`; the last query stands at the last key."""
+    ahead = torch.arange(seq_kv, device=device) - (torch.arange(seq_q, device=device) + seq_kv - seq_q)[:, None]
+    visible = torch.ones_like(ahead, dtype=torch.bool)
+    if causal:
+        visible &= ahead <= 0
+    if window is not None:
+        visible &= ahead.abs() < window
+    return visible
 
 
 def attention_reference(
@@ -68,18 +181,20 @@ def attention_reference(
         if causal:
             last = torch.arange(part.shape[-2], device=q.device) + (start + seq_kv - seq_q)
             scores = scores.masked_fill(torch.arange(seq_kv, device=q.device) > last[:, None], -math.inf)
-        values_of_part, lse_of_part = _softmax_times(scores, values, round_p)
+        values_of_part, lse_of_part = _softmax_times(scores, values, torch.float8_e4m3fn if round_p else None)
         out.append((values_of_part * v_scale).to(dtype))
         lse.append(lse_of_part)
     return torch.cat(out, -2).flatten(1, 2), torch.cat(lse, -1).flatten(1, 2)
 
 
-def _softmax_times(scores: torch.Tensor, values: torch.Tensor, round_p: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _softmax_times(
+    scores: torch.Tensor, values: torch.Tensor, rounded_to: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax(scores) @ values, and the log-sum-exp of each row."""
     top = scores.amax(-1, keepdim=True)
     shift = torch.where(top == -math.inf, 0.0, top)
     p = torch.exp(scores - shift) * 2.0**P_SCALE_LOG2
     total = p.sum(-1, keepdim=True)
-    rounded = p.to(torch.float8_e4m3fn).to(p.dtype) if round_p else p
+    rounded = p if rounded_to is None else p.to(rounded_to).to(p.dtype)
     out = torch.where(total > 0, (rounded @ values) / total, 0.0)
     return out, (shift + total.log() - P_SCALE_LOG2 * math.log(2)).squeeze(-1)
