@@ -11,8 +11,8 @@
     quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
 
 Nothing of `quant::` is left after that, so the package needs neither Python nor this library: C++ loads it with
-`torch::inductor::AOTIModelPackageLoader`, Python with `torch._inductor.aoti_load_package`. Input scales that are
-equal (q, k and v share theirs) become one, so that their input is rounded once.
+`torch::inductor::AOTIModelPackageLoader` (a whole program is in `export/cpp`), Python with `load_aoti`. Input scales
+that are equal (q, k and v share theirs) become one, so that their input is rounded once.
 
 A package is for the kind of GPU that made it. Making one for CUDA needs that GPU, for kernels are tuned on it.
 """
