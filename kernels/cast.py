@@ -18,6 +18,8 @@ dot with a matrix of signs, exact in FP32 accumulation.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -33,25 +35,52 @@ MAX_COLUMNS = 32768
 
 
 @triton.jit
-def encode_e2m1(x):
-    """Codes, int32, of float32: to nearest even, saturating.
+def reciprocal(step):
+    """1 / step, correctly rounded: the quick division, and one step of Newton's method."""
+    near = 1.0 / step
+    return tl.fma(tl.fma(-step, near, 1.0), near, near)
 
-    Adding 1.5 · 2^23 steps leaves the number of steps in the low bits of the sum, rounded as the hardware rounds; a
-    step is half the power of two below the value, and at least a half.
+
+@triton.jit
+def quotient(x, step, inverse):
+    """x / step, correctly rounded, where neither the quotient nor what is left of x underflows (Markstein, 1990).
+
+    The product with the rounded reciprocal is off by less than one unit; what it leaves of x is exact in one FMA, and
+    the second adds the quotient of that. A division costs three times as much.
     """
-    magnitude = tl.minimum(tl.abs(x), 6.0)
+    near = x * inverse
+    return tl.fma(tl.fma(-near, step, x), inverse, near)
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Codes, int32, of float32: to nearest even, saturating."""
+    return encode_e2m1_of(tl.abs(x), x)
+
+
+@triton.jit
+def encode_e2m1_of(magnitude, signed):
+    """Codes, int32, of float32 magnitudes with the signs of `signed`: to nearest even, saturating, NaN as well.
+
+    A step of the grid is half the power of two below the value, and at least a half. Adding 1.5 · 2^23 steps leaves
+    the number of steps in the low bits of the sum, rounded as the hardware rounds; each doubling of the power adds
+    two codes. The constant's 2 makes up for the exponent's bias, modulo 8.
+    """
+    magnitude = tl.minimum(magnitude, 6.0)
     power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
-    magic = (power + (22 << 23)) | 0x400000
-    steps = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True) & 15
-    sign = (x.to(tl.int32, bitcast=True) >> 28) & 8
-    return (((power >> 23) - 127) * 2 + steps) | sign
+    magic = power + ((22 << 23) + 0x400002)
+    steps = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    code = steps + (power >> 22)
+    sign = (signed.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True)
+    return (code & 7) | (sign & -8)
 
 
 @triton.jit
 def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
     """Block scales by the `max` rule: what is stored, and the step it stands for."""
     if kind == "e4m3":
-        ideal = tl.div_rn(amax, largest * global_scale)
+        unit = largest * global_scale
+        ideal = quotient(amax, unit, tl.div_rn(1.0, unit))
         stored = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0).to(tl.float8e4nv)
         return stored, stored.to(tl.float32) * global_scale
     elif kind == "e8m0":
@@ -78,20 +107,39 @@ def _signs(n: tl.constexpr):
 
 @triton.jit
 def quantize_rows_kernel(
-    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
+    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, rows, eps,
     source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
-    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, width: tl.constexpr,
+    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One row; `block` is 0 where the row has one scale. See the module docstring."""
-    row = tl.program_id(0).to(tl.int64)
+    """A row a program; with a rotation, several rows, for the matrix of signs is dear. See the module docstring."""
+    if hadamard > 0:
+        signs = _signs(hadamard).to(x.dtype.element_ty)
+        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+            _quantize_row(tl.cast(row, tl.int64), signs, x, second, norm_weight, hidden, codes, scale, global_scale,
+                          x_stride, second_stride, K, eps, source, element, largest, kind, block, static,
+                          hadamard, root, flat, width)  # fmt: skip
+    else:
+        _quantize_row(tl.program_id(0).to(tl.int64), 0, x, second, norm_weight, hidden, codes, scale, global_scale,
+                      x_stride, second_stride, K, eps, source, element, largest, kind, block, static,
+                      hadamard, root, flat, width)  # fmt: skip
+
+
+@triton.jit
+def _quantize_row(
+    row, signs, x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
+    source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One row of K, which is `width` where `flat`. With `block` 0 the row has one scale."""
     column = tl.arange(0, width)
-    inside = column < K
     dtype: tl.constexpr = x.dtype.element_ty
+    start = row * K
+    inside = column < (width if flat else K)
     value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     if source == "add_rms":
         value += tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(dtype)
-        tl.store(hidden + row * K + column, rounded, mask=inside)
+        tl.store(hidden + start + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
     if source == "rms" or source == "add_rms":
         mean_square = tl.sum(value * value, axis=0) / K
@@ -100,36 +148,48 @@ def quantize_rows_kernel(
         value = value.to(tl.float32)
     if source == "swiglu":
         other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.div_rn(value, 1.0 + tl.exp(-value)).to(dtype).to(tl.float32)
+        gate = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32)
         value = (gate * other).to(dtype).to(tl.float32)
     if hadamard > 0:
-        rows = value.to(dtype).reshape(width // hadamard, hadamard)
-        value = (tl.dot(rows, _signs(hadamard).to(dtype)) * root).to(dtype).to(tl.float32).reshape(width)
+        turned = tl.dot(value.to(dtype).reshape(width // hadamard, hadamard), signs)
+        value = (turned * root).to(dtype).to(tl.float32).reshape(width)
 
     if static:
-        stored = tl.load(global_scale).to(tl.float32)
-        steps = tl.div_rn(value, stored)
+        steps = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
     elif block == 0:
         stored, step = encode_scale(tl.max(tl.abs(value), axis=0), 1.0, kind, largest)
         tl.store(scale + row, stored)
         steps = tl.div_rn(value, step)
     else:
         blocks = value.reshape(width // block, block)
-        second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
+        second_level = 1.0
+        if kind == "e4m3":
+            second_level = tl.load(global_scale).to(tl.float32)
+            # Where steps are so small that what a quotient leaves would underflow, all is 2^80 times as large.
+            lift = tl.where(second_level < 8.67e-19, 1.2089258196146292e24, 1.0)
+            second_level *= lift
+            blocks *= lift
         stored, step = encode_scale(tl.max(tl.abs(blocks), axis=1), second_level, kind, largest)
         index = tl.arange(0, width // block)
-        tl.store(scale + row * (K // block) + index, stored, mask=index < K // block)
-        steps = tl.div_rn(blocks, tl.broadcast_to(step[:, None], (width // block, block))).reshape(width)
+        tl.store(scale + start // block + index, stored, mask=index < (width if flat else K) // block)
+        if kind == "wide":
+            steps = tl.div_rn(blocks, tl.broadcast_to(step[:, None], (width // block, block))).reshape(width)
+        elif kind == "e8m0":
+            steps = (blocks * tl.div_rn(1.0, step)[:, None]).reshape(width)
+        else:
+            steps = quotient(blocks, step[:, None], reciprocal(step)[:, None]).reshape(width)
 
     if element == "e2m1":
-        low, high = tl.split(encode_e2m1(steps).reshape(width // 2, 2))
-        byte = tl.arange(0, width // 2)
-        tl.store(codes + row * (K // 2) + byte, (low | high << 4).to(tl.uint8), mask=byte < K // 2)
+        code = encode_e2m1_of(tl.abs(steps), value)
+        word = tl.sum(code.reshape(width // 8, 8) << (tl.arange(0, 8) * 4)[None, :], axis=1)
+        index = tl.arange(0, width // 8)
+        words = (codes + start // 2).to(tl.pointer_type(tl.int32))
+        tl.store(words + index, word, mask=index < (width if flat else K) // 8)
     elif element == "int8":
         nearest = (steps + 12582912.0) - 12582912.0
-        tl.store(codes + row * K + column, tl.clamp(nearest, -127.0, 127.0).to(tl.int8), mask=inside)
+        tl.store(codes + start + column, tl.clamp(nearest, -127.0, 127.0).to(tl.int8), mask=inside)
     else:
-        tl.store(codes + row * K + column, tl.clamp(steps, -448.0, 448.0).to(tl.float8e4nv), mask=inside)
+        tl.store(codes + start + column, tl.clamp(steps, -448.0, 448.0).to(tl.float8e4nv), mask=inside)
 
 
 def quantize(
@@ -197,17 +257,50 @@ def quantize_rows(
         scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
         scales = torch.empty(format.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
     if tokens:
-        width = max(triton.next_power_of_2(columns), 64, hadamard)
-        quantize_rows_kernel[tokens,](
+        launch = _launch(tokens, columns, format, source, hadamard, rows.is_contiguous() and other.is_contiguous())
+        quantize_rows_kernel[launch.programs,](
             rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden,
             codes, scales, scales if global_scale is None else global_scale,
-            rows.stride(0), other.stride(0), columns, eps,
+            launch.width if launch.flat else rows.stride(0), launch.width if launch.flat else other.stride(0),
+            launch.width if launch.flat else columns, launch.rows, eps,
             source=source, element=format.element.name, largest=format.element.max,
             kind="wide" if format.scale.is_wide else format.scale.name, block=format.block[1],
-            static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0, width=width,
-            num_warps=4 if width <= 4096 else 8 if width <= 16384 else 16,
+            static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0,
+            flat=launch.flat, width=launch.width, num_warps=launch.warps,
         )  # fmt: skip
     return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """How rows are given to programs.
+
+    Attributes:
+        programs: how many.
+        rows: pieces that they share.
+        width: elements of a piece, a power of two.
+        flat: whether pieces are cut from all elements as they lie in memory, and not one from each row.
+        warps: of a program.
+    """
+
+    programs: int
+    rows: int
+    width: int
+    flat: bool
+    warps: int
+
+
+def _launch(tokens: int, columns: int, format: Format, source: str, hadamard: int, contiguous: bool) -> _Launch:
+    """Blocks know nothing of rows, so that where no norm does either, no lane is spent on what a row lacks."""
+    # 64 blocks of the rotation are one instruction of Hopper's tensor cores.
+    width = min(tokens * columns & -(tokens * columns), 64 * hadamard or 4096)
+    flat = contiguous and format.block[1] > 0 and source in ("plain", "swiglu") and width >= max(1024, 16 * hadamard)
+    if flat:
+        rows = tokens * columns // width
+    else:
+        width, rows = max(triton.next_power_of_2(columns), 64, 16 * hadamard), tokens
+    warps = 4 if width <= 8192 and (flat or width <= 4096) else 8 if width <= 16384 else 16
+    return _Launch(min(rows, 1024) if hadamard else rows, rows, width, flat, warps)
 
 
 def _check(
