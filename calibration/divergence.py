@@ -10,6 +10,13 @@ log-likelihood of a token that the model itself proposes; for an embedding its p
 
 Logits are what does not fit, so the output head is left out of the forward pass and applied to slices of positions.
 A model that does more than its head to the hidden states (soft caps, scales) is taken whole.
+
+A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and in these terms
+
+    KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
+
+which loses nothing to cancellation, as a difference of two log-probabilities does. It also lets the product run in
+BF16: its relative error is one of d and not of z (see `calibration.fast_products`).
 """
 
 from __future__ import annotations
@@ -22,8 +29,10 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import output_of
+from quant.calibration.fast_products import fast_dtype
 
-_SLICE_ELEMENTS = 1 << 23
+# 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
+_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 
 
 class Divergence(Protocol):
@@ -88,6 +97,7 @@ class NextToken:
     def __init__(self, model: nn.Module, head: nn.Module) -> None:
         self.model, self.head = model, head
         self.split: bool | None = None
+        self.narrow: torch.Tensor | None = None  # weight of the head for products of small differences
 
     def count(self, rows: torch.Tensor) -> int:
         return rows.shape[0] * (rows.shape[1] - 1)
@@ -95,15 +105,25 @@ class NextToken:
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             hidden = self._hidden(rows)
-            return [self._logp(hidden[part]) for part in self._parts(hidden)] if keep else hidden
+            return hidden, [self._p(hidden[part]) for part in self._parts(hidden)] if keep else None
 
     def measure(self, rows: torch.Tensor, reference: Any) -> float:
         total = 0.0
         with torch.no_grad():
             hidden = self._hidden(rows)
             for place, part in enumerate(self._parts(hidden)):
-                total += float(_kl(self._base(reference, place, part), self._logp(hidden[part])).double().sum())
+                p = self._base(reference, place, part)
+                total += float(_kl(p, self._difference(hidden[part], reference[0][part], p)).double().sum())
         return total
+
+    def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Logits of the model less those of the base; 0 where the base rules a token out."""
+        if self.split and type(self.head) is nn.Linear:
+            if self.narrow is None:
+                self.narrow = self.head.weight.detach().to(fast_dtype(hidden) or hidden.dtype)
+            return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
+        difference = self._logits(hidden).float() - self._logits(base).float()
+        return difference if self.split else difference.masked_fill(p == 0, 0)
 
     def nll(self, rows: torch.Tensor) -> float:
         """Summed negative log-likelihood of the next tokens, in nats."""
@@ -117,15 +137,16 @@ class NextToken:
 
     def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
         def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
-            # On the CPU, so that the same seed draws the same tokens on every device.
-            likely = logp.detach().exp().cpu()
-            drawn = torch.multinomial(likely, 1, generator=generator).to(logp.device)
-            return -logp.gather(1, drawn).sum()
+            return -logp.gather(1, _drawn(logp.detach().exp(), generator)).sum()
 
         self._backward(rows, loss)
 
     def descend(self, rows: torch.Tensor, reference: Any) -> float:
-        return self._backward(rows, lambda place, part, logp: _kl(self._base(reference, place, part), logp).sum())
+        def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
+            p = self._base(reference, place, part)
+            return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum()
+
+        return self._backward(rows, loss)
 
     def _backward(self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor]) -> float:
         """Backward from a sum over positions, the head's share slice by slice."""
@@ -142,14 +163,20 @@ class NextToken:
         return total
 
     def _base(self, reference: Any, place: int, part: slice) -> torch.Tensor:
-        if isinstance(reference, list):
-            return reference[place]  # type: ignore[no-any-return]
+        hidden, kept = reference
+        if kept is not None:
+            return kept[place]  # type: ignore[no-any-return]
         with torch.no_grad():
-            return self._logp(reference[part])
+            return self._p(hidden[part])
 
     def _parts(self, hidden: torch.Tensor) -> list[slice]:
         with torch.no_grad():
-            return _slices(len(hidden), self._logits(hidden[:1]).shape[-1])
+            vocabulary = self._logits(hidden[:1]).shape[-1]
+        step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+        return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+
+    def _p(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits(hidden).float().softmax(dim=-1)
 
     def _logp(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._logits(hidden).float().log_softmax(dim=-1)
@@ -229,15 +256,19 @@ class Embeddings:
         return torch.nn.functional.normalize(hidden.float().mean(dim=1), dim=-1)
 
 
-def _kl(base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
-    """KL(base‖model) at each position, from log-probabilities `[positions, vocabulary]`."""
-    p = base.exp()
-    return ((base - logp).masked_fill(p == 0, 0) * p).sum(dim=-1)
+def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """KL of distributions `p` `[positions, vocabulary]` to those whose logits are larger by `d`."""
+    # exp overflows at 88. A shift of all logits changes no distribution.
+    d = d - (d.amax(dim=-1, keepdim=True) - 40).clamp_(min=0)
+    return torch.log1p(torch.linalg.vecdot(p, d.expm1())) - torch.linalg.vecdot(p, d)
 
 
-def _slices(positions: int, vocabulary: int) -> list[slice]:
-    step = max(_SLICE_ELEMENTS // vocabulary, 1)
-    return [slice(start, min(start + step, positions)) for start in range(0, positions, step)]
+def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A token for each position of `p` `[positions, vocabulary]`, int64 `[positions, 1]`, by its distribution."""
+    # The chances come from the CPU, so that the same seed draws the same tokens on every device.
+    chance = torch.rand(len(p), 1, generator=generator).to(p.device)
+    upto = p.cumsum(dim=-1)
+    return torch.searchsorted(upto, chance * upto[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
 
 
 @contextmanager

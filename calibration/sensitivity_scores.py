@@ -9,7 +9,7 @@ itself proposes (see `calibration.divergence`) and errors of different tokens ar
 embeddings, which average tokens, the square is that of the sum over a row. With Y = x Wᵀ and Y_q = x_q W_qᵀ, a
 token's term is
 
-    ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · W_q) · x_q − (∂L/∂Y · W) · x
+    ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
 
 so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
 is at that layer anyway. Members of a group are added up before the square, for they err together.
@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.linalg import vecdot
 
 from quant.calibration.blocks import Stop, block_names, find_chains
 from quant.calibration.candidates import KEPT, Candidate
@@ -168,14 +169,16 @@ class TokenProducts:
             self._flush()
             self.group, self.input = group, seen.x
         now = trial.current(group)
-        here = (seen.back * trial.round_input(group, seen.x, now)).sum(dim=-1).flatten()
+        x_now = trial.round_input(group, seen.x, now)
         for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
             if candidate.name == now.name:
                 continue
-            weight = trial.dense(layer, candidate, seen.index).to(seen.gradient.dtype)
             x = trial.round_input(group, seen.x, candidate)
-            there = ((seen.gradient @ weight) * x).sum(dim=-1).flatten()
-            self.products[candidate.name] = self.products.get(candidate.name, 0.0) + (there - here)
+            product = vecdot(seen.back, x - x_now)
+            change = trial.change(layer, candidate, seen.index)
+            if change is not None:
+                product = product + vecdot((seen.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
 
     def squares(self) -> Result:
         """Σ over tokens of the squared products."""

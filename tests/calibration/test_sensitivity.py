@@ -135,9 +135,9 @@ def test_fisher_is_what_plain_autograd_gives() -> None:
 
         handles = [layer.register_forward_hook(_keeper(name, seen)) for name, layer in layers.items()]
         logp = model(rows[index : index + 1]).logits[0, :-1].log_softmax(-1)
-        drawn = torch.multinomial(
-            logp.detach().exp(), 1, generator=torch.Generator().manual_seed(5 * 1_000_003 + index)
-        )
+        chances = torch.rand(SEQLEN - 1, 1, generator=torch.Generator().manual_seed(5 * 1_000_003 + index))
+        upto = logp.detach().exp().double().cumsum(-1)
+        drawn = (upto / upto[:, -1:] < chances).sum(-1, keepdim=True)
         (-logp.gather(1, drawn).sum()).backward()
         for handle in handles:
             handle.remove()
@@ -153,7 +153,8 @@ def test_fisher_is_what_plain_autograd_gives() -> None:
                 sums[group, c.name] += float(product.square().sum())
     for (group, name), value in sums.items():
         expected = 0.5 * value / (2 * (SEQLEN - 1))
-        assert table.by_name[group].scores[name] == pytest.approx(expected, rel=1e-3)
+        # Products with changes of weights run in BF16 where that is fast.
+        assert table.by_name[group].scores[name] == pytest.approx(expected, rel=4e-3)
 
 
 def _keeper(name: str, seen: dict[str, Any]) -> Any:
