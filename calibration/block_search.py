@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from quant.formats.format import Format
-from quant.formats.number import E2M1, E4M3, Number
+from quant.formats.number import E4M3, Number
 from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales
 
@@ -38,18 +38,17 @@ def round_with_feedback(
         wanted = block[j]
         if j:
             wanted = wanted - (inverse[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
-        values[j] = round_to(wanted / step[j], element).mul_(step[j])
+        values[j] = _nearest(wanted / step[j], element).mul_(step[j])
         torch.sub(wanted, values[j], out=errors[j]).div_(inverse[j, j])
     return values, errors
 
 
 def search_block(
     block: torch.Tensor, inverse: torch.Tensor, format: Format, global_scale: torch.Tensor, shortlist: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The best values found for a block, and their scale.
 
-    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it. On a
-    GPU all of NVFP4's are.
+    All candidate scales are tried without feedback first; the best `shortlist` of each row are tried with it.
 
     Args:
         block: `[k, n]`.
@@ -59,21 +58,16 @@ def search_block(
         shortlist: how many candidates get the full trial.
 
     Returns:
-        Values `[k, n]` and block scales `[n]`.
+        Values and errors e `[k, n]`, and block scales `[n]`.
     """
-    if block.is_cuda and format.element is E2M1 and format.scale is E4M3 and len(block) == 16:
-        from quant.calibration.block_search_triton import search_nvfp4_block
-
-        return search_nvfp4_block(block, inverse, global_scale)
     scales = block_scales(block, format, global_scale)
     if shortlist < len(scales):
-        step = scales * global_scale
-        plain = round_to(block[:, None] / step, format.element).mul_(step).sub_(block[:, None])
-        loss = (_lower(inverse) @ plain.flatten(1)).square_().sum(0).view(scales.shape)
+        loss = _losses(block, inverse, format, scales * global_scale)
         scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
     values, errors = round_with_feedback(block, inverse, (scales * global_scale)[None], format.element)
-    best = errors.square_().sum(0).argmin(0, keepdim=True)
-    return values.gather(1, best.expand(len(block), 1, -1))[:, 0], scales.gather(0, best)[0]
+    best = errors.square().sum(0).argmin(0, keepdim=True)
+    place = best.expand(len(block), 1, -1)
+    return values.gather(1, place)[:, 0], errors.gather(1, place)[:, 0], scales.gather(0, best)[0]
 
 
 def local_scales(
@@ -81,10 +75,8 @@ def local_scales(
 ) -> torch.Tensor:
     """Block scales `[n]` with the smallest loss when every value is rounded to nearest, no feedback."""
     scales = block_scales(block, format, global_scale)
-    step = scales * global_scale
-    error = round_to(block[:, None] / step, format.element).mul_(step).sub_(block[:, None])
-    loss = (_lower(inverse) @ error.flatten(1)).square_().sum(0).view(scales.shape)
-    return scales.gather(0, loss.argmin(0, keepdim=True))[0]
+    best = _losses(block, inverse, format, scales * global_scale).argmin(0, keepdim=True)
+    return scales.gather(0, best)[0]
 
 
 def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
@@ -100,7 +92,26 @@ def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor
     return torch.stack([scale.view(-1) for scale in (nearest, *others)])
 
 
-def _lower(inverse: torch.Tensor) -> torch.Tensor:
+def to_errors(inverse: torch.Tensor) -> torch.Tensor:
     """U⁻ᵀ, which maps w - q to the errors e."""
     eye = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
     return torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
+
+
+def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:
+    """Losses `[candidates, n]` where every value is rounded to nearest on a grid of `step` `[candidates, n]`."""
+    wanted = block[:, None] / step
+    # In grid steps, which are squared and multiplied in only after the sum.
+    off = _nearest(wanted, format.element).sub_(wanted)
+    return (to_errors(inverse) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
+
+
+def _nearest(x: torch.Tensor, number: Number) -> torch.Tensor:
+    """`round_to` in fewer passes over memory, for float grids that no dtype has; zeros lose their sign."""
+    if number.torch_dtype is not None or number.is_integer:
+        return round_to(x, number)
+    x = x.clamp(-number.max, number.max)
+    # 1.5 · 2^(23 - mantissa) powers of two: adding it leaves room for the grid's digits alone, rounded to even.
+    magic = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+    magic.clamp_(min=number.min_normal).mul_(1.5 * 2.0 ** (23 - number.mantissa))
+    return x.add_(magic).sub_(magic)

@@ -21,12 +21,15 @@ Everything is laid out [in, out], so that a column of the weight is contiguous a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch.nn.functional import pad
 
-from quant.calibration.block_search import round_with_feedback, search_block
+from quant.calibration.block_search import round_with_feedback, search_block, to_errors
 from quant.calibration.statistics import diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
@@ -36,8 +39,12 @@ _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
 
-# Solves the block of inputs that begins at a column: (block [k, n], column, U [k, k]) -> values [k, n], scales [n].
-_SolveBlock = Callable[[torch.Tensor, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+# Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
+_SolveWindow = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, bool], torch.Tensor
+]
+# Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
+_SolveBlock = Callable[[torch.Tensor, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +104,7 @@ def gptq(
     format: Format,
     global_scale: torch.Tensor | None = None,
     *,
-    sweeps: int = 2,
+    sweeps: int = 1,
     shortlist: int = 4,
 ) -> BlockScaledTensor:
     """Rounds `weight` against the quadratic loss of `factor`.
@@ -112,66 +119,58 @@ def gptq(
         shortlist: how many scales of a block to try with feedback.
     """
     block_rows, block_columns = format.block
-    if block_rows == 1 and 0 < block_columns <= _LAZY:
-        return _with_searched_scales(weight, factor, format, global_scale, sweeps, shortlist)
-    scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
-    shape = format.block_shape(weight.shape)
-    step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
-    step = step[:, : weight.shape[1]].t().contiguous()
-
-    def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> tuple[torch.Tensor, None]:
-        here = step[start : start + len(block), None]
-        return round_with_feedback(block, inverse, here, format.element)[0][:, 0], None
-
+    second = weight.new_ones(()) if global_scale is None else global_scale
     target = weight.t().contiguous()
-    values, _ = _feed_back(target, factor, _FIXED_WIDTH, solve)
+    scale = scales = None
+    if block_rows == 1 and 0 < block_columns <= _LAZY:
+        width = block_columns
+        scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
+
+        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+            return search_block(block, inverse, format, second, shortlist)
+
+    else:
+        width = _FIXED_WIDTH
+        scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
+        shape = format.block_shape(weight.shape)
+        step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
+        step = step[:, : weight.shape[1]].t().contiguous()
+
+        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+            here = step[start : start + len(block), None]
+            values, errors = round_with_feedback(block, inverse, here, format.element)
+            return values[:, 0], errors[:, 0], None
+
+    window = partial(_solve_window, solve)
+    if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
+        from quant.calibration.gptq_triton import solve_nvfp4_window
+
+        window = partial(solve_nvfp4_window, second)
+    values = torch.empty_like(target)
+    _feed_back(target, values, scales, factor, width, window)
     for _ in range(sweeps):
-        _descend(target, values, None, factor, _FIXED_WIDTH, solve)
+        _descend(target, values, scales, factor, width, window)
+    if scales is not None:
+        scale = scales.t().contiguous()
+    assert scale is not None
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
 
 
-def _with_searched_scales(
-    weight: torch.Tensor,
-    factor: Factor,
-    format: Format,
-    global_scale: torch.Tensor | None,
-    sweeps: int,
-    shortlist: int,
-) -> BlockScaledTensor:
-    second = weight.new_ones(()) if global_scale is None else global_scale
-
-    def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return search_block(block, inverse, format, second, shortlist)
-
-    target = weight.t().contiguous()
-    width = format.block[1]
-    values, scales = _feed_back(target, factor, width, solve)
-    for _ in range(sweeps):
-        _descend(target, values, scales, factor, width, solve)
-    return quantize_with_scale(values.t().contiguous(), format, scales.t().contiguous(), global_scale)
-
-
 def _feed_back(
-    target: torch.Tensor, factor: Factor, width: int, solve: _SolveBlock
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """GPTQ's pass: values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
+    target: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    factor: Factor,
+    width: int,
+    window: _SolveWindow,
+) -> None:
+    """GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
     upper, left = factor.inverse, target.clone()
-    values = torch.empty_like(target)
-    scales: list[torch.Tensor] = []
-    for first in range(0, len(target), _LAZY):
-        last = min(first + _LAZY, len(target))
-        errors = torch.empty_like(left[first:last])
-        for start in range(first, last, width):
-            stop = min(start + width, last)
-            here, inverse = slice(start, stop), upper[start:stop, start:stop]
-            values[here], scale = solve(left[here], start, inverse)
-            if scale is not None:
-                scales.append(scale)
-            error = torch.linalg.solve_triangular(inverse.t(), left[here] - values[here], upper=False)
-            errors[start - first : stop - first] = error
-            left[stop:last].addmm_(upper[here, stop:last].t(), error, alpha=-1)
-        left[last:].addmm_(upper[first:last, last:].t(), errors, alpha=-1)
-    return values, torch.stack(scales) if scales else values[:0]
+    blocks = diagonal_blocks(upper, width)
+    for here, inside in _windows(len(target), width):
+        found = None if scales is None else scales[inside]
+        errors = window(left[here], upper[here, here], blocks[inside], values[here], found, here.start, False)
+        left[here.stop :].addmm_(upper[here, here.stop :].t(), errors, alpha=-1)
 
 
 def _descend(
@@ -180,27 +179,84 @@ def _descend(
     scales: torch.Tensor | None,
     factor: Factor,
     width: int,
-    solve: _SolveBlock,
+    window: _SolveWindow,
 ) -> None:
     """One sweep of block coordinate descent, in place: every block again, with all others as they are."""
     moment = factor.moment
     residual = target - values
     inverses, uppers = block_factors(diagonal_blocks(moment, width))
-    for index, start in enumerate(range(0, len(target), width)):
-        here = slice(start, start + width)
-        size = len(target[here])
-        own = moment[here, here]
-        gradient = moment[here] @ residual
-        # What the block would be if it were free: its own values plus the step to the minimum.
-        wanted = values[here] + inverses[index][:size, :size] @ gradient
-        new, scale = solve(wanted, start, uppers[index][:size, :size])
-        off_new, off_old = wanted - new, wanted - values[here]
-        gain = (off_old * (own @ off_old)).sum(0) - (off_new * (own @ off_new)).sum(0)
-        better = gain > 0
-        values[here] = torch.where(better, new, values[here])
+    for here, inside in _windows(len(target), width):
+        # What each block would be if it were free: its own values plus the step to the minimum. A block of the
+        # window that is solved before it moves that by `coupling`.
+        steps = torch.cat([moment[here] @ residual, moment[here, here]], dim=1)
+        steps = _by_blocks(inverses[inside], steps)
+        wanted, coupling = values[here] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
+        found = None if scales is None else scales[inside]
+        window(wanted, coupling, uppers[inside], values[here], found, here.start, True)
+        residual[here] = target[here] - values[here]
+
+
+def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Windows of `_LAZY` inputs, as columns and as blocks."""
+    for first in range(0, inputs, _LAZY):
+        last = min(first + _LAZY, inputs)
+        yield slice(first, last), slice(first // width, -(-last // width))
+
+
+def _by_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
+    count, width, _ = blocks.shape
+    whole = pad(x, (0, 0, 0, count * width - len(x))).view(count, width, -1)
+    return torch.bmm(blocks, whole).flatten(0, 1)[: len(x)]
+
+
+def _solve_window(
+    solve: _SolveBlock,
+    wanted: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    start: int,
+    improve: bool,
+) -> torch.Tensor:
+    """Solves the blocks of a window in turn; what one does moves what the later ones should be.
+
+    Args:
+        solve: one block.
+        wanted: `[inputs, n]`, what each block should be before the earlier ones of the window are solved.
+        coupling: C `[inputs, inputs]`: block b should be `wanted[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
+        inverses: U of each block, `[blocks, k, k]`.
+        values, scales: filled here, `[inputs, n]` and `[blocks, n]`. With `improve`, they hold a solution, of which
+            a block is kept where the new one is no better.
+        start: first input of the window.
+        improve: whether a move is the change of values; otherwise it is the error e.
+
+    Returns:
+        The moves, `[inputs, n]`.
+    """
+    moves = torch.empty_like(wanted)
+    width = inverses.shape[-1]
+    for index, first in enumerate(range(0, len(wanted), width)):
+        here = slice(first, min(first + width, len(wanted)))
+        size = here.stop - first
+        block = wanted[here]
+        if first:
+            block = block - coupling[:first, here].t() @ moves[:first]
+        inverse = inverses[index, :size, :size]
+        new, errors, scale = solve(block, start + first, inverse)
+        if not improve:
+            values[here], moves[here] = new, errors
+            if scales is not None and scale is not None:
+                scales[index] = scale
+            continue
+        old = values[here].clone()
+        better = errors.square().sum(0) < (to_errors(inverse) @ (block - old)).square().sum(0)
+        values[here] = torch.where(better, new, old)
+        torch.sub(values[here], old, out=moves[here])
         if scales is not None and scale is not None:
             scales[index] = torch.where(better, scale, scales[index])
-        residual[here] = target[here] - values[here]
+    return moves
 
 
 def block_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

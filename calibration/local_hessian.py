@@ -43,12 +43,17 @@ def local_hessian(
     mean = torch.where(mean > 0, mean, torch.ones_like(mean))
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
+    if feedback and weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
+        from quant.calibration.gptq_triton import search_nvfp4_blocks
+
+        values, found = search_nvfp4_blocks(target, uppers, second)
+        return quantize_with_scale(values.t().contiguous(), format, found.t().contiguous(), global_scale)
     scales = []
     for index, start in enumerate(range(0, len(target), width)):
         block = target[start : start + width]
         upper = uppers[index, : len(block), : len(block)]
         if feedback:
-            target[start : start + width], scale = search_block(block, upper, format, second, shortlist)
+            target[start : start + width], _, scale = search_block(block, upper, format, second, shortlist)
         else:
             scale = local_scales(block, upper, format, second)
         scales.append(scale)

@@ -131,7 +131,7 @@ def test_search_with_feedback_is_the_best_single_scale_tried_with_feedback() -> 
     block = torch.randn(16, 20) * 0.02
     _, uppers = block_factors(_moment(16, 100)[None])
     second = block.abs().amax() / (6 * 256)
-    _, scales = search_block(block, uppers[0], NVFP4, second, shortlist=16)
+    _, _, scales = search_block(block, uppers[0], NVFP4, second, shortlist=16)
     losses = []
     for s in E4M3.grid()[1:]:
         _, errors = round_with_feedback(block, uppers[0], (s * second).expand(1, 1, 20), E2M1)

@@ -1,0 +1,186 @@
+"""A window of GPTQ for NVFP4 on a GPU: its blocks of sixteen inputs in one launch, where PyTorch needs thousands.
+
+The rows of a weight do not know of each other, so a program takes a few of them through the whole window:
+
+    for each block b:   wanted  = given[b] - Σ C[a, b]ᵀ move[a]        over the blocks a before it
+                        sixteen scales are tried at once, each with feedback inside the block:
+                            q[j]    = nearest(left[j] / step) · step,      e[j] = (left[j] - q[j]) / U[j, j]
+                            left[i] -= U[j, i] · e[j]     for i > j,       loss = Σ e[j]²
+                        the scale with the least loss stays
+
+A lane of the program is one row with one of its scales, and holds the sixteen inputs in registers. Moves go to later
+blocks through memory that only this program reads. Nothing is gained by a shortlist here: the trial is what is cheap.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+WIDTH = 16
+_CANDIDATES = 16
+# Rows of the weight that a program takes.
+_ROWS = 8
+
+
+@triton.jit
+def _nearest_e2m1(x):
+    """To nearest even, saturating. The grid's step is half the power of two below x, and at least a half."""
+    x = tl.clamp(x, -6.0, 6.0)
+    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for the digits of the grid alone
+    return (x + magic) - magic
+
+
+@triton.jit
+def _decode_e4m3(code):
+    """Values of codes 0 to 126."""
+    normal = ((code + (120 << 3)) << 20).to(tl.float32, bitcast=True)
+    return tl.where(code < 8, code.to(tl.float32) * 0.001953125, normal)
+
+
+@triton.jit
+def _encode_e4m3_up(x):
+    """The least code whose value is not below x, for 0 <= x <= 448."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << 20) - 1)) >> 20) - (120 << 3)
+    return tl.where(x < 0.015625, tl.ceil(x * 512.0).to(tl.int32), normal)
+
+
+@triton.jit
+def _solve(
+    wanted, coupling, inverses, values, scales, moves, global_scale, n, blocks, wanted_stride, coupling_row,
+    coupling_column, improve: tl.constexpr, WIDTH: tl.constexpr, CANDIDATES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    valid = column < n
+    row = tl.arange(0, WIDTH)
+    candidate = tl.arange(0, CANDIDATES)
+    second = tl.load(global_scale)
+    start = tl.program_id(1) * blocks
+    for b in range(start, start + blocks):
+        place = (b * WIDTH + row)[:, None] * n + column[None, :]
+        given = tl.load(
+            wanted + (b * WIDTH + row)[:, None] * wanted_stride + column[None, :], mask=valid[None, :], other=0.0
+        )
+        for a in range(start, b):
+            move = tl.load(moves + (a * WIDTH + row)[:, None] * n + column[None, :], mask=valid[None, :], other=0.0)
+            weight = tl.load(
+                coupling
+                + ((a - start) * WIDTH + row)[:, None] * coupling_row
+                + ((b - start) * WIDTH + row)[None, :] * coupling_column
+            )
+            given -= tl.sum(weight[:, :, None] * move[:, None, :], axis=0)
+        amax = tl.max(tl.abs(given), axis=0)
+        ideal = tl.minimum(tl.div_rn(amax, 6.0 * second), 448.0)
+        first = tl.minimum(tl.maximum(_encode_e4m3_up(ideal) - 8, 1), 111)
+        scale = _decode_e4m3(first[None, :] + candidate[:, None])
+        step = scale * second
+        left = tl.broadcast_to(given[:, None, :], [WIDTH, CANDIDATES, ROWS])
+        found = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
+        errors = tl.zeros([WIDTH, CANDIDATES, ROWS], tl.float32)
+        loss = tl.zeros([CANDIDATES, ROWS], tl.float32)
+        old = tl.load(values + place, mask=valid[None, :], other=0.0)
+        old_left = given
+        old_loss = tl.zeros([ROWS], tl.float32)
+        for j in tl.static_range(WIDTH):
+            own = (row == j)[:, None, None]
+            here = tl.sum(tl.where(own, left, 0.0), axis=0)
+            value = _nearest_e2m1(tl.div_rn(here, step)) * step
+            upper = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + row)
+            pivot = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + j)
+            error = tl.div_rn(here - value, pivot)
+            loss += error * error
+            left -= upper[:, None, None] * error[None, :, :]
+            found = tl.where(own, value[None, :, :], found)
+            errors = tl.where(own, error[None, :, :], errors)
+            if improve:
+                old_error = tl.div_rn(
+                    tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot
+                )
+                old_loss += old_error * old_error
+                old_left -= upper[:, None] * old_error[None, :]
+        best = tl.argmin(loss, axis=0)
+        chosen = candidate[:, None] == best[None, :]
+        new = tl.sum(tl.where(chosen[None, :, :], found, 0.0), axis=1)
+        new_scale = tl.sum(tl.where(chosen, scale, 0.0), axis=0)
+        scale_place = b * n + column
+        if improve:
+            better = tl.min(loss, axis=0) < old_loss
+            new = tl.where(better[None, :], new, old)
+            new_scale = tl.where(better, new_scale, tl.load(scales + scale_place, mask=valid, other=0.0))
+            move = new - old
+        else:
+            move = tl.sum(tl.where(chosen[None, :, :], errors, 0.0), axis=1)
+        tl.store(values + place, new, mask=valid[None, :])
+        tl.store(scales + scale_place, new_scale, mask=valid)
+        tl.store(moves + place, move, mask=valid[None, :])
+        tl.debug_barrier()  # the next block reads what other threads of this program wrote
+
+
+def solve_nvfp4_window(
+    global_scale: torch.Tensor,
+    wanted: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    start: int,
+    improve: bool,
+) -> torch.Tensor:
+    """`gptq._solve_window` for whole blocks of sixteen, with every candidate scale tried with feedback.
+
+    Args:
+        global_scale: float32 scalar.
+        wanted: `[inputs, n]`, rows contiguous.
+        coupling: `[inputs, inputs]`.
+        inverses: `[blocks, 16, 16]`.
+        values, scales: contiguous, filled here.
+        start: not used.
+        improve: see there.
+
+    Returns:
+        The moves, `[inputs, n]`.
+    """
+    assert scales is not None
+    return _launch(global_scale, wanted, coupling, inverses, values, scales, windows=1, improve=improve)
+
+
+def search_nvfp4_blocks(
+    blocks: torch.Tensor, inverses: torch.Tensor, global_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best values and scales of blocks that do not know of each other, all in one launch.
+
+    Args:
+        blocks: `[16 · blocks, n]`, float32, contiguous.
+        inverses: U of each, `[blocks, 16, 16]`.
+        global_scale: float32 scalar.
+
+    Returns:
+        Values `[16 · blocks, n]` and block scales `[blocks, n]`.
+    """
+    values = torch.empty_like(blocks)
+    scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device)
+    _launch(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
+    return values, scales
+
+
+def _launch(
+    global_scale: torch.Tensor,
+    wanted: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    windows: int,
+    improve: bool,
+) -> torch.Tensor:
+    inputs, n = wanted.shape
+    moves = torch.empty(inputs, n, device=wanted.device)
+    wanted = wanted if wanted.stride(1) == 1 else wanted.contiguous()
+    _solve[(triton.cdiv(n, _ROWS), windows)](
+        wanted, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
+        wanted.stride(0), coupling.stride(-2), coupling.stride(-1),
+        improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS,
+    )  # fmt: skip
+    return moves
