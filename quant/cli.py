@@ -21,6 +21,7 @@ from quant.cli_base import JSON as _JSON
 from quant.cli_base import QUIET as _QUIET
 from quant.cli_base import Command as _Command
 from quant.cli_base import Toolbox as _Toolbox
+from quant.cli_bench import bench_command
 from quant.cli_export import export_command
 from quant.cli_generate import generate_command, tune_command
 from quant.cli_plan import plan_group
@@ -187,6 +188,7 @@ main.add_command(sensitivity_command)
 main.add_command(audit_command)
 main.add_command(export_command)
 main.add_command(generate_command)
+main.add_command(bench_command)
 main.add_command(tune_command)
 
 

@@ -65,7 +65,7 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool, debug: boo
     from quant.pipeline import open_any
 
     gpu = current()
-    sizes = _numbers(tokens)
+    sizes = read_numbers(tokens, "--tokens")
     source = open_any(model)
     assert source.model is not None
     weights = shapes_of(source.model)
@@ -84,11 +84,12 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool, debug: boo
         click.echo(f"written to {path}", err=True)
 
 
-def _numbers(text: str) -> list[int]:
+def read_numbers(text: str, option: str) -> list[int]:
+    """Positive numbers from "1,16,64", sorted; UserError names the option."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:
         numbers = []
     if not numbers or numbers[0] < 1:
-        raise UserError(f"--tokens {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
+        raise UserError(f"{option} {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
     return numbers

@@ -1,0 +1,100 @@
+"""What this GPU reaches, measured: the rates that a kernel is judged by, below those of the data sheet.
+
+    copy      bytes read and written a second, by the faster of the driver's copy and an elementwise kernel
+    read      bytes read a second, by a sum: what a matmul with few tokens can hope for
+    bf16      the library's matmul of 8192 × 8192 × 8192, in TFLOP/s
+    fp8       the same by `torch._scaled_mm`, with a scale a tensor (`fp8`) and a scale a row (`fp8_row`)
+
+Everything is replayed from a CUDA graph, on random values: products of zeros draw less power and run faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quant.kernels.hardware import Hardware, current
+from quant.kernels.tune import graph_microseconds
+
+_BYTES = 1 << 30
+_SIZE = 8192
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """One measured rate.
+
+    Attributes:
+        name: as in the module docstring.
+        rate: bytes a second, or operations a second, by `unit`.
+        unit: "TB/s" or "TFLOP/s".
+        sheet: the vendor's figure in the same unit as `rate`, or None where it is not known.
+    """
+
+    name: str
+    rate: float
+    unit: str
+    sheet: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Of the vendor's figure."""
+        return None if self.sheet is None else self.rate / self.sheet
+
+
+def measure_ceilings(index: int = 0) -> list[Ceiling]:
+    """Measures GPU `index`; a few seconds, and about 2 GiB of its memory.
+
+    Raises:
+        ValueError: PyTorch sees no such GPU.
+    """
+    gpu = current(index)
+    with torch.cuda.device(index):
+        _warm_up()
+        return [*_bandwidths(gpu), *_matmuls(gpu)]
+
+
+def _bandwidths(gpu: Hardware) -> list[Ceiling]:
+    source = torch.ones(_BYTES // 4, device="cuda")
+    target = torch.empty_like(source)
+    ways: list[Callable[[], Any]] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
+    copy = min(graph_microseconds([way]) for way in ways)
+    total = torch.empty((), device="cuda")
+    read = graph_microseconds([lambda: torch.sum(source, dim=None, out=total)])
+    sheet = gpu.bandwidth if gpu.known else None
+    return [
+        Ceiling("copy", 2 * _BYTES / copy * 1e6, "TB/s", sheet),
+        Ceiling("read", _BYTES / read * 1e6, "TB/s", sheet),
+    ]
+
+
+def _matmuls(gpu: Hardware) -> list[Ceiling]:
+    x, w = (torch.randn(_SIZE, _SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    calls: dict[str, Callable[[], Any]] = {"bf16": lambda: x @ w.T}
+    if gpu.has_fp8:
+        x8, w8 = x.to(torch.float8_e4m3fn), w.to(torch.float8_e4m3fn)
+        one, rows = torch.ones((), device="cuda"), torch.ones(_SIZE, 1, device="cuda")
+        calls["fp8"] = lambda: torch._scaled_mm(x8, w8.T, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        calls["fp8_row"] = lambda: torch._scaled_mm(
+            x8, w8.T, rows, rows.T, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    found = []
+    for name, call in calls.items():
+        sheet = gpu.tflops.get(name.removesuffix("_row")) if gpu.known else None
+        rate = 2 * _SIZE**3 / graph_microseconds([call], at_least=20e-3) * 1e6
+        found.append(Ceiling(name, rate, "TFLOP/s", None if sheet is None else sheet * 1e12))
+    return found
+
+
+def _warm_up(seconds: float = 0.3) -> None:
+    """Keeps the GPU busy until its clocks are those of work; an idle one starts slow."""
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            x @ x
+        torch.cuda.synchronize()
