@@ -1,0 +1,91 @@
+"""Writing into a paged KV cache: new keys and values rounded to its format and put in their places, in one pass.
+
+    program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes ─▶ page table[position / page_size]
+                                           V likewise
+
+The codes are those of `quant.kernels.kv_cache.encode_kv`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.cast import encode_e2m1, encode_scale
+from quant.kernels.kv_cache import KVPages
+
+
+@triton.jit
+def _write(
+    x, codes, scale, blocks, line, inside, kv_head,
+    kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
+):  # fmt: skip
+    """`x` [tokens, width] to rows `line` of the pages."""
+    column = tl.arange(0, width)
+    if kind == "16bit":
+        mask = inside[:, None] & (column < dim)[None, :]
+        tl.store(codes + line[:, None] * dim + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
+    elif kind == "fp8":
+        if per_token:
+            step = tl.div_rn(tl.max(tl.abs(x), 1), 448.0)
+            step = tl.where(step > 0, step, 1.0)
+            tl.store(scale + line, step, mask=inside)
+            step = tl.broadcast_to(step[:, None], (tokens, width))
+        else:
+            step = tl.broadcast_to(tl.load(scale + kv_head), (tokens, width))
+        steps = tl.clamp(tl.div_rn(x, step), -448.0, 448.0).to(tl.float8e4nv)
+        mask = inside[:, None] & (column < dim)[None, :]
+        tl.store(codes + line[:, None] * dim + column[None, :], steps, mask=mask)
+    else:
+        value = x.reshape(tokens, width // 16, 16)
+        stored, step = encode_scale(tl.max(tl.abs(value), 2), tl.load(scale + kv_head), "e4m3", 6.0)
+        block = tl.arange(0, width // 16)
+        mask = inside[:, None] & (block < dim // 16)[None, :]
+        tl.store(blocks + line[:, None] * (dim // 16) + block[None, :], stored, mask=mask)
+        steps = tl.div_rn(value, tl.broadcast_to(step[:, :, None], (tokens, width // 16, 16)))
+        low, high = tl.split(encode_e2m1(steps).reshape(tokens, width // 2, 2))
+        byte = tl.arange(0, width // 2)
+        mask = inside[:, None] & (byte < dim // 2)[None, :]
+        tl.store(codes + line[:, None] * (dim // 2) + byte[None, :], (low | high << 4).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def write_kernel(
+    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, table_stride, kv_heads, new,
+    kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
+    tokens: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring."""
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    inside = token < new
+    column = tl.arange(0, width)
+    position = tl.load(first + batch) + token
+    index = tl.load(table + batch * table_stride + position // page, mask=inside, other=0).to(tl.int64)
+    line = (index * kv_heads + kv_head) * page + position % page
+    mask = inside[:, None] & (column < dim)[None, :]
+    at = token.to(tl.int64)[:, None]
+    x = tl.load(k + batch * k_batch + kv_head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), k_codes, k_scale, k_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    x = tl.load(v + batch * v_batch + kv_head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+
+
+def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    batch, kv_heads, new, dim = k.shape
+    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
+    per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
+    scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
+    blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    tokens = min(16, triton.next_power_of_2(new))
+    write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
+        k, v, pages.k, pages.v, *scales, *blocks, table, first,
+        *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
+        kind=kind, per_token=per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
+        tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
+    )  # fmt: skip
