@@ -4,10 +4,11 @@
     python benchmarks/decode.py --batch 1 --format nvfp4 --layers 8
 
 The model is its matmuls, norms, rotary embedding and attention over a cache of `--context` tokens, with random
-weights; embedding and output head stay in BF16 in every row. The graph of a step is replayed for about a second. The
-rate of bytes counts each weight and the cache once a step. Energy is NVML's counter over the replays, where there is
-one. The outputs are those of random weights: what is checked here is that they are finite, and elsewhere that each
-matmul is right.
+weights; the embedding stays in BF16, the output head has the format of the linears, or is in BF16 with `--head bf16`.
+Norms, rotation and attention run the same kernels in every row, on a cache in BF16. The graph of a step is replayed
+for about a second. The rate of bytes counts each weight and the cache once a step. Energy is NVML's counter over the
+replays, where there is one. The outputs are those of random weights: what is checked here is that they are finite,
+and elsewhere that each matmul is right.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +24,16 @@ import torch
 from _table import machine, show, versions, write_json
 from gemm import random_weight
 from torch import nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from quant.formats.format import FORMATS
+from quant.kernels.decode_attention import paged_attention
+from quant.kernels.decoder_step import add_rmsnorm, rotate_and_store, swiglu
+from quant.kernels.kv_cache import KVPages
 from quant.kernels.linear import QuantLinear
 from quant.kernels.prepack import prepack, why_not
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
+PAGE = 64
 
 
 def linear(rows: int, columns: int, format: str | None) -> nn.Module:
@@ -42,68 +47,85 @@ def linear(rows: int, columns: int, format: str | None) -> nn.Module:
 
 
 class Layer(nn.Module):
-    """A decoder layer that reads one new token a sequence."""
+    """A decoder layer that reads one new token a sequence, in nine launches, ten with a split cache."""
 
-    def __init__(self, format: str | None, batch: int, context: int) -> None:
+    def __init__(self, format: str | None, pages: KVPages) -> None:
         super().__init__()
         self.qkv = linear((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN, format)
         self.out = linear(HIDDEN, HEADS * HEAD, format)
         self.up = linear(2 * INTERMEDIATE, HIDDEN, format)
         self.down = linear(HIDDEN, INTERMEDIATE, format)
-        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
-        self.norms = nn.ParameterList(torch.ones(HIDDEN, **options) for _ in range(2))
-        self.keys = torch.randn(batch, KV_HEADS, context, HEAD, **options)
-        self.values = torch.randn(batch, KV_HEADS, context, HEAD, **options)
+        norms = (torch.ones(HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        self.norms = nn.ParameterList(norms)
+        self.pages = pages
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None, where: Where) -> tuple[torch.Tensor, ...]:
         batch = x.shape[0]
-        qkv = self.qkv(rms_norm(x, (HIDDEN,), self.norms[0], 1e-5)).view(batch, -1, 1, HEAD)
-        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.keys[:, :, -1:] = k
-        self.values[:, :, -1:] = v
-        attended = scaled_dot_product_attention(q, self.keys, self.values, enable_gqa=True)
-        x = x + self.out(attended.reshape(batch, -1))
-        gate, up = self.up(rms_norm(x, (HIDDEN,), self.norms[1], 1e-5)).chunk(2, dim=-1)
-        return rms_norm(x + self.down(silu(gate) * up), (HIDDEN,))
+        normed, residual = add_rmsnorm(x, residual, self.norms[0], 1e-5)
+        q = rotate_and_store(self.qkv(normed), where.cos, where.sin, self.pages, where.table, where.lengths)
+        attended = paged_attention(
+            q, self.pages, where.table, where.lengths, max_length=where.context, shortest=where.context
+        )
+        normed, residual = add_rmsnorm(self.out(attended.reshape(batch, -1)), residual, self.norms[1], 1e-5)
+        return self.down(swiglu(self.up(normed))), residual
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of one position."""
-    low, high = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-high, low], dim=-1) * sin
+@dataclass(frozen=True)
+class Where:
+    """Place of the new tokens: their pages and lengths, and the angles of their position."""
+
+    context: int
+    table: torch.Tensor
+    lengths: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
 
 
-def step_of(format: str | None, layers: int, batch: int, context: int) -> tuple[Callable[[], torch.Tensor], int]:
+def step_of(
+    format: str | None, layers: int, batch: int, context: int, head_format: str | None
+) -> tuple[Callable[[], torch.Tensor], int]:
     """One decoding step as a function of nothing, and the bytes that it has to read."""
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     embedding = torch.randn(VOCABULARY, HIDDEN, **options)
-    head = linear(VOCABULARY, HIDDEN, None)
-    stack = [Layer(format, batch, context) for _ in range(layers)]
+    head, norm = linear(VOCABULARY, HIDDEN, head_format), torch.ones(HIDDEN, **options)
+    count = -(-context // PAGE)
+    shape = (batch * count, KV_HEADS, PAGE, HEAD)
+    stack = [
+        Layer(format, KVPages(torch.randn(shape, **options), torch.randn(shape, **options), None, HEAD))
+        for _ in range(layers)
+    ]
     tokens = torch.zeros(batch, dtype=torch.long, device="cuda")
-    angles = context / 500000 ** (torch.arange(0, HEAD, 2, device="cuda") / HEAD)
-    cos, sin = torch.cat([angles, angles]).cos().bfloat16(), torch.cat([angles, angles]).sin().bfloat16()
+    table = torch.arange(batch * count, dtype=torch.int32, device="cuda").view(batch, count)
+    angles = (context - 1) / 500000 ** (torch.arange(0, HEAD, 2, device="cuda") / HEAD)
+    cos, sin = (f(torch.cat([angles, angles])).bfloat16().repeat(batch, 1) for f in (torch.cos, torch.sin))
+    lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+    where = Where(context, table, lengths, cos, sin)
 
     def step() -> torch.Tensor:
-        x = embedding[tokens]
+        x, residual = embedding[tokens], None
         for layer in stack:
-            x = layer(x, cos, sin)
-        logits = head(x)
+            x, residual = layer(x, residual, where)
+        logits = head(add_rmsnorm(x, residual, norm, 1e-5)[0])
         tokens.copy_(logits.argmax(-1))
         return logits  # type: ignore[no-any-return]
 
     shapes = [((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN)]
     shapes.append((HIDDEN, INTERMEDIATE))
-    per_layer = sum(
-        2 * rows * columns if format is None else FORMATS[format].nbytes((rows, columns)) for rows, columns in shapes
-    )
+    per_layer = sum(size_of(format, shape) for shape in shapes)
     cache = 2 * 2 * batch * KV_HEADS * context * HEAD
-    return step, layers * (per_layer + cache) + 2 * VOCABULARY * HIDDEN
+    return step, layers * (per_layer + cache) + size_of(head_format, (VOCABULARY, HIDDEN))
 
 
-def measure(format: str | None, layers: int, batch: int, context: int, seconds: float) -> dict[str, Any]:
+def size_of(format: str | None, shape: tuple[int, int]) -> int:
+    """Bytes of a weight."""
+    return 2 * shape[0] * shape[1] if format is None else FORMATS[format].nbytes(shape)
+
+
+def measure(
+    format: str | None, layers: int, batch: int, context: int, seconds: float, head_format: str | None
+) -> dict[str, Any]:
     """One row of the table."""
-    step, nbytes = step_of(format, layers, batch, context)
+    step, nbytes = step_of(format, layers, batch, context, head_format)
     with torch.no_grad():
         for _ in range(2):
             finite = bool(step().isfinite().all())
@@ -119,7 +141,12 @@ def measure(format: str | None, layers: int, batch: int, context: int, seconds: 
         replays += 10
     took = (time.perf_counter() - begin) / replays
     spent = joules()
-    row: dict[str, Any] = {"linears": format or "bf16", "batch": batch, "ms a step": took * 1e3}
+    row: dict[str, Any] = {
+        "linears": format or "bf16",
+        "head": head_format or "bf16",
+        "batch": batch,
+        "ms a step": took * 1e3,
+    }
     row |= {"tokens/s": batch / took, "TB/s": nbytes / took * 1e-12}
     row["mJ a token"] = None if energy is None or spent is None else (spent - energy) / replays / batch * 1e3
     return {**row, "finite": finite}
@@ -141,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--format", nargs="+", default=["nvfp4", "mxfp8", "fp8_channel"], choices=list(FORMATS))
+    parser.add_argument("--head", default="same", choices=["same", "bf16"], help="format of the output head")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays a row")
@@ -153,14 +181,15 @@ def main() -> None:
         base: float | None = None
         for format in (None, *options.format):
             try:
-                row = measure(format, options.layers, batch, options.context, options.seconds)
+                head = format if options.head == "same" else None
+                row = measure(format, options.layers, batch, options.context, options.seconds, head)
             except Exception as error:  # the other rows still count
                 row = {"linears": format or "bf16", "batch": batch, "error": f"{type(error).__name__}: {error}"[:200]}
             base = row.get("tokens/s") if format is None else base
             row["x bf16"] = row["tokens/s"] / base if base and "tokens/s" in row else None
             rows.append(row)
             torch.cuda.empty_cache()
-    columns = ("linears", "batch", "ms a step", "tokens/s", "x bf16", "TB/s", "mJ a token", "finite", "error")
+    columns = ("linears", "head", "batch", "ms a step", "tokens/s", "x bf16", "TB/s", "mJ a token", "finite", "error")
     table = [{column: row.get(column) for column in columns} for row in rows]
     header = {**machine(), **versions("triton"), "layers": str(options.layers), "context": str(options.context)}
     if options.json:

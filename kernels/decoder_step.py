@@ -1,0 +1,190 @@
+"""What stands between the matmuls of a decoder layer in 16 bit, each in one launch: few launches make a step short.
+
+    add_rmsnorm        h = x + residual, and h / rms(h) · weight
+    swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
+    rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
+
+A step that decodes one token reads every weight once and is over in a millisecond or two, in which some hundreds of
+kernels start. Every intermediate is rounded to 16 bit where the modules of transformers round it, so the values are
+theirs but for the last bit of a reciprocal root or an exponential.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.kv_cache import KVPages
+
+MAX_HIDDEN = 32768
+
+
+@triton.jit
+def add_rmsnorm_kernel(x, residual, weight, hidden, out, K, eps, add: tl.constexpr, width: tl.constexpr):
+    """One row."""
+    row = tl.program_id(0).to(tl.int64) * K
+    column = tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = x.dtype.element_ty
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(dtype)
+        tl.store(hidden + row + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    normed = (value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)).to(dtype).to(tl.float32)
+    tl.store(out + row + column, (normed * scale).to(dtype), mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(both, out, K, width: tl.constexpr):
+    """One piece of a row."""
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = both.dtype.element_ty
+    gate = tl.load(both + row * 2 * K + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(both + row * 2 * K + K + column, mask=inside, other=0.0).to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * K + column, (gate * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv, cos, sin, q, k, v, table, lengths, table_stride, heads, kv_heads,
+    page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence. cos, sin: [batch, dim], the two halves alike."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    half: tl.constexpr = dim // 2
+    column = tl.arange(0, width)
+    inside = column < half
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    source = qkv + (batch * (heads + 2 * kv_heads) + head) * dim + column
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if head < heads + kv_heads:
+        c = tl.load(cos + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        # Each product is rounded before the sum, as the modules do.
+        turned = (low * c).to(dtype).to(tl.float32) - (high * s).to(dtype).to(tl.float32)
+        high = (high * c).to(dtype).to(tl.float32) + (low * s).to(dtype).to(tl.float32)
+        low = turned
+    if head < heads:
+        place = q + (batch * heads + head) * dim
+        tl.store(place + column, low.to(dtype), mask=inside)
+        tl.store(place + half + column, high.to(dtype), mask=inside)
+    else:
+        last = tl.load(lengths + batch) - 1
+        of = tl.load(table + batch * table_stride + last // page).to(tl.int64)
+        kv_head = (head - heads) % kv_heads
+        place = ((of * kv_heads + kv_head) * page + last % page) * dim
+        pointer = k if head < heads + kv_heads else v
+        tl.store(pointer + place + column, low.to(dtype), mask=inside)
+        tl.store(pointer + place + half + column, high.to(dtype), mask=inside)
+
+
+def add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
+
+    Args:
+        x: `[tokens, hidden]`, FP16 or BF16, contiguous.
+        residual: as `x`, or None.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    _check("add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])})
+    columns = x.shape[-1]
+    if x.dim() != 2 or not 0 < columns <= MAX_HIDDEN:
+        raise ValueError(f"add_rmsnorm: x is {list(x.shape)}, expected [tokens, hidden], at most {MAX_HIDDEN} wide")
+    out, hidden = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if len(x):
+        width = triton.next_power_of_2(columns)
+        add_rmsnorm_kernel[len(x),](
+            x, x if residual is None else residual, weight, hidden, out, columns, eps,
+            add=residual is not None, width=width, num_warps=min(max(width // 256, 1), 16),
+        )  # fmt: skip
+    return out, hidden
+
+
+def swiglu(both: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) · up`, `[tokens, intermediate]`.
+
+    Args:
+        both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
+
+    Raises:
+        ValueError: an odd width, another dtype, or not contiguous.
+    """
+    _check("swiglu", both, {"both": (both, both.shape)})
+    if both.dim() != 2 or both.shape[1] % 2:
+        raise ValueError(f"swiglu: both is {list(both.shape)}, expected [tokens, 2 · intermediate]")
+    tokens, columns = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(tokens, columns)
+    if out.numel():
+        swiglu_kernel[triton.cdiv(columns, 1024), tokens](both, out, columns, width=1024, num_warps=4)
+    return out
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
+
+    Args:
+        qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages.
+        cos, sin: `[batch, dim]`, in the dtype of `qkv`, the two halves alike.
+        pages: a layer's pages, in 16 bit.
+        block_table: int32 `[batch, most pages]`.
+        lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    batch, dim, kv_heads = qkv.shape[0], pages.dim, pages.kv_heads
+    heads, rest = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
+    if pages.format is not None or pages.k.dtype != qkv.dtype:
+        held = pages.format or pages.k.dtype
+        raise ValueError(f"rotate_and_store: the pages are in {held}, expected {qkv.dtype}, the dtype of qkv")
+    if qkv.dim() != 2 or rest or heads < 1:
+        raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
+    shape = (batch, dim)
+    wanted = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
+    _check("rotate_and_store", qkv, wanted)
+    for name, tensor in (("block_table", block_table), ("lengths", lengths)):
+        if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
+            raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
+    q = qkv.new_empty(batch, heads, 1, dim)
+    if batch:
+        rotate_kernel[heads + 2 * kv_heads, batch](
+            qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
+            page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1,
+        )  # fmt: skip
+    return q
+
+
+def _check(name: str, x: torch.Tensor, arguments: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
+    for what, (tensor, shape) in arguments.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name}: {what} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+                f"{x.dtype} on {x.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: {what} is not contiguous (strides {tensor.stride()})")

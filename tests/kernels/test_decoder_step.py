@@ -1,0 +1,104 @@
+"""The kernels between a decoder's matmuls: interpreted, against the modules of transformers; on a GPU likewise."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from quant.kernels import decoder_step as kernels
+from quant.kernels.interpreter import interpreted
+from quant.kernels.kv_cache import KVPages
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    module = LlamaRMSNorm(x.shape[-1], eps).to(x.device, x.dtype)
+    module.weight.data = weight
+    return module(x).detach()
+
+
+def nearly(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal, but for a last bit here and there."""
+    differs = y != expected
+    assert float(differs.float().mean()) < 0.01
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=0)
+
+
+def check_norm(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 4096), (5, 203), (3, 576)):
+        x, residual = (torch.randn(tokens, columns, device=device).to(dtype) for _ in range(2))
+        weight = torch.randn(columns, device=device).to(dtype)
+        for other in (residual, None):
+            y, hidden = kernels.add_rmsnorm(x, other, weight, 1e-5)
+            h = x if other is None else x + other
+            assert torch.equal(hidden, h)
+            nearly(y, rmsnorm(h, weight, 1e-5))
+
+
+def check_swiglu(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 14336), (7, 77)):
+        both = (3 * torch.randn(tokens, 2 * columns, device=device)).to(dtype)
+        gate, up = both.chunk(2, -1)
+        nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
+
+
+def check_rotation(device: str, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    for heads, kv_heads, dim in ((8, 2, 128), (3, 3, 48)):
+        lengths = torch.tensor([1, 16, 17, 40], dtype=torch.int32, device=device)
+        batch = len(lengths)
+        table = torch.randperm(batch * 3, device=device).view(batch, 3).int()
+        k = torch.full((batch * 3, kv_heads, 16, dim), 7.0, device=device, dtype=dtype)
+        pages = KVPages(k, k.clone(), None, dim)
+        qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+        angle = (lengths - 1)[:, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)
+        cos, sin = (f(torch.cat([angle, angle], -1)).to(dtype) for f in (torch.cos, torch.sin))
+        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths)
+        split = qkv.view(batch, -1, 1, dim).split([heads, kv_heads, kv_heads], 1)
+        expected_q, expected_k = apply_rotary_pos_emb(split[0], split[1], cos[:, None], sin[:, None])
+        assert torch.equal(q, expected_q)
+        written = torch.zeros(pages.k.shape[:3], dtype=torch.bool, device=device)
+        for row, length in enumerate(lengths.tolist()):
+            page, slot = int(table[row, (length - 1) // 16]), (length - 1) % 16
+            assert torch.equal(pages.k[page, :, slot], expected_k[row, :, 0])
+            assert torch.equal(pages.v[page, :, slot], split[2][row, :, 0])
+            written[page, :, slot] = True
+        assert bool((pages.k[~written] == 7).all()) and bool((pages.v[~written] == 7).all())
+
+
+CHECKS = pytest.mark.parametrize("check", [check_norm, check_swiglu, check_rotation])
+
+
+@CHECKS
+@DTYPES
+def test_interpreted(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    with interpreted():
+        check("cpu", dtype)
+
+
+@pytest.mark.gpu
+@CHECKS
+@DTYPES
+def test_on_a_gpu(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    check("cuda", dtype)
+
+
+def test_mistakes_name_the_argument() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"add_rmsnorm: residual is \[2, 32\] torch.bfloat16 on cpu, expected \[2, 64\]"
+    ):
+        kernels.add_rmsnorm(x, x[:, :32], x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
+        kernels.add_rmsnorm(x.float(), None, x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"both is not contiguous \(strides \(1, 2\)\)"):
+        kernels.swiglu(torch.zeros(64, 2, dtype=torch.bfloat16).T)
+    with pytest.raises(ValueError, match=r"both is \[2, 63\], expected"):
+        kernels.swiglu(torch.zeros(2, 63, dtype=torch.bfloat16))
+    pages = KVPages(torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16), None, 16)
+    with pytest.raises(ValueError, match=r"in torch\.float32, expected torch\.bfloat16"):
+        kernels.rotate_and_store(x, x, x, pages, x, x)
