@@ -97,7 +97,7 @@ def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
         return tl.load(table + tl.minimum(start + tl.arange(0, block_n), length - 1) // page)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "kv_heads", "new", "splits", "window"])
 def attend_kernel(
     q, k, v, k_scale, v_scale, k_blocks, v_blocks, table, lengths, out, lse,
     q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
@@ -250,7 +250,7 @@ def attend_kernel(
         tl.store(lse + line, tl.where(seen, value, float("-inf")), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def reduce_kernel(parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr):
     """Joins the parts `[batch, splits, rows, dim]` of one row; `rows` counts heads times new tokens."""
     row = tl.program_id(0)

@@ -50,7 +50,7 @@ def _write(
         tl.store(codes + line[:, None] * (dim // 2) + byte[None, :], (low | high << 4).to(tl.uint8), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "kv_heads", "new"])
 def write_kernel(
     k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first,
     k_batch, k_head, k_token, v_batch, v_head, v_token, table_stride, kv_heads, new,
