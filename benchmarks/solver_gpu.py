@@ -24,7 +24,7 @@ from safetensors import safe_open
 from torch import nn
 
 import quant
-from quant.calibration.group import round_activation
+from quant.calibration.statistics import round_activation
 from quant.evaluation import evaluate
 from quant.kernels.linear import QuantLinear
 

@@ -26,12 +26,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 from quant.calibration.blocks import Call, output_of
+from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode, round_to
-from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize_with_scale
+from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 from quant.kernels.linear import RunTimeParts
 
 
@@ -148,10 +150,67 @@ def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> floa
     return float(torch.stack(errors).mean())
 
 
+class _Rounded(torch.autograd.Function):
+    """values = step · round(latent · first_step / step); rounding lets gradients pass, saturation stops them.
+
+    Steps are `[block rows, block columns]` of blocks, the rest is `[out, in]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, latent: torch.Tensor, step: torch.Tensor, first_step: torch.Tensor, format: Format
+    ) -> torch.Tensor:
+        ctx.save_for_backward(latent, step, first_step)
+        ctx.format = format
+        if _is_fused(latent, format):
+            from quant.calibration.rounding_triton import learned_values
+
+            return learned_values(latent, first_step, step)
+        spread = _spread(step, latent.shape, format)
+        wanted = latent * _spread(first_step, latent.shape, format) / spread
+        return round_to(wanted.clamp_(-format.element.max, format.element.max), format.element) * spread
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        latent, step, first_step = ctx.saved_tensors
+        (gradient,) = gradients
+        if _is_fused(latent, ctx.format):
+            from quant.calibration.rounding_triton import learned_gradient
+
+            return *learned_gradient(latent, first_step, step, gradient), None, None
+        limit = ctx.format.element.max
+        first = _spread(first_step, latent.shape, ctx.format)
+        wanted = latent * first / _spread(step, latent.shape, ctx.format)
+        free = wanted.abs() <= limit
+        nearest = round_to(wanted.clamp(-limit, limit), ctx.format.element)
+        of_step = _block_sums(gradient * (nearest - wanted * free), ctx.format)
+        return gradient * first * free, of_step, None, None
+
+
+def _is_fused(x: torch.Tensor, format: Format) -> bool:
+    return x.is_cuda and format.name == "nvfp4" and x.shape[-1] % format.block[1] == 0
+
+
+def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torch.Tensor:
+    """Block scales as one value a weight."""
+    rows, columns = shape
+    block_rows, block_columns = format.block_shape((rows, columns))
+    return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+
+
+def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """The sum of each block of `x` `[out, in]`, one value a scale."""
+    rows, columns = x.shape
+    block_rows, block_columns = format.block_shape((rows, columns))
+    x = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
+    return x.unflatten(1, (-1, block_columns)).sum(-1).unflatten(0, (-1, block_rows)).sum(1)
+
+
 class _Learned(nn.Module):
     """A layer in the making: latent values in grid steps, logarithms of scale factors."""
 
     first_scale: torch.Tensor
+    first_step: torch.Tensor
     second: torch.Tensor
 
     def __init__(self, layer: BlockLayer, original: nn.Module) -> None:
@@ -162,18 +221,13 @@ class _Learned(nn.Module):
         self.format = given.format
         self.register_buffer("first_scale", decode(given.scale, given.format.scale), persistent=False)
         self.register_buffer("second", _second(given), persistent=False)
+        self.register_buffer("first_step", self.first_scale * self.second, persistent=False)
         self.learns_scale = given.format.scale is E4M3
         values, weight = given.dequantize(), layer.weight.float()
-        self.step = self._spread(self.first_scale * self.second)
-        kept = round_to(weight / self.step, given.format.element).mul_(self.step) == values
-        self.latent = nn.Parameter(torch.where(kept, weight, values).div_(self.step))
+        step = _spread(self.first_step, weight.shape, self.format)
+        kept = round_to(weight / step, given.format.element).mul_(step) == values
+        self.latent = nn.Parameter(torch.where(kept, weight, values).div_(step))
         self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
-
-    def _spread(self, scale: torch.Tensor) -> torch.Tensor:
-        """Block scales as one value a weight."""
-        rows, columns = self.layer.quantized.shape
-        block_rows, block_columns = self.format.block_shape((rows, columns))
-        return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
 
     def _scale(self) -> torch.Tensor:
         """Block scales on their grid; the gradient sees no grid."""
@@ -185,11 +239,8 @@ class _Learned(nn.Module):
 
     def weight(self) -> torch.Tensor:
         """Values on their grid, `[out, in]`, float32."""
-        step = self._spread(self._scale() * self.second)
-        limit = self.format.element.max
-        wanted = (self.latent * self.step / step).clamp(-limit, limit)
-        nearest = round_to(wanted.detach(), self.format.element)
-        return (wanted + (nearest - wanted).detach()) * step
+        step = self._scale() * self.second if self.learns_scale else self.first_step
+        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer.parts.input(x)
@@ -210,12 +261,22 @@ def _second(given: BlockScaledTensor) -> torch.Tensor:
     return torch.ones((), device=given.codes.device) if given.global_scale is None else given.global_scale.float()
 
 
+class _RoundedInput(torch.autograd.Function):
+    """An input as the quantized layer sees it; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+        return round_activation(x, activation, input_scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, None
+
+
 def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
-    """The input as the quantized layer sees it; the gradient passes unchanged."""
     if layer.activation is None:
         return x
-    static = {"global_scale" if layer.activation.global_scale else "scale": layer.input_scale}
-    return x + (fake_quantize(x.detach(), layer.activation, **static) - x).detach()
+    return _RoundedInput.apply(x, layer.activation, layer.input_scale)  # type: ignore[no-any-return]
 
 
 def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.group import Settings, Solved, round_activation
+from quant.calibration.group import Settings, Solved
 from quant.calibration.solver import Gptq, LocalHessian, get_pipeline, solve_group
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear import QuantExperts, experts_forward
 from quant.recipes.plan import LayerPlan

@@ -18,12 +18,12 @@ import triton.language as tl
 
 WIDTH = 16
 _CANDIDATES = 16
-# Rows of the weight that a program takes.
-_ROWS = 8
+# Rows of the weight that a program, one warp, takes: with their scales they fill its lanes, and nothing is exchanged.
+_ROWS = 2
 
 
 @triton.jit
-def _nearest_e2m1(x):
+def nearest_e2m1(x):
     """To nearest even, saturating. The grid's step is half the power of two below x, and at least a half."""
     x = tl.clamp(x, -6.0, 6.0)
     power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
@@ -85,7 +85,7 @@ def _solve(
         for j in tl.static_range(WIDTH):
             own = (row == j)[:, None, None]
             here = tl.sum(tl.where(own, left, 0.0), axis=0)
-            value = _nearest_e2m1(tl.div_rn(here, step)) * step
+            value = nearest_e2m1(tl.div_rn(here, step)) * step
             upper = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + row)
             pivot = tl.load(inverses + b * WIDTH * WIDTH + j * WIDTH + j)
             error = tl.div_rn(here - value, pivot)
@@ -94,9 +94,7 @@ def _solve(
             found = tl.where(own, value[None, :, :], found)
             errors = tl.where(own, error[None, :, :], errors)
             if improve:
-                old_error = tl.div_rn(
-                    tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot
-                )
+                old_error = tl.div_rn(tl.sum(tl.where((row == j)[:, None], old_left - old, 0.0), axis=0), pivot)
                 old_loss += old_error * old_error
                 old_left -= upper[:, None] * old_error[None, :]
         best = tl.argmin(loss, axis=0)
@@ -181,6 +179,6 @@ def _launch(
     _solve[(triton.cdiv(n, _ROWS), windows)](
         wanted, coupling, inverses.contiguous(), values, scales, moves, global_scale, n, inputs // WIDTH // windows,
         wanted.stride(0), coupling.stride(-2), coupling.stride(-1),
-        improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS,
+        improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS, num_warps=1,
     )  # fmt: skip
     return moves

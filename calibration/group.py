@@ -16,9 +16,9 @@ from torch import nn
 from quant.calibration.guard import Guard
 from quant.calibration.observer import get_observer, is_per_tensor
 from quant.calibration.solver import Pipeline, get_pipeline
-from quant.calibration.statistics import MomentSum, static_input_scale
+from quant.calibration.statistics import MomentSum, round_activation, static_input_scale
 from quant.formats.format import Format
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear import RunTimeParts
 from quant.recipes.plan import LayerPlan
@@ -172,15 +172,6 @@ def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
         Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
         for group in by_name.values()
     ]
-
-
-def round_activation(x: torch.Tensor, activation: Format | None, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """An input as the matmul sees it; None leaves it."""
-    if activation is None:
-        return x
-    if activation.global_scale:
-        return fake_quantize(x, activation, global_scale=input_scale)
-    return fake_quantize(x, activation, scale=input_scale)
 
 
 class StandIn(nn.Module):

@@ -22,6 +22,7 @@ from torch.nn.functional import pad
 
 from quant.formats.format import Format
 from quant.formats.scaling import divided, global_scale_of
+from quant.formats.tensor import fake_quantize
 
 
 @dataclass(eq=False)
@@ -177,3 +178,16 @@ def static_input_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtyp
     scale = divided(amax.float(), activation.element.max)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
+
+
+def round_activation(x: torch.Tensor, activation: Format | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """An input as the matmul sees it; None leaves it."""
+    if activation is None:
+        return x
+    if x.is_cuda and activation.name == "nvfp4" and x.shape[-1] % activation.block[1] == 0 and x.numel():
+        from quant.calibration.rounding_triton import fake_quantize_nvfp4
+
+        return fake_quantize_nvfp4(x, input_scale)
+    if activation.global_scale:
+        return fake_quantize(x, activation, global_scale=input_scale)
+    return fake_quantize(x, activation, scale=input_scale)

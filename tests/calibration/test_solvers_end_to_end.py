@@ -13,10 +13,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.api import quantize
-from quant.calibration.group import round_activation
 from quant.calibration.observer import get_observer
 from quant.calibration.solver import get_pipeline, solve_group
-from quant.calibration.statistics import MomentSum
+from quant.calibration.statistics import MomentSum, round_activation
 from quant.checkpoint import load
 from quant.cli import quantize_command
 from quant.formats.format import FORMATS
