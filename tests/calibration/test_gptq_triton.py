@@ -55,10 +55,11 @@ def _check(columns: int, device: str) -> None:
     assert same.float().mean() > 0.95
     torch.testing.assert_close(our_values[:, same], values[:, same], rtol=1e-6, atol=0)
     torch.testing.assert_close(our_errors[:, same], errors[:, same], rtol=1e-3, atol=1e-5)
-    torch.testing.assert_close(_losses(wanted[:16] - our_values[:16], uppers[:1]), errors[:16].double().square().sum(0)[None], rtol=1e-4, atol=1e-12)  # fmt: skip
+    by_errors = errors[:16].double().square().sum(0)[None]
+    torch.testing.assert_close(_losses(wanted[:16] - our_values[:16], uppers[:1]), by_errors, rtol=1e-4, atol=1e-12)
     # Descent: what is there stays where it is better, and the moves say what changed.
     start = [values + 0.3 * torch.randn_like(values) * (torch.rand(columns) < 0.5), scales]
-    (values, scales, moves), (our_values, our_scales, our_moves) = both(start, True)
+    (values, scales, _), (our_values, our_scales, our_moves) = both(start, True)
     same = (scales == our_scales).all(0)
     assert same.float().mean() > 0.95
     torch.testing.assert_close(our_values[:, same], values[:, same], rtol=1e-6, atol=0)
