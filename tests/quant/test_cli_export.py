@@ -83,6 +83,29 @@ def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypat
     [
         ((BASE, "--to", "onnx"), "no quantized checkpoint; make one: quantize MODEL"),
         (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
+        (("CHECKPOINT", "--to", "triton-server", "--out", "OUT"), "name it with --target, such as sm120"),
+        (
+            ("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e", "--target", "sm42"),
+            "unknown target 'sm42'; known targets",
+        ),
+        (
+            ("CHECKPOINT", "--to", "tensorrt", "--out", BASE, "--target", "sm120"),
+            "is a directory; name a file with --out",
+        ),
+        (("CHECKPOINT", "--to", "aoti", "--out", BASE / "config.json"), "config.json exists; pass --overwrite"),
+        (
+            ("CHECKPOINT", "--to", "triton-server", "--out", BASE / "config.json", "--target", "sm120"),
+            "is a file; name a",
+        ),
+        (("CHECKPOINT", "--to", "aoti", "--out", "OUT/e"), "an AOTInductor package ends in .pt2"),
+        (
+            ("CHECKPOINT", "--to", "aoti", "--target", "h100"),
+            "no use for --target; it is for --to tensorrt, triton-server",
+        ),
+        (
+            ("CHECKPOINT", "--to", "torch-tensorrt", "--shapes", "batch=1:1:2"),
+            "--to torch-tensorrt has no use for --shapes",
+        ),
         (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--shapes", "width=1:2:3"), "no input or dimension 'width'"),
         (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--input", "x:fp7:2"), "expected NAME:DTYPE:DIMS"),
     ],
@@ -95,6 +118,26 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, arguments: tuple[Any, ...], 
     assert line.startswith("error: ")
     assert words in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    out = tmp_path / "repository"
+    arguments = ["--to", "triton-server", "--target", "sm120", "--shapes", "batch=1:1:4,sequence=1:8:16", "--out", out]
+    result = export(checkpoint, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"]
+    home = out / "model-nvfp4a16"
+    config = (home / "config.pbtxt").read_text()
+    assert "max_batch_size: 4" in config and 'name: "logits"' in config
+    assert {row["found"] for row in json.loads((home / "1" / "receipt.json").read_text())["audit"]} >= {
+        "half, fp4 weights"
+    }
+    assert "vllm serve" in (out / "serve.md").read_text()
+    again = export(checkpoint, *arguments)
+    assert again.exit_code == 0, again.output
+    assert sorted(file.name for file in home.iterdir()) == ["1", "2", "config.pbtxt"]
+    assert "model-nvfp4a16/2/model.engine" in again.stderr
 
 
 def test_fp8_attention_of_an_edited_plan(checkpoint: Path, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""`serve.md`: the commands that serve a checkpoint with vLLM, TensorRT-LLM and Triton Inference Server.
+
+The first two read the checkpoint itself and generate text; the third runs the engine that `serving` published. Where
+a runtime does not read a format, or would leave out what a layer does at run time, the page says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quant.export.compressed_tensors import runtime_warnings
+from quant.export.serving import Bundle, built_by
+from quant.recipes.plan import Plan
+
+SERVE_FILE = "serve.md"
+# What TensorRT-LLM reads of compressed-tensors, by weights and inputs (its quant_config_utils.py, August 2026).
+_TRTLLM = {("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"), ("nvfp4", "nvfp4"), ("mxfp4", None)}
+
+
+def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
+    """`serve.md`: how this checkpoint is served by vLLM, TensorRT-LLM and Triton Inference Server.
+
+    Args:
+        directory: the checkpoint.
+        plan: what it follows.
+        bundle: what was published for Triton.
+        receipt: of the engine in it.
+        text: whether the model generates text, which is what the first two serve.
+    """
+    parts = [f"# Serving {bundle.name}\n"]
+    if text:
+        parts += [_vllm(directory, plan, bundle.name), _trtllm(directory, plan)]
+    return "\n".join([*parts, _triton(bundle, receipt)])
+
+
+def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
+    cache = " --kv-cache-dtype fp8" if plan is not None and plan.kv_cache is not None else ""
+    warnings = "".join(f"\nWarning: {line}.\n" for line in (runtime_warnings(plan) if plan else ()))
+    return f"""## vLLM
+
+It reads the checkpoint as it is (compressed-tensors).
+{warnings}
+    vllm serve {directory} --served-model-name {name}{cache}
+    curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+"""
+
+
+def _trtllm(directory: Path, plan: Plan | None) -> str:
+    layers = [layer for layer in plan.quantized if layer.weight is not None] if plan else []
+    used = {(layer.weight.name, layer.activation.name if layer.activation else None) for layer in layers}
+    unread = [weight + (f" with {inputs} inputs" if inputs else " weights alone") for weight, inputs in used - _TRTLLM]
+    if unread:
+        body = f"""It does not read {", ".join(sorted(unread))} from such a checkpoint. It reads nvfp4, fp8_channel with
+fp8_token inputs, fp8_block with fp8_group inputs, and mxfp4 weights alone.
+"""
+    else:
+        body = f"""Its PyTorch backend reads the checkpoint as it is.
+
+    trtllm-serve serve {directory} --backend pytorch --host 0.0.0.0 --port 8000
+"""
+    return f"## TensorRT-LLM\n\n{body}"
+
+
+def _triton(bundle: Bundle, receipt: Mapping[str, Any]) -> str:
+    engine = receipt["engine"]
+    release = str(engine["backend"]).partition(" ")[2]
+    repository = bundle.repository.resolve()
+    if built_by(receipt) == "tensorrt":
+        needs = f"The server's TensorRT must be {release}, which built the engine; its release notes name it."
+        start = f"""    docker run --rm --gpus all -p 8000:8000 -p 8001:8001 -p 8002:8002 -v {repository}:/models \\
+        nvcr.io/nvidia/tritonserver:$TRITON-py3 tritonserver --model-repository=/models"""
+    else:
+        needs = (
+            "The engine is one of TensorRT-RTX, which the server's own backend does not load; `model.py` in each "
+            "version runs it through the Python backend, which needs two packages in the server's image."
+        )
+        start = f"""    docker run --rm --gpus all -p 8000:8000 -p 8001:8001 -p 8002:8002 -v {repository}:/models \\
+        nvcr.io/nvidia/tritonserver:$TRITON-py3 \\
+        bash -c 'pip install torch tensorrt-rtx=={release} && tritonserver --model-repository=/models'"""
+    ranges = "".join(f"    {text}\n" for text in engine["profiles"]) or "    all fixed\n"
+    return f"""## Triton Inference Server
+
+The engine is for {engine["target"]}. {needs} TRITON is the server's release, such as 26.09.
+
+{start}
+
+Shapes (smallest, best and largest):
+
+{ranges}
+    curl -s localhost:8000/v2/models/{bundle.name}/versions/{bundle.version}/ready -o /dev/null -w '%{{http_code}}\\n'
+    curl -s localhost:8000/v2/models/{bundle.name}/config
+
+### Canary
+
+The two newest versions are served. A request to `/v2/models/{bundle.name}/infer` gets the newest, one to
+`/v2/models/{bundle.name}/versions/N/infer` version N: let a router send it a share of the traffic. The next
+`quant export --to triton-server --out {bundle.repository}` adds the next version; a server that was started with
+`--model-control-mode=poll` takes it up, and drops a version when its folder is removed.
+"""
