@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,6 +19,7 @@ from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
 
 CONSOLE = Console(stderr=True, markup=False)
+_PIPE_WIDTH = 160  # columns
 _STAGES = {
     "generate": "writing text",
     "calibrate": "calibrating",
@@ -26,6 +28,12 @@ _STAGES = {
     "solve": "quantizing",
     "evaluate": "evaluating",
 }
+
+
+def _page() -> Console:
+    """Standard output; a pipe or a file has no width to fit into, so long lines stay whole there."""
+    out = Console(markup=False)
+    return out if out.is_terminal else Console(markup=False, width=_PIPE_WIDTH)
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -58,9 +66,9 @@ def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
 def print_layers(plan: Plan, report: Mapping[str, Any] | None) -> None:
     """One line a quantized layer, kept layers counted by reason, totals."""
     snr = {layer["name"]: layer["snr_db"] for layer in report["layers"]} if report else {}
-    table = Table(title=None)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("layer", "shape", "weight", "input", "solver", "bits", *(("SNR dB",) if snr else ()), "why"):
-        table.add_column(column, overflow="fold", no_wrap=column == "layer")
+        table.add_column(column, overflow="fold", no_wrap=column != "why")
     for layer in plan.quantized:
         measured = [f"{snr[layer.name]:.1f}"] if snr.get(layer.name) is not None else ["–"] if snr else []
         table.add_row(
@@ -73,7 +81,7 @@ def print_layers(plan: Plan, report: Mapping[str, Any] | None) -> None:
             *measured,
             layer.reason,
         )
-    out = Console(markup=False)
+    out = _page()
     out.print(table)
     kept = [layer for layer in plan.layers if layer.weight is None]
     for reason, count in Counter(layer.reason for layer in kept).items():
@@ -101,7 +109,7 @@ def print_evaluation(result: Evaluation) -> None:
         ]
     for name, value in (*rows, ("predictions", f"{result.tokens:,}"), ("seconds", f"{result.seconds:.1f}")):
         table.add_row(name, value)
-    Console(markup=False).print(table)
+    _page().print(table)
 
 
 def format_tables() -> dict[str, Any]:
@@ -127,7 +135,7 @@ def format_tables() -> dict[str, Any]:
 def print_formats() -> None:
     """The two tables of `quant formats`."""
     tables = format_tables()
-    out = Console(markup=False)
+    out = _page()
     for title, first, rows in (
         ("Presets (--format)", "preset", tables["presets"]),
         ("Number formats (recipes and plans; block 0 is the whole axis)", "format", tables["formats"]),
