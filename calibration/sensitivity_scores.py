@@ -14,7 +14,7 @@ token's term is
 so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
 is at that layer anyway. Members of a group are added up before the square, for they err together.
 
-`kl` keeps what the blocks before a group gave, which does not change, and runs the model from there on.
+`kl` runs the model from the group's block on, and multiplies only what changed, see `calibration.baseline`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 from torch import nn
 from torch.linalg import vecdot
 
-from quant.calibration.blocks import Stop, block_names, find_chains
+from quant.calibration.baseline import Baseline
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity import METHODS, UNITS, GroupScores, Sensitivity
@@ -38,7 +38,6 @@ from quant.calibration.trial import Seen, Trial, TrialLayer, measure_amax, prepa
 from quant.calibration.units import Result, rank_and_world, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
 
-_KEPT_BYTES = 1 << 29
 _ACTIVATION_BYTES = 2 << 30
 
 Progress = Callable[[str, int, int], None]
@@ -245,106 +244,24 @@ class _Kl:
     """One unit is one block: each of its groups in each format, from the block to the end of the model."""
 
     def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
-        self.trial, self.allowed, self.rows, self.divergence = trial, allowed, rows, divergence
-        self.resumed = Resumed(trial.model, rows[:1, :16])
-        self.blocks = {f"block {name}": name for name in self.resumed.chain}
-        self.groups: dict[str, list[str]] = {unit: [] for unit in (*self.blocks, "rest")}
+        self.allowed = allowed
+        self.baseline = Baseline(trial, divergence, rows)
+        self.groups: dict[str, list[str]] = {}
         for group in trial.groups:
-            unit = next((u for u, block in self.blocks.items() if group.startswith(f"{block}.")), "rest")
-            self.groups[unit].append(group)
-        self.names = [unit for unit, inside in self.groups.items() if inside]
-        self.reference: Any = None
+            block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")
+            self.groups.setdefault(f"block {block}" if block else "rest", []).append(group)
+        self.names = list(self.groups)
 
     def work(self, name: str) -> Result:
-        self.trial.set({})
-        if self.reference is None:
-            vocabulary = getattr(getattr(self.trial.model, "config", None), "vocab_size", 0)
-            keep = 4 * self.rows.numel() * vocabulary <= _KEPT_BYTES
-            self.reference = [self.divergence.reference(row, keep=keep) for row in self.rows.split(1)]
-        if name in self.blocks:
-            self.resumed.advance(self.blocks[name], self.rows.split(1))
-        found: Result = {}
-        for group in self.groups[name]:
-            found[group] = {}
-            for candidate in self.allowed[group]:
-                if candidate.weight is None:
-                    continue
-                self.trial.set({group: candidate.name})
-                found[group][candidate.name] = self._measure(name in self.blocks)
-        self.trial.set({})
-        self.trial.forget_inputs()
-        return found
-
-    def _measure(self, resumed: bool) -> float:
-        value = 0.0
-        for place, row in enumerate(self.rows.split(1)):
-            with self.resumed.at(place if resumed else None):
-                value += self.divergence.measure(row, self.reference[place])
-        return value
+        if self.baseline.choice is None:
+            self.baseline.start({})
+        return {
+            group: {c.name: self.baseline.loss({group: c.name}) for c in self.allowed[group] if c.weight is not None}
+            for group in self.groups[name]
+        }
 
     def finish(self, sums: Result) -> Result:
-        count = self.divergence.count(self.rows)
-        # A distance of zero may come out negative by a rounding error.
-        return {group: {c: max(v, 0.0) / count for c, v in scores.items()} for group, scores in sums.items()}
-
-
-class Resumed:
-    """Runs of a model that begin at one of its blocks, with the output of the block before as it was remembered.
-
-    The model is called as always; the blocks that are skipped return at once. What they return is what they returned
-    when they last ran, so nothing needs to be known of the code around them. A model whose blocks are no chain is
-    always run whole.
-    """
-
-    def __init__(self, model: nn.Module, few: torch.Tensor) -> None:
-        self.model = model
-        chains = find_chains(model, block_names(model), lambda: model(few)) if block_names(model) else []
-        self.chain = chains[0] if len(chains) == 1 else []
-        self.before = 0  # blocks that are skipped
-        self.outputs: list[Any] = []  # of the last of them, one a batch
-
-    def advance(self, block: str, batches: Sequence[torch.Tensor]) -> None:
-        """From now on, runs begin at `block`; they cannot go back."""
-        target = self.chain.index(block)
-        if target <= self.before:
-            return
-        outputs = []
-        last = self.model.get_submodule(self.chain[target - 1])
-        for place, batch in enumerate(batches):
-            outputs.append(self._output(last, batch, place))
-        self.before, self.outputs = target, outputs
-
-    def _output(self, last: nn.Module, batch: torch.Tensor, place: int) -> Any:
-        seen: list[Any] = []
-
-        def stop(module: nn.Module, args: Any, result: Any) -> None:
-            seen.append(result)
-            raise Stop
-
-        handle = last.register_forward_hook(stop)
-        try:
-            with torch.no_grad(), self.at(place if self.before else None):
-                self.model(batch)
-        except Stop:
-            pass
-        finally:
-            handle.remove()
-        return seen[0]
-
-    def _remembered(self, place: int | None) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self.outputs[place or 0]
-
-    @contextmanager
-    def at(self, place: int | None) -> Iterator[None]:
-        """Within it, calls with batch number `place` begin at the block; None runs the whole model."""
-        skipped = [] if place is None else [self.model.get_submodule(name) for name in self.chain[: self.before]]
-        for module in skipped:
-            module.forward = self._remembered(place)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for module in skipped:
-                del module.forward
+        return sums
 
 
 @contextmanager
@@ -354,7 +271,7 @@ def observed(trial: Trial, observe: Callable[..., None], tokens: int) -> Iterato
     Where what autograd would remember of all blocks is much, it remembers their inputs and runs each block again.
     """
     features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in trial.layers.values())
-    names = block_names(trial.model) if 2 * tokens * features > _ACTIVATION_BYTES else []
+    names = trial.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
     trial.observe = observe
     try:
         with recomputed(trial.model, names):

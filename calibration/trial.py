@@ -7,7 +7,7 @@ scales and rounded inputs that quantizing for real would give, because the same 
 Quantized forms are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
 
-A run may be remembered (`remembered`): inputs and outputs of all layers, exactly. Later runs on the same tokens then
+A run may be remembered (`remembering`): inputs and outputs of all layers, exactly. Later runs on the same tokens then
 multiply only what has changed since, in BF16, which is several times as fast (see `calibration.fast_products`).
 
 For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from quant.calibration.blocks import block_names
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.fast_products import fast_dtype
@@ -77,7 +78,8 @@ class Memory:
     """Calls of all layers in one run, as far as they fit.
 
     Attributes:
-        budget: bytes that are kept.
+        budget: bytes that may still be kept.
+        writing: whether calls are kept; otherwise they are looked up.
     """
 
     def __init__(self, budget: int) -> None:
@@ -175,6 +177,7 @@ class Trial:
         solver: rounds the weights; one that needs no data.
         stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
         budget: bytes of dense weights that are kept.
+        blocks: names of the model's repeated blocks, found while their linears can still be seen.
     """
 
     model: nn.Module
@@ -184,6 +187,7 @@ class Trial:
     solver: str = "rtn"
     stored: torch.dtype | None = None
     budget: int = 2 << 30
+    blocks: list[str] = field(default_factory=list)
     layers: dict[str, TrialLayer] = field(default_factory=dict)
     observe: Observe | None = None
     memory: Memory | None = None
@@ -200,6 +204,7 @@ class Trial:
         self.anchor = torch.empty(0, requires_grad=True)
 
     def __enter__(self) -> Trial:
+        self.blocks = block_names(self.model)
         experts: set[nn.Module] = set()
         for group, members in self.groups.items():
             for layer in members:
@@ -237,7 +242,6 @@ class Trial:
         self.layers.clear()
         self.forget_inputs()
         self._dense.clear()
-        self.memory = None
 
     def set(self, choice: Mapping[str, str]) -> None:
         """Chooses a candidate by name for each group that is named; groups left out are in 16 bit."""
@@ -320,11 +324,11 @@ class Trial:
         return held + layer.plan.numel * dtype.itemsize <= self.budget
 
     @contextmanager
-    def remembered(self, budget: int) -> Iterator[Memory]:
-        """Within it, the first run is remembered, up to `budget` bytes, until `Memory.writing` is set to False."""
-        self.memory = Memory(budget)
+    def remembering(self, memory: Memory) -> Iterator[None]:
+        """Within it, calls of layers are written to `memory`, or taken from it."""
+        self.memory = memory
         try:
-            yield self.memory
+            yield
         finally:
             self.memory = None
 
