@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from quant.cli_audit import audit_command
+from quant.cli_base import ATTENTION, KV_CACHE, attention_options
 from quant.cli_base import DEBUG as _DEBUG
 from quant.cli_base import JSON as _JSON
 from quant.cli_base import QUIET as _QUIET
@@ -104,6 +105,8 @@ def main() -> None:
 @click.option("--samples", default=16, show_default=True, help="Rows of text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens a row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows that run together.")
+@ATTENTION
+@KV_CACHE
 @_model_options
 @_QUIET
 @_JSON
@@ -115,13 +118,19 @@ def evaluate_command(
     samples: int,
     seqlen: int,
     batch_size: int,
+    attention: str | None,
+    kv_cache: str | None,
     model_factory: str | None,
     unsafe_load: bool,
     quiet: bool,
     as_json: bool,
     debug: bool,
 ) -> None:
-    """Perplexity of MODEL, and its KL and top-1 agreement with a baseline. MODEL may be quantized or not."""
+    """Perplexity of MODEL, and its KL and top-1 agreement with a baseline. MODEL may be quantized or not.
+
+    The baseline attends in 16 bit whatever MODEL does.
+    """
+    from quant.attention_interface import quantized_attention
     from quant.console import bar, print_evaluation
     from quant.evaluation import evaluate
     from quant.pipeline import open_any, read_rows
@@ -129,8 +138,9 @@ def evaluate_command(
     source = open_any(model, model_factory=model_factory, unsafe_load=unsafe_load)
     other = open_any(baseline, model_factory=model_factory, unsafe_load=unsafe_load) if baseline else None
     rows = read_rows(source, text, samples, seqlen)
-    with bar("evaluate", quiet or as_json) as advance:
-        assert source.model is not None
+    assert source.model is not None
+    how = quantized_attention(source.model, **attention_options(model, attention, kv_cache))
+    with how, bar("evaluate", quiet or as_json) as advance:
         base = other.model if other else None
         result = evaluate(source.model, rows, base, batch_size=batch_size, progress=advance)
     if as_json:

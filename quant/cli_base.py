@@ -6,6 +6,7 @@ traceback behind it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
@@ -13,6 +14,24 @@ import click
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
+ATTENTION = click.option(
+    "--attention", metavar="FORMAT", help="What attention's operands are in: fp8 or 16bit; by default as the plan says."
+)
+KV_CACHE = click.option(
+    "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit; by default as the plan says."
+)
+
+
+def attention_options(model: str, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:
+    """Both options, each where it was not given as the plan of the checkpoint `model` has it, if there is one."""
+    file = Path(model) / "plan.json"
+    if file.is_file() and None in (attention, kv_cache):
+        from quant.recipes.plan import Plan
+
+        plan = Plan.load(file)
+        attention = attention or (plan.attention.name if plan.attention else None)
+        kv_cache = kv_cache or (plan.kv_cache.name if plan.kv_cache else None)
+    return {"attention": attention, "kv_cache": kv_cache}
 
 
 class Command(click.Command):

@@ -7,7 +7,7 @@ import json
 
 import click
 
-from quant.cli_base import DEBUG, JSON, QUIET, Command
+from quant.cli_base import ATTENTION, DEBUG, JSON, KV_CACHE, QUIET, Command, attention_options
 from quant.errors import UserError
 
 
@@ -16,11 +16,21 @@ from quant.errors import UserError
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to add at most.")
 @click.option("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one.")
+@ATTENTION
+@KV_CACHE
 @QUIET
 @JSON
 @DEBUG
 def generate_command(
-    model: str, prompt: str, max_new_tokens: int, device: str | None, quiet: bool, as_json: bool, debug: bool
+    model: str,
+    prompt: str,
+    max_new_tokens: int,
+    device: str | None,
+    attention: str | None,
+    kv_cache: str | None,
+    quiet: bool,
+    as_json: bool,
+    debug: bool,
 ) -> None:
     """Continue a prompt with MODEL, a checkpoint of ours or any model that `quantize` takes: greedy, repeatable.
 
@@ -35,7 +45,8 @@ def generate_command(
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(source.model).__name__}) is no causal language model; it cannot continue text")
     assert source.model is not None
-    written = generate(source.model, source.load_tokenizer(), prompt, max_new_tokens, device=device)
+    how = attention_options(model, attention, kv_cache)
+    written = generate(source.model, source.load_tokenizer(), prompt, max_new_tokens, device=device, **how)
     if as_json:
         click.echo(
             json.dumps({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second}, indent=1)
@@ -45,6 +56,9 @@ def generate_command(
     if not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
         click.echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
+        if written.kv_cache_bytes is not None or written.attention != "16bit":
+            size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
+            click.echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
 
 
 @click.command("tune", cls=Command)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.attention_interface import quantized_attention
 from quant.errors import UserError, counted
 
 
@@ -29,6 +30,9 @@ class Generation:
         seconds: of generating, loading excluded.
         device: where the model ran.
         kernels: what multiplied by the quantized weights.
+        attention: "fp8" or "16bit".
+        kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
+        kv_cache_bytes: what the pages of a quantized KV cache take; None for one in 16 bit.
     """
 
     prompt: str
@@ -38,6 +42,9 @@ class Generation:
     seconds: float
     device: str
     kernels: str
+    attention: str = "16bit"
+    kv_cache: str = "16bit"
+    kv_cache_bytes: int | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -46,7 +53,14 @@ class Generation:
 
 
 def generate(
-    model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int, *, device: str | None = None
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    device: str | None = None,
+    attention: str | None = None,
+    kv_cache: str | None = None,
 ) -> Generation:
     """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
 
@@ -57,6 +71,8 @@ def generate(
         prompt: text.
         max_new_tokens: at least 1.
         device: "cpu", "cuda", "cuda:1", …; None takes the GPU where there is one.
+        attention: "fp8" or "16bit".
+        kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
 
     Raises:
         UserError: an empty prompt, too many tokens for the model, or a device that is not there.
@@ -67,11 +83,13 @@ def generate(
     model.eval().to(device)
     kernels = _prepare(model, device)
     ids = ids.to(device)
+    cache = _cache(model, kv_cache)
     started = time.perf_counter()
-    with torch.no_grad():
+    with torch.no_grad(), quantized_attention(model, attention=attention, kv_cache=kv_cache):
         out = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
             max_new_tokens=max_new_tokens,
             do_sample=False,
             num_beams=1,
@@ -83,7 +101,27 @@ def generate(
     tokens = out[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - started
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    return Generation(prompt, text, tuple(ids[0].tolist()), tuple(tokens), seconds, device, kernels)
+    return Generation(
+        prompt,
+        text,
+        tuple(ids[0].tolist()),
+        tuple(tokens),
+        seconds,
+        device,
+        kernels,
+        attention or "16bit",
+        kv_cache or "16bit",
+        None if cache is None else cache.nbytes,
+    )
+
+
+def _cache(model: nn.Module, kv_cache: str | None) -> Any:
+    """The quantized cache that was asked for; None leaves the cache to transformers."""
+    if kv_cache in (None, "16bit"):
+        return None
+    from quant.kv_generation import QuantizedKVCache
+
+    return QuantizedKVCache(model, str(kv_cache))
 
 
 def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str) -> None:

@@ -1,0 +1,292 @@
+"""Quantized attention in transformers models: FP8 operands, a quantized KV cache, or both.
+
+    with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
+        evaluate(model, rows)
+
+    register(); AutoModelForCausalLM.from_pretrained(…, attn_implementation="quant_fp8")
+
+transformers 5 asks `AttentionInterface` for the function that attends, by name, and hands it q, k and v as they are
+used. Two names are ours:
+
+    quant_fp8     q, k and v rounded to E4M3 with a scale for each 128 tokens of a head, probabilities too
+    quant_16bit   attention in 16 bit, over a quantized cache
+
+Keys and values are first rounded to the format of the KV cache, if there is one: by a `QuantizedKVCache` that the
+model was called with, or, in a forward pass without a cache, by the config's `quant_kv_cache`. So a forward pass over
+a whole text sees the same keys and values as decoding token by token. What attends:
+
+    a sequence from its start     `quant.kernels.attention`: FP8 or 16 bit, causal, windows, soft cap
+    behind what is in a cache     `quant.kernels.decode_attention`, on the pages; queries in 16 bit, as its dots are
+    padding or another mask       plain PyTorch on the rounded operands
+
+Scales come from the model's `k_scale` and `v_scale` buffers, which `quantize --kv-cache fp8` calibrates and a
+checkpoint keeps; without them FP8 takes a scale for each token and head, and NVFP4 one that the first tokens give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E4M3
+from quant.formats.scaling import divided
+from quant.kernels.attention import DIMS, attention
+from quant.kernels.attention_reference import SCALE_BLOCK, reference
+from quant.kernels.kv_cache import first_scale, kv_format, round_kv
+
+FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
+IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
+"""Names under which transformers finds our attention."""
+ATTENTIONS = ("fp8", "16bit")
+"""What --attention takes."""
+KV_CACHES = ("fp8", "nvfp4", "16bit")
+"""What --kv-cache takes where a model runs."""
+
+
+def register() -> None:
+    """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers.
+
+    Raises:
+        UserError: transformers is not installed.
+    """
+    modeling = require("transformers.modeling_utils", "hf")
+    masking = require("transformers.masking_utils", "hf")
+    for name, function in ((FP8, _fp8), (SIXTEEN_BIT, _sixteen_bit)):
+        modeling.AttentionInterface.register(name, function)
+        masking.AttentionMaskInterface.register(name, _mask)
+
+
+@contextmanager
+def quantized_attention(
+    model: nn.Module, *, attention: str | None = None, kv_cache: str | None = None
+) -> Iterator[None]:
+    """While open, `model` attends in FP8, or over keys and values rounded to a cache format, or both.
+
+    Args:
+        model: of transformers.
+        attention: one of `ATTENTIONS`; None is "16bit".
+        kv_cache: one of `KV_CACHES`; None is "16bit".
+
+    Raises:
+        UserError: an unknown name, or a model whose attention cannot be replaced.
+    """
+    attention, format = _named(attention, kv_cache)
+    if attention == "16bit" and format is None:
+        yield
+        return
+    config = _config(model)
+    register()
+    before = config._attn_implementation
+    model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        raise UserError(f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)")
+    config.quant_kv_cache = None if format is None else format.name
+    try:
+        yield
+    finally:
+        del config.quant_kv_cache
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
+    attention = attention or "16bit"
+    if attention not in ATTENTIONS:
+        raise UserError(f"--attention {attention}: unknown; known: {', '.join(ATTENTIONS)}")
+    try:
+        return attention, kv_format(kv_cache)
+    except ValueError:
+        raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
+
+
+def _config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is no transformers model; --attention and --kv-cache act on transformers' own "
+            "attention interface"
+        )
+    return config.get_text_config()
+
+
+def scales_of(module: nn.Module, format: Format, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Calibrated scales of an attention module's K and V, float32 `[kv_heads]`; None where it has none.
+
+    The buffers hold amax / 448, as checkpoints do, one for all heads or one a head.
+    """
+    found = []
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(module, name, None)
+        if not isinstance(scale, torch.Tensor):
+            return None
+        if scale.numel() not in (1, kv_heads):
+            raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
+        scale = scale.float().flatten().expand(kv_heads)
+        found.append(divided(scale, format.element.max) if format.global_scale else scale)
+    return found[0], found[1]
+
+
+def cache_format(module: nn.Module, format: Format | None) -> Format | None:
+    """`format`, but `fp8_token` where `fp8` was asked for and nothing is calibrated."""
+    if format is not None and format.name == "fp8" and getattr(module, "k_scale", None) is None:
+        return FORMATS["fp8_token"]
+    return format
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """None where the mask is causal, perhaps with a window, which our functions know; else bool, True where seen."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
+    if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
+        return None
+    options["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function or causal_mask_function, attention_mask=attention_mask, local_size=local_size,
+        **options,
+    )  # fmt: skip
+    return mask
+
+
+def _is_window(mask_function: Any, size: int | None) -> bool:
+    """Whether this is the causal window of `size` keys: it is asked about the keys at both ends, for two queries."""
+    if size is None:
+        return False
+    seen = [
+        bool(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key)))
+        for query in (2 * size, 2 * size + 1)
+        for key in (query - size, query - size + 1, query, query + 1)
+    ]
+    return seen == [False, True, True, False] * 2
+
+
+def _fp8(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return _attend(module, q, k, v, mask, fp8=True, **options), None
+
+
+def _sixteen_bit(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return _attend(module, q, k, v, mask, fp8=False, **options), None
+
+
+def _attend(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    fp8: bool,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """q `[batch, heads, new, dim]`; k and v `[batch, kv_heads, …, dim]`, or what a `QuantizedKVCache` gave in place."""
+    if s_aux is not None:
+        raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    layer = getattr(k, "quant_layer", None)
+    if layer is not None:
+        layer.taken()
+        if layer.length > k.shape[2] and mask is None:
+            out = layer.attend(q, softmax_scale=scaling, window=sliding_window, softcap=softcap)
+            return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+        k, v = layer.read(k.dtype)
+    else:
+        k, v = _rounded(module, k, v)
+    options = {"softmax_scale": scaling, "softcap": softcap}
+    if mask is not None:
+        out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
+    else:
+        # A window is a causal mask's; what is not causal sees everything.
+        out = _dense(q, k, v, fp8, causal=causal, window=sliding_window if causal else None, **options)
+    return out.transpose(1, 2).contiguous()
+
+
+def _rounded(module: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """k and v as a cache in the config's format would give them back."""
+    format = cache_format(module, kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None)))
+    if format is None:
+        return k, v
+    scales = scales_of(module, format, k.shape[1]) if format.name != "fp8_token" else (None, None)
+    k_scale, v_scale = scales or (first_scale(k, format), first_scale(v, format))
+    return round_kv(k, format, k_scale), round_kv(v, format, v_scale)
+
+
+def _e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]`, one for 128 tokens of a head."""
+    tokens = x.shape[2]
+    blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
+    scale = divided(blocks.abs().amax((-2, -1)), E4M3.max)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (blocks / scale[..., None, None]).clamp_(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+    return codes.flatten(2, 3)[:, :, :tokens], scale
+
+
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, *, softmax_scale: float | None, **options: Any
+) -> torch.Tensor:
+    """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8."""
+    dim, dtype = q.shape[3], q.dtype
+    options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
+    room = next((known for known in DIMS if known >= dim), None)
+    if room is None:
+        raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
+    kernel = q.is_cuda and (fp8 or dtype is not torch.float32)
+    if kernel and room != dim:
+        q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
+    scales = {}
+    if fp8:
+        (q, scales["q_scale"]), (k, scales["k_scale"]), (v, scales["v_scale"]) = _e4m3(q), _e4m3(k), _e4m3(v)
+    if kernel:
+        # The kernels write 16 bit; their FP8 operands are no better than that.
+        out = attention(q, k, v, **scales, **options, dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
+        return out[..., :dim].to(dtype)
+    return reference(q, k, v, **scales, **options, dtype=dtype, round_p=fp8)[0]
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    fp8: bool,
+    *,
+    softmax_scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities left as they are."""
+    dtype = q.dtype
+    if fp8:
+        q, k, v = (_dequantized(x) for x in (q, k, v))
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    scores = grouped @ k.float()[:, :, None].mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask.bool()[:, :, None], -torch.inf)
+    return (scores.softmax(-1).nan_to_num(0.0) @ v.float()[:, :, None]).flatten(1, 2).to(dtype)
+
+
+def _dequantized(x: torch.Tensor) -> torch.Tensor:
+    codes, scale = _e4m3(x)
+    return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]

@@ -1,0 +1,221 @@
+"""A quantized, paged KV cache for transformers' `generate()`.
+
+    cache = QuantizedKVCache(model, "nvfp4")
+    with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
+        model.generate(ids, past_key_values=cache)
+
+Each layer keeps its pages (`quant.kernels.kv_cache`). Under an attention of ours (`quant.attention_interface`), a
+layer hands the new keys and values on as they are, marked with itself, and attention reads the pages. Under any other
+attention it hands out the whole cache, dequantized, as other quantized caches of transformers do: slower, and right.
+
+Beam search and `num_return_sequences` fork sequences, so what they share is stored once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from quant.attention_interface import IMPLEMENTATIONS, KV_CACHES, cache_format, scales_of
+from quant.errors import UserError
+from quant.formats.format import Format
+from quant.kernels.kv_cache import PagedKVCache, kv_format
+
+
+class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's pages.
+
+    Args:
+        config: of the model; its attention implementation decides what `update` hands out.
+        module: the attention module, for its calibrated scales.
+        format: of the cache.
+        page_size: tokens of a page.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, config: Any, module: nn.Module, format: Format, page_size: int) -> None:
+        super().__init__()
+        self._config = config
+        self._module = module
+        self._page_size = page_size
+        self._pages: PagedKVCache | None = None
+        self._sequences: list[int] = []
+        self._waiting = False
+        self.format = cache_format(module, format)
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages."""
+        return self._pages.nbytes if self._pages is not None else 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the pages for heads and sequences as many as `key_states` has."""
+        batch, kv_heads, new, dim = key_states.shape
+        if value_states.shape != key_states.shape:
+            raise UserError(
+                f"keys {list(key_states.shape)} and values {list(value_states.shape)} differ in shape; such a cache "
+                "stays in 16 bit (--kv-cache 16bit)"
+            )
+        assert self.format is not None
+        scales = scales_of(self._module, self.format, kv_heads) if self.format.name != "fp8_token" else None
+        k_scale, v_scale = (None, None) if scales is None else (scale[None] for scale in scales)
+        self._pages = PagedKVCache(
+            1,
+            kv_heads,
+            dim,
+            format=self.format,
+            pages=batch * (new // self._page_size + 4),
+            page_size=self._page_size,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            device=key_states.device,
+        )
+        self._sequences = [self._pages.add() for _ in range(batch)]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds and writes the new keys and values; hands out what the model's attention needs."""
+        if self._pages is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self._pages is not None
+        if self._waiting:
+            raise UserError(
+                f"{type(self._module).__name__} changes keys between cache and attention, which then did not see the "
+                "cache; generate with --attention 16bit --kv-cache 16bit"
+            )
+        self._pages.append(0, self._sequences, key_states, value_states)
+        self.length += key_states.shape[2]
+        if self._config._attn_implementation not in IMPLEMENTATIONS:
+            return self.read(key_states.dtype)
+        self._waiting = True
+        marked = key_states.view_as(key_states)
+        marked.quant_layer = self  # type: ignore[attr-defined]
+        return marked, value_states
+
+    def taken(self) -> None:
+        """Attention has found its way here."""
+        self._waiting = False
+
+    def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Causal attention of the newest tokens over the pages."""
+        assert self._pages is not None
+        if q.is_cuda and q.dtype is torch.float32:
+            return self._pages.attend(0, self._sequences, q.bfloat16(), **options).float()
+        return self._pages.attend(0, self._sequences, q, **options)
+
+    def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
+        assert self._pages is not None
+        read = [self._pages.read(0, sequence) for sequence in self._sequences]
+        return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next `query_length` tokens may see, and the position of the first."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens that are cached."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No limit but memory."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._pages, self._sequences, self.length = None, [], 0
+        self.is_initialized = self._waiting = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; their number is negative, as transformers has it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one")
+        if self._pages is not None:
+            self.length = max(0, self.length + tokens_to_remove)
+            for sequence in self._sequences:
+                self._pages.crop(sequence, self.length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on from what row `beam_idx[i]` has."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the named rows."""
+        rows = torch.arange(len(self._sequences))
+        self._select(rows[indices.cpu()].tolist())
+
+    def offload(self) -> None:
+        """Refused: pages stay where they are."""
+        raise UserError("a quantized KV cache stays on its device; generate without offloading")
+
+    def _select(self, rows: list[int]) -> None:
+        if self._pages is None:
+            return
+        chosen = [self._pages.fork(self._sequences[row]) for row in rows]
+        for sequence in self._sequences:
+            self._pages.drop(sequence)
+        self._sequences = chosen
+
+
+class QuantizedKVCache(Cache):  # type: ignore[misc]
+    """The cache of a causal language model in FP8 or NVFP4.
+
+    Args:
+        model: of transformers; its calibrated scales are used where it has any.
+        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head, calibrated or not.
+        page_size: tokens of a page: 16, 32 or 64.
+
+    Raises:
+        UserError: an unknown format, or a model whose layers keep more than keys and values.
+    """
+
+    def __init__(self, model: nn.Module, kv_cache: str, *, page_size: int = 64) -> None:
+        try:
+            format = kv_format(kv_cache)
+        except ValueError:
+            format = None
+        if format is None:
+            known = ", ".join(name for name in KV_CACHES if name != "16bit")
+            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {known}")
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        modules = _attention_modules(model)
+        super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder, by their `layer_idx`."""
+    config: Any = model.config
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", None)
+    if getattr(config, "is_encoder_decoder", False) or shared or kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"{type(model).__name__}: layers that share or keep something other than keys and values "
+            f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"
+        )
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
+    }
+    if sorted(found) != list(range(text.num_hidden_layers)):
+        raise UserError(f"{type(model).__name__}: found attention of {len(found)} of {text.num_hidden_layers} layers")
+    return [found[index] for index in range(text.num_hidden_layers)]
