@@ -43,7 +43,7 @@ def reciprocal(step):
 
 @triton.jit
 def quotient(x, step, inverse):
-    """x / step, correctly rounded, where neither the quotient nor what is left of x underflows (Markstein, 1990).
+    """x / step, correctly rounded where x is 0 or above 1e-30: what is left of less underflows (Markstein, 1990).
 
     The product with the rounded reciprocal is off by less than one unit; what it leaves of x is exact in one FMA, and
     the second adds the quotient of that. A division costs three times as much.
@@ -143,9 +143,8 @@ def _quantize_row(
         value = rounded.to(tl.float32)
     if source == "rms" or source == "add_rms":
         mean_square = tl.sum(value * value, axis=0) / K
-        normed = (value * tl.rsqrt(mean_square + eps)).to(dtype).to(tl.float32)
-        value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0).to(tl.float32)).to(dtype)
-        value = value.to(tl.float32)
+        normed = (value * tl.rsqrt(mean_square + eps)).to(dtype)
+        value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype).to(tl.float32)
     if source == "swiglu":
         other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
         gate = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32)
@@ -162,13 +161,7 @@ def _quantize_row(
         steps = tl.div_rn(value, step)
     else:
         blocks = value.reshape(width // block, block)
-        second_level = 1.0
-        if kind == "e4m3":
-            second_level = tl.load(global_scale).to(tl.float32)
-            # Where steps are so small that what a quotient leaves would underflow, all is 2^80 times as large.
-            lift = tl.where(second_level < 8.67e-19, 1.2089258196146292e24, 1.0)
-            second_level *= lift
-            blocks *= lift
+        second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
         stored, step = encode_scale(tl.max(tl.abs(blocks), axis=1), second_level, kind, largest)
         index = tl.arange(0, width // block)
         tl.store(scale + start // block + index, stored, mask=index < (width if flat else K) // block)
