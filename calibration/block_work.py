@@ -8,6 +8,7 @@ quantized layers before them give.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -52,6 +53,8 @@ class BlockWork:
         self.rounded: dict[str, torch.Tensor] = {}
         self.token_weights: list[torch.Tensor] = []
         self.biases: dict[str, torch.Tensor] = {}
+        self.calls: Counter[str] = Counter()
+        self.remembering: list[nn.Module] = []
 
     def solve(
         self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
@@ -82,8 +85,11 @@ class BlockWork:
             group.fix_input_scale(self.settings.observer, self.stored)
         for stage in self._stages():
             self._solve_stage(stage, current)
+            self._remember(len(current))
         self._solve_experts(current)
-        self._reconstruct(current, reference)
+        if any(group.pipeline.reconstruction for group in self.groups):
+            self._forget()
+            self._reconstruct(current, reference)
         outputs = self._outputs(current) if needs_output else []
         return outputs, reference
 
@@ -92,6 +98,7 @@ class BlockWork:
 
         The original modules are back in the block.
         """
+        self._forget()
         for name, stand_in in self.stand_ins.items():
             set_module(self.block, name, stand_in.original)
         found = [self.solved[name] for group in self.groups for name in group.names]
@@ -102,6 +109,29 @@ class BlockWork:
         for self.clock[0], call in enumerate(calls):
             out.append(output_of(self.block(*call.args, **call.kwargs)))
         return out
+
+    def _remember(self, batches: int) -> None:
+        """Modules in which all is solved give their output of the pass before: attention is not run again."""
+        unfinished = [work.module for work in self.experts if not work.solved]
+        for name, calls in self.calls.items():
+            module = self.block.get_submodule(name)
+            inside = [group for group in self.groups if any(n.startswith(f"{name}.") for n in group.names)]
+            solved = not any(target.startswith(f"{name}.") for target in self.targets)
+            once = calls == batches and all(group.calls == 1 for group in inside)
+            if not solved or not once or "forward" in vars(module) or any(m in unfinished for m in module.modules()):
+                continue
+            module.forward = _once_a_batch(module.forward, self.clock)
+            self.remembering.append(module)
+            for group in inside:
+                for member in group.names:
+                    if member in self.stand_ins:
+                        self.stand_ins[member].keeps = False
+
+    def _forget(self) -> None:
+        """The modules of `_remember` work as they did."""
+        for module in self.remembering:
+            del module.forward
+        self.remembering.clear()
 
     def _observe(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """The reference pass: magnitudes, the inputs themselves, and the order in which groups are called."""
@@ -127,7 +157,12 @@ class BlockWork:
 
             return hook
 
-        with _hooks(self.block, {g.names[0]: watch(i) for i, g in enumerate(self.groups)}):
+        def count(name: str) -> Callable[..., None]:
+            return lambda module, args: self.calls.update([name])
+
+        parents = {name[:dot] for g in self.groups for name in g.names for dot in _dots(name)}
+        counting = _hooks(self.block, {name: count(name) for name in sorted(parents)})
+        with counting, _hooks(self.block, {g.names[0]: watch(i) for i, g in enumerate(self.groups)}):
             outputs = self._outputs(calls)
         for index, group in enumerate(self.groups):
             group.calls = order.count(index) // len(calls) if order.count(index) % len(calls) == 0 else 2
@@ -259,11 +294,11 @@ class BlockWork:
                 x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
                     return
-                reference = self._reference(group, x)
+                drift = self._drift(group, x)
                 if self.clock[0] in judged:
-                    held.append((x, group.input(x) if reference is None else reference))
+                    held.append((x, group.input(x) if drift is None else group.input(x) + drift))
                 if self.clock[0] not in judged or len(calls) == 1:
-                    self._add(group, moment, x, reference)
+                    self._add(group, moment, x, drift)
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
@@ -281,15 +316,15 @@ class BlockWork:
         """The batches that only judge, where there is a guard: the last eighth, at least one."""
         return range(calls - max(calls // 8, 1), calls) if self.settings.guard else range(0)
 
-    def _add(self, group: Group, moment: MomentSum, x: torch.Tensor, reference: torch.Tensor | None) -> None:
+    def _add(self, group: Group, moment: MomentSum, x: torch.Tensor, drift: torch.Tensor | None) -> None:
         """Takes a batch of inputs into the group's statistics."""
         if not group.pipeline.needs_moment:
             return
         if group.pipeline.rank and group.activation is not None:
             # The branch sees the input unrounded.
             group.unrounded = group.unrounded or MomentSum()
-            group.unrounded.add(group.input(x), reference, self._weight(x))
-        moment.add(group.round_input(x), reference, self._weight(x))
+            group.unrounded.add(group.input(x), drift, self._weight(x))
+        moment.add(group.round_input(x), drift, self._weight(x))
 
     def _promote(
         self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -345,8 +380,8 @@ class BlockWork:
                 group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
             self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
 
-    def _reference(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-        """The input that the outputs should be right for: `x` moved towards the original input; None for `x` itself.
+    def _drift(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+        """What is to be made up for in the input: part of its way back to the original input; None for nothing.
 
         Where inputs are rounded, none is made up for: they differ from the originals by noise, against which the
         least-squares answer is to shrink the weights, layer after layer, and the model loses more than it gains.
@@ -355,8 +390,7 @@ class BlockWork:
         aligned = group.calls == 1 and group.tokens == self.tokens
         if not correction or not aligned or group.activation is not None:
             return None
-        x = group.input(x)
-        return x + correction * (group.original(self.clock[0]) - x)
+        return (group.original(self.clock[0]) - group.input(x)).mul_(correction)
 
     def _solve_group(self, group: Group, stats: LayerStats | None, tokens: int) -> None:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
@@ -431,9 +465,9 @@ class BlockWork:
             member, solved = self.solved[name]
             assert solved is not None
             layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
-        for group in self.groups:
-            group.calls = 0  # what stands in beside the learned layers must no longer remember its outputs
         for stand_in in self.stand_ins.values():
+            # What stands in beside the learned layers must no longer remember its outputs.
+            stand_in.keeps = False
             stand_in.outputs.clear()
         found = reconstruct_block(self.block, calls, outputs, layers, settings)
         for name, weight in found.weights.items():
@@ -503,6 +537,23 @@ def solve_stacked(
             tall, codes=tall.codes[rows].clone(), scale=tall.scale[rows].clone(), shape=tuple(weight.shape)
         )
     return parts
+
+
+def _dots(name: str) -> list[int]:
+    """Where the names of a module's parents end."""
+    return [place for place, letter in enumerate(name) if letter == "."]
+
+
+def _once_a_batch(forward: Callable[..., Any], clock: list[int]) -> Callable[..., Any]:
+    """`forward`, that remembers what it gave for each batch."""
+    found: dict[int, Any] = {}
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        if clock[0] not in found:
+            found[clock[0]] = forward(*args, **kwargs)
+        return found[clock[0]]
+
+    return remembered
 
 
 def _token_count(hidden: torch.Tensor) -> int:

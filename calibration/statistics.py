@@ -94,17 +94,17 @@ class MomentSum:
         self.first: torch.Tensor | None = None
         self.shift: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor, reference: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
         """Takes in one batch.
 
         Args:
             x: `[tokens, in]`, what the layer gets.
-            reference: `[tokens, in]`, what it got in the original model; None if that is `x`.
+            drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
             weight: what each token counts, `[tokens]`; None for all alike.
         """
         self.tokens += len(x)
         x = x.to(torch.float64) if self.dtype is torch.float64 else x
-        drift = None if reference is None else reference.to(x) - x
+        drift = None if drift is None else drift.to(x)
         total = x.sum(0, dtype=self.dtype)
         self.first = total if self.first is None else self.first.add_(total)
         if drift is not None:

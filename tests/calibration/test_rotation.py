@@ -35,8 +35,8 @@ def test_statistics_are_those_of_the_rotated_input() -> None:
     x, r = torch.randn(2, 200, 96, dtype=torch.float64)
     matrix = _matrix(96, 32)
     before, after = MomentSum(dtype=torch.float64), MomentSum(dtype=torch.float64)
-    before.add(x, r)
-    after.add(x @ matrix, r @ matrix)
+    before.add(x, r - x)
+    after.add(x @ matrix, (r - x) @ matrix)
     stats, expected = before.stats(), after.stats()
     assert stats is not None and expected is not None
     found = rotate_stats(stats, 32)
