@@ -15,7 +15,8 @@ again, and unless its output is the same, every weight goes back to what it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quant.calibration.blocks import Call, output_of
+from quant.calibration.blocks import Call, capture, output_of
+from quant.calibration.fold import modules_in_order
 from quant.calibration.rotation import rotation_block
 from quant.kernels.hadamard import hadamard_transform
 
@@ -50,6 +52,57 @@ class Residual:
     writers: tuple[str, ...]
     readers: dict[str, tuple[str, ...]]
     tied: tuple[str, ...]
+
+
+def merge_rotations(
+    model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], wanted: Collection[str]
+) -> dict[str, str]:
+    """Rotates the inputs of the layers `wanted` where that costs nothing at run time, in place.
+
+    Args:
+        model: called as `model(rows)`, without a cache.
+        rows: a few token ids.
+        blocks: names of its repeated blocks.
+        wanted: names of linear layers.
+
+    Returns:
+        What became of each of them, in words.
+    """
+    notes, why = {}, "nothing before the layer can take it"
+    readers: set[str] = set()
+    try:
+        residual = merge_residual_rotation(model, lambda m: m(rows))
+        readers = {name for names in residual.readers.values() for name in names}
+    except ValueError as error:
+        why = f"the residual stream stays as it is, for {error}; and nothing in its block can take it"
+    calls = capture(model, blocks, lambda: model(rows)) if blocks else {}
+    for name in wanted:
+        owner = next((b for b in blocks if name.startswith(f"{b}.")), None)
+        size = 0 if owner is None or name in readers else _merge_in_block(model, owner, calls[owner], name)
+        if name in readers:
+            notes[name] = "rotated with the residual stream, at no cost at run time"
+        elif size:
+            notes[name] = f"rotated in blocks of {size} together with what gives its input, at no cost at run time"
+        else:
+            notes[name] = f"rotation left out: {why}"
+    return notes
+
+
+def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
+    """Tries the linear layers before `name`, nearest first, in float64; gives the block size, 0 for none."""
+    reader = name.removeprefix(f"{owner}.")
+    block = copy.deepcopy(model.get_submodule(owner)).double()
+    call = call.to(dtype=torch.float64)
+    order = modules_in_order(block, call)
+    for producer in reversed(order[: order.index(reader)] if reader in order else []):
+        if not isinstance(block.get_submodule(producer), nn.Linear):
+            continue
+        size = merge_head_rotation(block, call, producer, reader)
+        if size:
+            _rotate(model.get_submodule(f"{owner}.{producer}"), size, inputs=False)
+            _rotate(model.get_submodule(name), size, inputs=True)
+            return size
+    return 0
 
 
 def merge_residual_rotation(

@@ -1,6 +1,7 @@
 """Layer-by-layer calibration: every layer is solved on the inputs it will really get.
 
-Block by block, in order of execution, on all calibration rows at once:
+Rotations that are to be merged into the model are, before anything else. Then block by block, in order of execution,
+on all calibration rows at once:
 
 1. *Reference.* The original block runs on the original hidden states. What its layers receive is kept.
 2. *Transforms* choose an input scale for each fusion group, fold it into its producer and scale the weights.
@@ -33,7 +34,8 @@ from quant.calibration.block_work import BlockWork
 from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, streamed
 from quant.calibration.experts import ExpertsWork
 from quant.calibration.group import Settings, Solved, gather
-from quant.calibration.solver import check_solvers
+from quant.calibration.rotation_merge import merge_rotations
+from quant.calibration.solver import check_solvers, get_pipeline
 from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
@@ -101,6 +103,7 @@ class _Walk:
         self.input_scales = input_scales
         self.layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
         self.done = 0
+        self.merged: dict[str, str] = {}
         self.home = next(model.parameters()).device
         self.batches = list(rows.to(self.home).split(settings.batch))
         self.few = rows[:1, :16].to(self.home)
@@ -108,6 +111,7 @@ class _Walk:
 
     def run(self) -> None:
         names = block_names(self.model)
+        self._merge_rotations(names)
         with streamed(self.model, names, self.settings.device):
             chains = find_chains(self.model, names, lambda: self.model(self.few)) if names else []
         for chain in chains:
@@ -116,6 +120,12 @@ class _Walk:
                 self._walk_chain(chain[: planned[-1] + 1], names)
         if any(layer.name not in self._inside(chains) for layer in self.layers):
             self._solve_rest(chains)
+
+    def _merge_rotations(self, blocks: Sequence[str]) -> None:
+        """Rotations that the modules around take over are done in the model itself, before the walk."""
+        wanted = [layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).merge]
+        if wanted:
+            self.merged = merge_rotations(self.model, self.few, blocks, wanted)
 
     def _inside(self, chains: Sequence[Sequence[str]]) -> set[str]:
         return {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
@@ -163,7 +173,10 @@ class _Walk:
             ExpertsWork(block, projections, prefix, self.input_scales, self.settings, self.stored)
             for projections in by_module.values()
         ]
-        return BlockWork(block, gather(linear, prefix), experts, self.settings, self.stored)
+        groups = gather(linear, prefix)
+        for group in groups:
+            group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
+        return BlockWork(block, groups, experts, self.settings, self.stored)
 
     def _finish(self, work: BlockWork) -> None:
         for layer, solved in work.results():

@@ -9,7 +9,9 @@ low rank before rounding, and block-wise reconstruction after it. Names compose 
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
-Every part may be left out. A transform with no rounding solver behind it is followed by `mse`, a step by `gptq`.
+`rotation:64` turns the inputs in blocks of up to 64 at run time; `rotation:merge` turns what the modules around can
+take over for nothing, see `calibration.rotation_merge`, and leaves out the rest. Every part may be left out. A
+transform with no rounding solver behind it is followed by `mse`, a step by `gptq`.
 """
 
 from __future__ import annotations
@@ -256,6 +258,7 @@ class Pipeline:
         transforms: choose input scales, in this order.
         rounding: gives codes and scales.
         rotation: largest block of a Hadamard rotation of the scaled inputs, at run time; 0 for none.
+        merge: whether rotations are merged into the modules around, before anything else.
         rank: of a 16-bit branch that is taken off before rounding; 0 for none.
         reconstruction: how the finished block is refined, if it is.
     """
@@ -266,6 +269,7 @@ class Pipeline:
     rotation: int = 0
     rank: int = 0
     reconstruction: Reconstruction | None = None
+    merge: bool = False
 
     @property
     def rule(self) -> str:
@@ -289,7 +293,7 @@ class Pipeline:
     @property
     def reshapes(self) -> bool:
         """Whether more is done to a block than scaling and rounding its layers."""
-        return bool(self.rotation or self.rank or self.reconstruction)
+        return bool(self.rotation or self.rank or self.reconstruction or self.merge)
 
     @property
     def correction(self) -> float:
@@ -349,17 +353,21 @@ def get_pipeline(name: str) -> Pipeline:
     order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(SOLVERS, 3), "autoround": 4}
     found: dict[str, int] = {}
     last = 0
+    merge = False
     for part in name.split("+"):
         key, _, number = part.partition(":")
         if key not in order:
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(SOLVERS)}; joined to them by '+', before: "
-                f"{', '.join(TRANSFORMS)}, rotation[:block], lowrank[:rank]; after: autoround[:steps]"
+                f"{', '.join(TRANSFORMS)}, rotation[:block] or rotation:merge, lowrank[:rank]; after: autoround[:steps]"
             )
         if order[key] < last or key in found or (order[key] == last == 3):
             raise ValueError(
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
+        if part == "rotation:merge":
+            found[key], last, merge = 0, order[key], True
+            continue
         if number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
         found[key] = int(number or STEPS.get(key, 0))
@@ -372,6 +380,7 @@ def get_pipeline(name: str) -> Pipeline:
         found.get("rotation", 0),
         found.get("lowrank", 0),
         Reconstruction(steps=found["autoround"]) if "autoround" in found else None,
+        merge,
     )
 
 

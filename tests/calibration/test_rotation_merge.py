@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from quant.api import quantize
 from quant.calibration.blocks import capture
 from quant.calibration.rotation_merge import find_residual, merge_head_rotation, merge_residual_rotation
 from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.linear import QuantLinear
 
 BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 IDS = torch.randint(0, 200, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -136,3 +138,29 @@ def test_no_rotation_passes_a_product_with_a_gate() -> None:
     call = capture(model, [name], lambda: _run(model))[name]
     assert merge_head_rotation(model.get_submodule(name), call, "mlp.up_proj", "mlp.down_proj") == 0
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_as_a_solver(tied: bool) -> None:
+    model = _built("Llama", tie_word_embeddings=tied)
+    before, weights = _logits(model), {n: p.detach().clone() for n, p in model.named_parameters()}
+    plan = quantize(model, "fp8_channel", IDS, solver="rotation:merge+rtn").plan
+    assert float((_logits(model) - before).norm() / before.norm()) < 0.1
+    layers = model.model.layers
+    assert all(m.hadamard == 0 for m in model.modules() if isinstance(m, QuantLinear))
+    gain = weights["model.layers.1.post_attention_layernorm.weight"]
+    plain = weights["model.layers.1.mlp.up_proj.weight"]
+    rotated = hadamard_transform((plain * gain).double(), 64)
+    up, output = layers[1].mlp.up_proj.dequantize().double(), layers[1].self_attn.o_proj.dequantize().double()
+    # FP8 keeps three binary digits.
+    torch.testing.assert_close(up, plain.double() if tied else rotated, rtol=0.07, atol=1e-3)
+    assert torch.equal(layers[1].post_attention_layernorm.weight, gain if tied else torch.ones(64))
+    wanted = hadamard_transform(weights["model.layers.1.self_attn.o_proj.weight"].double(), 16)
+    if not tied:
+        wanted = hadamard_transform(wanted.t().contiguous(), 64).t()
+    torch.testing.assert_close(output, wanted, rtol=0.07, atol=1e-3)
+    reasons = {layer.name: layer.reason for layer in plan.quantized}
+    assert "blocks of 16" in reasons["model.layers.0.self_attn.o_proj"]
+    assert "rotation left out" in reasons["model.layers.0.mlp.down_proj"]
+    kept = "shares its weight with the embedding" if tied else "rotated with the residual stream"
+    assert kept in reasons["model.layers.0.self_attn.q_proj"]
