@@ -133,7 +133,7 @@ class Finding:
     """A layer or an attention as planned and as found.
 
     Attributes:
-        name: of the layer in the plan, or of the attention's ONNX node.
+        name: of the layer in the plan or of the attention's module; of its ONNX node where that names no layer.
         planned: what the plan asks for.
         found: what the engine does, the worst of its programs.
         passed: whether that is what was planned, or better.
@@ -309,7 +309,8 @@ def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Seque
                 found[name] = precision
     for name in (*found, *(node for node in left if node not in found)):
         word = found.get(name, "not fused")
-        yield Finding(name, wanted or UNPLANNED, word, wanted in (None, word))
+        layer = name.rpartition("/")[0] or name
+        yield Finding(layer, wanted or UNPLANNED, word, wanted in (None, word))
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:

@@ -9,11 +9,13 @@ Weights are never copied on the way: initializers point at the module's buffers 
 whose weights pass `EXTERNAL_BYTES` keeps them in a second file beside it, which is written tensor by tensor.
 
 Everything of a linear is tagged with its layer's name and its output is called `<layer>.output`, so that the file
-itself says which nodes to compare with which layer (`onnx_verify`). The file's metadata holds the plan's digest.
+itself says which nodes to compare with which layer (`onnx_verify`); an attention is tagged with its module's name.
+The file's metadata holds the plan's digest.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
 import os
@@ -127,11 +129,12 @@ def _transformers_program(
         kind=attention,
         scales=_fp8_scales(plan, attention_scales) if in_fp8 else {},
         kv_scales=kv_scales_of(model) if (decode or cache) and plan is not None and plan.kv_cache else {},
-        window=_longest(given, shapes),
+        window=0,
     )
     graph = Graph(model, function, cache=decode or cache)
     with attending(model, function, masked="attention_mask" in given):
         past = cache_inputs(graph, given) if decode else {}
+        function.window = _longest({**given, **past}, shapes)
         arguments = ({n: g.example for n, g in given.items()}, [g.example for g in past.values()])
         exported = _trace(graph, arguments, {**given, **past}, shapes, split=len(given))
     outputs = function.outputs + (cache_names("new", len(function.new) // 2) if graph.cache else [])
@@ -165,7 +168,11 @@ def dimension_ranges(
 
 
 def _longest(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> int | None:
-    return dimension_ranges(inputs, shapes).get("sequence", (0, None))[1]
+    """The most tokens that attention is to see, None where nothing limits them."""
+    ranges = dimension_ranges(inputs, shapes)
+    if "past" in ranges:
+        return ranges["past"][1] + 1
+    return ranges.get("sequence", (0, None))[1]
 
 
 def _trace(
@@ -252,7 +259,7 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
 
 
 def _name_layers(model: Any, prefix: str) -> None:
-    """Initializers get the module's own names, and a linear's nodes and output are marked with its layer's name."""
+    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name."""
     graph = model.graph
     for value in list(graph.initializers.values()):
         if prefix and value.name.startswith(prefix):
@@ -265,6 +272,10 @@ def _name_layers(model: Any, prefix: str) -> None:
         source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
         if "torch.ops.quant.linear_" in source:
             groups.setdefault(source, []).append(node)
+        elif "torch.ops.quant.onnx_attention" in source:
+            # The modules that the op was called in, outermost first, and then the op itself.
+            *_, module, _ = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])
+            node.metadata_props[LAYER_KEY] = module.removeprefix(prefix)
     for nodes in groups.values():
         read = (value.name for node in nodes for value in node.inputs if value is not None)
         layer = next(name for name in read if name.endswith(".codes")).removesuffix(".codes")

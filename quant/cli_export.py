@@ -96,6 +96,7 @@ def export_command(
         if plan is not None and plan.attention is not None and options["attention"] != "none":
             scales = _attention_scales(model, plan, directory, calib, calib_samples, seqlen, progress)
         job = Job(
+            kind=kind,
             directory=directory,
             model=model,
             plan=plan,

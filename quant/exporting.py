@@ -56,6 +56,7 @@ OPTIONS: dict[str, set[str]] = {
 class Job:
     """A loaded checkpoint and the options of `quant export`, as its help describes them."""
 
+    kind: str
     directory: Path
     model: nn.Module
     plan: Plan | None
@@ -71,16 +72,23 @@ class Job:
     allow_fallback: bool
     progress: Callable[[str, int, int], None]
 
-    @property
-    def onnx_options(self) -> dict[str, Any]:
-        """What every ONNX file of the job is written with."""
+    def onnx_options(self, decode: bool) -> dict[str, Any]:
+        """What an ONNX file of the job is written with: the graph of one decoding step, or the other one."""
         return {
-            "shapes": self.shapes or None,
+            "shapes": self._shapes_of(decode) or None,
             "inputs": self.inputs,
             "attention": self.attention,
             "attention_scales": self.attention_scales,
             "plan": self.plan,
         }
+
+    def _shapes_of(self, decode: bool) -> list[str]:
+        """The ranges, without those of the dimension that only the other of two files has."""
+        if self.kind != "onnx" or not self.decode:
+            return list(self.shapes)
+        foreign = "sequence=" if decode else "past="
+        parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
+        return [",".join(kept) for kept in parts]
 
     def stored(self, name: str) -> BlockScaledTensor:
         """A layer's weight as the checkpoint's files hold it."""
@@ -97,11 +105,10 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
 
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:
-        graphs: dict[str, dict[str, Any]] = {"model.onnx": {"cache": job.decode}}
-        if job.decode:
-            graphs["decode.onnx"] = {"decode": True}
-        for file, options in graphs.items():
-            export_onnx(job.model, folder / file, **job.onnx_options, **options)
+        for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
+            decode = file == "decode.onnx"
+            kept = job.decode and not decode
+            export_onnx(job.model, folder / file, **job.onnx_options(decode), decode=decode, cache=kept)
             receipts[file] = _verified(job, folder / file)
         receipt = next(iter(receipts.values()))
         if job.plan is not None:
@@ -124,7 +131,7 @@ def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
     from quant.export.tensorrt import export_engine
 
     assert job.target is not None
-    export_onnx(job.model, path, **job.onnx_options, decode=job.decode)
+    export_onnx(job.model, path, **job.onnx_options(job.decode), decode=job.decode)
     receipt = _verified(job, path)
     return export_engine(
         path,

@@ -37,7 +37,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
     out = tmp_path / "deployed"
-    result = export(checkpoint, "--to", "onnx", "--out", out, "--decode", "--json")
+    shapes = "batch=1:1:4,sequence=1:8:16,past=0:8:16"  # each of the two files has a dimension of its own
+    result = export(checkpoint, "--to", "onnx", "--out", out, "--decode", "--shapes", shapes, "--json")
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     assert sorted(file.name for file in out.iterdir()) == ["decode.onnx", "model.onnx", "plan.json", "receipt.json"]
