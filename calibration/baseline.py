@@ -67,13 +67,16 @@ class Baseline:
         return self._mean(total)
 
     def loss(self, choice: Mapping[str, str]) -> float:
-        """Measures `choice` from the first block that differs from what is remembered."""
-        if self.choice is None:
-            return self.start(choice)
-        changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
-        first = min((self.place[g] for g in changed), default=0)
+        """Measures `choice`: from the first block that differs from what is remembered, or whole if nothing is."""
+        self._remember_references()
         self.trial.set(choice)
         total = 0.0
+        if self.choice is None:
+            for batch, reference in zip(self.batches, self.references, strict=True):
+                total += self.divergence.measure(batch, reference)
+            return self._mean(total)
+        changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
+        first = min((self.place[g] for g in changed), default=0)
         for i, (batch, reference) in enumerate(zip(self.batches, self.references, strict=True)):
             with self.trial.remembering(self.memories[i]), self._skipped(first, self.outputs[i]):
                 total += self.divergence.measure(batch, reference)

@@ -5,6 +5,7 @@
     measure    quantize with that choice, all groups together: the joint KL
     correct    one backward pass *at the quantized model* says what each change would gain there; the best few are
                made, measured again, and kept if they did gain
+    search     changes and exchanges near that, each measured, until none helps       `quant.allocation_search`
     report     predicted beside measured
 
 Scores are guesses that add up. They leave out that errors of different groups can cancel or amplify each other, and
@@ -82,7 +83,8 @@ def allocate(
     Args:
         model: called as `model(rows)`.
         rows: calibration token ids, int64 `[rows, seqlen]`. Ranges of inputs are measured on all of them, scores on
-            the first `effort.score_rows`, the joint loss of budgets on those that follow.
+            the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
+            those after them.
         goal: budgets and limits.
         formats: what may be chosen beside 16 bit; see `calibration.candidates`.
         method: of the scores, see `calibration.sensitivity_scores`.
@@ -118,14 +120,16 @@ def allocate(
         amax=amax, path=path, progress=progress,
     )  # fmt: skip
     started += scores.seconds
+    rest = rows[effort.score_rows :]
     if check is None:
-        check = rows[effort.score_rows :][: effort.check_rows]
+        check, rest = rest[: effort.check_rows], rest[effort.check_rows :]
         check = check if len(check) else scored
+    searched = rest[: effort.search_rows] if len(rest) else scored
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     problem = space.problem(scores)
     trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
-    bench = Bench(trial, space, divergence_of(model), scored, check, progress, expected)
+    bench = Bench(trial, space, divergence_of(model), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
     with prepared(model, dtype), trial:
         found = loop.run()
@@ -240,6 +244,6 @@ def _measure_real(
     with prepared(quantized, dtype):
         total = sum(
             divergence.measure(part, reference)
-            for part, reference in zip(bench.check.split(1), bench.references["check"], strict=True)
+            for part, reference in zip(bench.checked.batches, bench.checked.references, strict=True)
         )
     return max(total, 0.0) / divergence.count(bench.check)

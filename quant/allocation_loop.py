@@ -1,7 +1,9 @@
 """The loop of an allocation: solve, measure all groups together, correct what measuring shows.
 
-A budget is solved once and then improved by exchanging a few groups at a time. A limit on the loss is a search: the
-scores order the sizes, measuring says which of them keeps the limit.
+A budget is solved once and then improved: a few groups at a time by gradients at the quantized model, then by
+measuring changes one by one (`quant.allocation_search`), on text of its own, so that the loss that is reported is that
+of text the choice was not made on. A limit on the loss is a search: the scores order the sizes, measuring says which of
+them keeps the limit.
 """
 
 from __future__ import annotations
@@ -9,14 +11,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from quant.allocation_record import CurvePoint, Round, Uniform
+from quant.allocation_search import Search
 from quant.allocation_space import Goal, Space
 from quant.calibration.allocate import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
+from quant.calibration.baseline import Baseline
 from quant.calibration.candidates import KEPT
 from quant.calibration.divergence import Divergence, NextToken
 from quant.calibration.sensitivity_scores import TokenProducts, observed
@@ -24,6 +29,8 @@ from quant.calibration.trial import Trial
 from quant.errors import UserError
 
 Progress = Callable[[str, int, int], None]
+
+_MEASUREMENTS = {"cpu": 48, "cuda": 2000}
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,8 @@ class Effort:
     Attributes:
         score_rows: rows that scores and gains are taken on.
         check_rows: rows that the joint loss is measured on.
+        search_rows: rows that the local search measures on.
+        measurements: of the local search; None for as many as take a minute or two on the model's device.
         rounds: turns of the correcting loop.
         solves: quantizations with a solver that works from data.
         points: of the Pareto curve.
@@ -40,6 +49,8 @@ class Effort:
 
     score_rows: int = 8
     check_rows: int = 8
+    search_rows: int = 8
+    measurements: int | None = None
     rounds: int = 2
     solves: int = 3
     points: int = 17
@@ -55,6 +66,7 @@ class Bench:
         divergence: what is measured.
         scored: rows for gains.
         check: rows for the loss.
+        searched: rows for the local search.
         progress: as in `allocate`.
         expected: how many measurements there will be, about.
     """
@@ -64,24 +76,24 @@ class Bench:
     divergence: Divergence
     scored: torch.Tensor
     check: torch.Tensor
+    searched: torch.Tensor
     progress: Progress | None = None
     expected: int = 0
-    references: dict[str, list[Any]] = field(default_factory=dict)
+    references: list[Any] = field(default_factory=list)
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)
     nlls: dict[tuple[int, ...], float] = field(default_factory=dict)
+    probed: int = 0
+
+    @cached_property
+    def checked(self) -> Baseline:
+        """Measures on the check rows."""
+        return Baseline(self.trial, self.divergence, self.check)
 
     def loss(self, choice: np.ndarray) -> float:
         """Mean divergence on the check rows."""
         key = tuple(int(j) for j in choice)
         if key not in self.losses:
-            references = self._references("check", self.check)
-            self.trial.set(self.space.named(choice))
-            total = sum(
-                self.divergence.measure(rows, reference)
-                for rows, reference in zip(self.check.split(1), references, strict=True)
-            )
-            self.trial.forget_inputs()
-            self.losses[key] = max(total, 0.0) / self.divergence.count(self.check)
+            self.losses[key] = self.checked.loss(self.space.named(choice))
             self._tick()
         return self.losses[key]
 
@@ -112,14 +124,16 @@ class Bench:
         To first order by the gradient at the quantized model, which sees how errors add up; to second order by the
         scores, of which the change takes one away and brings another.
         """
-        references = self._references("scored", self.scored)
+        if not self.references:
+            self.trial.set({})
+            self.references = [self.divergence.reference(part) for part in self.scored.split(1)]
         sums = np.zeros(problem.scores.shape)
         names = list(self.space.candidates)
         self.trial.set(self.space.named(choice))
         for place, rows in enumerate(self.scored.split(1)):
             products = TokenProducts(self.trial, self.space.allowed)
             with observed(self.trial, products.observe, rows.numel()):
-                self.divergence.descend(rows, references[place])
+                self.divergence.descend(rows, self.references[place])
             for i, group in enumerate(problem.groups):
                 for name, value in products.sums().get(group, {}).items():
                     sums[i, names.index(name)] += value
@@ -140,15 +154,14 @@ class Bench:
             found.append(Uniform(name, self.space.bits(choice), self.loss(choice)))
         return tuple(found)
 
-    def _references(self, name: str, rows: torch.Tensor) -> list[Any]:
-        if name not in self.references:
-            self.trial.set({})
-            self.references[name] = [self.divergence.reference(part) for part in rows.split(1)]
-        return self.references[name]
+    def probe(self) -> None:
+        """Counts a measurement of the local search."""
+        self.probed += 1
+        self._tick()
 
     def _tick(self) -> None:
         if self.progress is not None:
-            done = len(self.losses) + len(self.nlls)
+            done = len(self.losses) + len(self.nlls) + self.probed
             self.progress("verify", done, max(done, self.expected))
 
 
@@ -189,7 +202,9 @@ class Loop:
         """
         self.space.explain(self.goal, self.problem)
         found = self._within_loss() if self.goal.has_limit else self._within_budget()
-        return self._correct(found)
+        found = self._search(self._correct(found))
+        # A smaller loss at the same size is room for a smaller size.
+        return self._correct(found) if self.goal.has_limit else found
 
     def curve(self) -> tuple[CurvePoint, ...]:
         """Predicted Pareto curve with what was measured on it, by rising bits."""
@@ -272,7 +287,9 @@ class Loop:
 
     def _ratio(self, choice: np.ndarray, predicted: float) -> float:
         """What a choice measures as a fraction of the limit."""
-        measured = self._note(choice, predicted)
+        return self._ratio_of(choice, self._note(choice, predicted))
+
+    def _ratio_of(self, choice: np.ndarray, measured: float) -> float:
         if self.goal.max_kl is not None:
             return measured * self.scale / self.goal.max_kl
         assert self.goal.max_ppl_increase is not None
@@ -313,6 +330,26 @@ class Loop:
                 if changes == 0:
                     break
         return found
+
+    def _search(self, found: Found) -> Found:
+        """The least loss near a choice at its size, by measuring."""
+        bench, count = self.bench, self.effort.measurements
+        if count is None:
+            count = _MEASUREMENTS["cuda" if bench.searched.is_cuda else "cpu"]
+        limits = self.space.limits(self.goal)
+        if self.goal.has_limit:
+            limits["bytes"] = self.space.bytes(found.choice)
+        baseline = Baseline(bench.trial, bench.divergence, bench.searched)
+        search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
+        choice = search.improve(found.choice)
+        if np.array_equal(choice, found.choice):
+            return found
+        measured = self._note(choice, found.measured * search.loss_of(choice) / search.loss_of(found.choice))
+        ratio = self._ratio_of(choice, measured) if self.goal.has_limit else 0.0
+        if ratio > 1 or measured >= found.measured:
+            return found
+        self._explain(found, choice, measured)
+        return Found(choice, measured)
 
     def _step(self, found: Found, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
         """The best choice near the present one by its gains, and the loss that they promise."""

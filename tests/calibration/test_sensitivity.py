@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from quant import api
+from quant.calibration.baseline import Baseline
 from quant.calibration.candidates import groups_of, parse_candidates
 from quant.calibration.divergence import divergence_of
 from quant.calibration.sensitivity import Sensitivity
@@ -344,6 +345,7 @@ import json, sys, torch
 sys.path.insert(0, sys.argv[1])
 from quant.calibration.units import run_units, total
 from quant.calibration.sensitivity_scores import score_groups
+from quant.calibration.baseline import Baseline
 from quant.calibration.candidates import groups_of, parse_candidates
 from quant.planning import make_plan
 import os
@@ -407,3 +409,28 @@ def test_a_trial_in_16_bit_is_the_model() -> None:
         expected = model(rows).logits
         with Trial(model, groups, {}, {}):
             assert torch.allclose(model(rows).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [_llama, _experts, _bert])
+@pytest.mark.parametrize("budget", [1 << 30, 20_000])
+def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole runs of a trial, which tests above compare with quantizing for real, against runs that begin halfway."""
+    monkeypatch.setattr("quant.calibration.baseline._ACTIVATIONS", {"cpu": budget})
+    monkeypatch.setattr("quant.calibration.baseline._BATCH_TOKENS", 2 * SEQLEN)
+    model, rows = make(), _rows(5)
+    groups = _groups(model)
+    candidates = parse_candidates("nvfp4,fp8a16")
+    by_name = {c.name: c for c in candidates}
+    names = list(groups)
+    base = dict(zip(names, ["nvfp4", "fp8a16", "keep"] * len(names), strict=False))
+    near = [{**base, names[-1]: "nvfp4"}, {**base, names[0]: "keep", names[3]: "fp8a16"}, base]
+    with prepared(model, torch.float32):
+        amax = measure_amax(model, groups, by_name, rows)
+        with Trial(model, groups, by_name, amax, stored=torch.bfloat16) as trial:
+            whole, resumed = (Baseline(trial, divergence_of(model), rows) for _ in range(2))
+            assert len(resumed.batches) == 3 and len(resumed.chain) == 2
+            assert resumed.start(base) == pytest.approx(whole.loss(base), rel=1e-6)
+            # A changed bit of an input is rounded the other way now and then, as an expert is routed.
+            for choice in near:
+                assert resumed.loss(choice) == pytest.approx(whole.loss(choice), rel=1e-2)
+    assert all("forward" not in vars(module) for module in model.modules())

@@ -77,7 +77,7 @@ def test_bits_and_loss_are_those_of_the_quantized_model(bits: float) -> None:
     chosen = found.record.chosen
     assert chosen.bits <= bits
     assert chosen.bits == pytest.approx(_stored_bits(quantized), rel=1e-12)
-    assert chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=1e-4)
+    assert chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
     assert chosen.kl_measured <= found.record.rounds[0].measured
 
 
@@ -201,7 +201,7 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     quantized = copy.deepcopy(model)
     api.quantize(quantized, found.plan, _rows())
     assert {layer.solver for layer in found.plan.quantized} == {"gptq"}
-    assert found.record.chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=1e-4)
+    assert found.record.chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
     limited = _allocate(Goal(max_kl=0.03), model, solver="gptq", effort=Effort(rounds=1))
     assert limited.record.chosen.kl_measured <= 0.03
 
