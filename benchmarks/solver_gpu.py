@@ -6,16 +6,19 @@ ours takes part in what is measured. Second table: a few decoder layers of Llama
 kept on the CPU and streamed through the GPU one at a time; seconds for all 32 layers are extrapolated from them and
 the table says so.
 
-A time budget stops the run before the next row, so that what was measured is always printed.
+Rows are printed as soon as they are measured. At the deadline the row that is being measured is given up, and the
+tables of what there is are printed.
 """
 
 from __future__ import annotations
 
 import copy
 import gc
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -89,7 +92,15 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def losses(model: str, tokens: Path, device: str, stop: float, only: str) -> Iterator[dict[str, object]]:
+class Deadline(BaseException):
+    """The time is over."""
+
+
+def at_deadline(*_: Any) -> None:
+    raise Deadline
+
+
+def losses(model: str, tokens: Path, device: str, only: str) -> Iterator[dict[str, object]]:
     """Rows of the first table."""
     base = quant.open_model(model).model
     assert base is not None
@@ -98,13 +109,12 @@ def losses(model: str, tokens: Path, device: str, stop: float, only: str) -> Ite
         seqlen = int(file.get_slice("eval").get_shape()[1])
     rows = quant.token_rows(f"{tokens}:calibration", None, samples=32, seqlen=seqlen).to(device)
     text = quant.token_rows(f"{tokens}:eval", None, samples=16, seqlen=seqlen).to(device)
-    # Loads libraries and compiles the kernel, which is no part of any row.
-    quant.quantize(copy.deepcopy(base), "nvfp4a16", rows[:4], solver="gptq", include=["*layers.0.*"])
+    # Loads libraries and compiles the kernels, which is no part of any row.
+    for recipe, solver in (("nvfp4a16", "gptq"), ("nvfp4", "awq+gptq+autoround:2")):
+        quant.quantize(copy.deepcopy(base), recipe, rows[:4], solver=solver, include=["*layers.0.*"])
     for recipe, solver in CONFIGURATIONS:
         if only and only not in f"{recipe} {solver}":
             continue
-        if time.perf_counter() > stop:
-            return
         quantized = copy.deepcopy(base)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -113,13 +123,12 @@ def losses(model: str, tokens: Path, device: str, stop: float, only: str) -> Ite
         plan = quant.quantize(quantized, recipe, rows, solver=solver).plan
         synchronize()
         seconds = time.perf_counter() - started
+        peak = peak_gib()
         found = evaluate(as_reference(quantized), text, base, batch_size=4)
-        row = {
+        yield {
             "recipe": recipe, "solver": solver, "KL": found.kl, "perplexity": found.perplexity, "s": seconds,
-            "bits": plan.effective_bits, "GiB on the GPU": peak_gib(),
+            "bits": plan.effective_bits, "GiB on the GPU": peak,
         }  # fmt: skip
-        print(row, flush=True)
-        yield row
 
 
 def peak_gib() -> float:
@@ -127,13 +136,11 @@ def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
 
 
-def large_layers(device: str, layers: int, samples: int, stop: float) -> Iterator[dict[str, object]]:
+def large_layers(device: str, layers: int, samples: int) -> Iterator[dict[str, object]]:
     """Rows of the second table."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     for solver in ("mse", "gptq"):
-        if time.perf_counter() > stop:
-            return
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **LLAMA)).bfloat16()
         model = random_weights(model, device)
@@ -149,18 +156,26 @@ def large_layers(device: str, layers: int, samples: int, stop: float) -> Iterato
                 quant.quantize(model, "nvfp4a16", solver=solver, include=[f"model.layers.{index}.*"])
                 block.cpu()
         else:
-            quant.quantize(model, "nvfp4a16", rows, solver=solver, device=device)
+            report = reporter(solver, started)
+            quant.quantize(model, "nvfp4a16", rows, solver=solver, device=device, progress=report)
         synchronize()
         seconds = (time.perf_counter() - started) / layers
-        row = {
+        yield {
             "solver": solver, "layers measured": layers, "s a layer": seconds,
             f"s for {LLAMA_LAYERS} layers (extrapolated)": seconds * LLAMA_LAYERS,
             "tokens": 0 if solver == "mse" else rows.numel(), "GiB on the GPU": peak_gib(),
         }  # fmt: skip
-        print(row, flush=True)
-        yield row
         del model
         gc.collect()
+
+
+def reporter(solver: str, started: float) -> Callable[[str, int, int], None]:
+    """Prints how far a quantization is."""
+
+    def report(stage: str, done: int, total: int) -> None:
+        print(f"{solver}: {stage} {done}/{total} after {time.perf_counter() - started:.1f} s", flush=True)
+
+    return report
 
 
 def random_weights(model: nn.Module, device: str) -> nn.Module:
@@ -181,21 +196,31 @@ def random_weights(model: nn.Module, device: str) -> nn.Module:
 @click.option("--tokens", default=TOKENS, type=click.Path(path_type=Path, exists=True), help="`calibration`, `eval`.")
 @click.option("--layers", default=2, show_default=True, help="Decoder layers of Llama-3-8B's shape to measure.")
 @click.option("--samples", default=32, show_default=True, help="Rows of 512 tokens for GPTQ on them.")
-@click.option("--seconds", default=140.0, show_default=True, help="No row begins after so many seconds.")
+@click.option("--deadline", default=140.0, show_default=True, help="Seconds after which no more is measured.")
 @click.option("--only", default="", help="Only rows of the first table whose name holds this.")
 @click.option("--large/--no-large", default=True, help="Whether to make the second table.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the first table here.")
 def main(
-    model: str, tokens: Path, layers: int, samples: int, seconds: float, only: str, large: bool,
+    model: str, tokens: Path, layers: int, samples: int, deadline: float, only: str, large: bool,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     if not torch.cuda.is_available():
         click.echo("no CUDA device here: benchmarks/accuracy.py measures the same losses on a CPU")
         return
     torch.backends.cuda.matmul.allow_tf32 = False
-    stop = time.perf_counter() + seconds
-    slow = list(large_layers("cuda", layers, samples, stop)) if large else []
-    rows = list(losses(model, tokens, "cuda", stop, only))
+    signal.signal(signal.SIGALRM, at_deadline)
+    signal.setitimer(signal.ITIMER_REAL, deadline)
+    slow: list[dict[str, object]] = []
+    rows: list[dict[str, object]] = []
+    try:
+        tables = [(slow, large_layers("cuda", layers, samples))] if large else []
+        for table, found in [*tables, (rows, losses(model, tokens, "cuda", only))]:
+            for row in found:
+                print(row, flush=True)
+                table.append(row)
+    except Deadline:
+        print(f"stopped after {deadline:g} s", flush=True)
+    signal.setitimer(signal.ITIMER_REAL, 0)
     header = machine() | versions("transformers")
     if slow:
         show("Layers of Llama-3-8B's shape, streamed", header, slow)
