@@ -20,8 +20,8 @@ import torch
 from quant.kernels.attention_reference import reference
 from quant.kernels.kv_cache import PAGE_SIZES, KVPages, check_kv_format
 
-_ROWS = 16
-"""Rows of a decoding tile: the smallest that a tensor core takes."""
+_ROWS = (8, 16)
+"""Query rows of a decoding tile: the columns of one or of two tensor-core products."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,15 @@ class DecodeTiles:
 
 def tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
     """The launch for `rows` query rows a KV head, of `programs` sequences times KV heads, on a GPU of `sms` SMs."""
-    if rows > _ROWS:
+    if rows > _ROWS[-1]:
         return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
-    block_n = 32 if pages.dim > 128 else 64
-    # Four programs an SM keep enough reads under way; each part has four tiles or more.
-    splits = max(1, min(-(-4 * sms // programs), max_length // (4 * block_n), 64))
-    return DecodeTiles(_ROWS, block_n, 4, 3, splits)
+    block_m = next(size for size in _ROWS if size >= rows)
+    # Decoding E2M1 takes registers: small programs, and as many as fit. The others wait for memory alone.
+    many = pages.format is not None and pages.format.global_scale
+    block_n, warps, on_an_sm = (32, 1, 16) if many or pages.dim > 128 else (64, 2, 4)
+    # Parts until every SM has its programs, each part of four tiles or more.
+    splits = max(1, min(-(-on_an_sm * sms // programs), max_length // (4 * block_n), 64))
+    return DecodeTiles(block_m, block_n, warps, 3, splits)
 
 
 def paged_attention(

@@ -1,27 +1,29 @@
 """Attention over a paged cache in Triton: split over the keys, a tile of query heads, codes decoded on the way.
 
-    q [batch, heads, new, dim]         rows of a tile: the query heads of one KV head, for one new token or several
+    q [batch, heads, new, dim]         a tile: the query heads of one KV head, for one new token or several
     pages [page, kv_head, 16…64, D]    read through the block table, a token a row
 
-    program (part of the keys, KV head · tile of rows, sequence)
-        for each tile of tokens:   S = Q Kᵀ           FP16 dots, FP32 sums, times softmax scale · K scale
-                                   P = 2^(S − max)    rounded to FP16 (BF16 over a 16-bit cache)
-                                   O = O · decay + P V
+    program (part of the keys, KV head · tile of queries, sequence)
+        for each tile of tokens:   S = K Qᵀ            [tokens, queries], FP16 dots, FP32 sums, times all scales of K
+                                   P = 2^(S − max)     rounded to FP16 (BF16 over a cache in BF16)
+                                   O = O · decay + Vᵀ P
         leaves O / Σ P · V scale and the log-sum-exp of its part
     reduction: the parts, weighed by their log-sum-exps, always in the same order
 
-A new token a sequence has few rows and many keys: one tile of 16 rows, and parts until the GPU is full. A chunk of a
-prompt has many rows: larger tiles and one part. What differs is the launch.
+Queries are columns, because a tensor core's product has 16 rows and 8 columns at least: eight query heads of a KV
+head fill it, and as rows they would fill half. One new token a sequence has few queries and many keys: small tiles,
+and parts until the GPU is full. A chunk of a prompt has many: larger tiles and one part. What differs is the launch.
 
 Codes pass as 16-bit units, for those are what a tensor core's operands are moved in: two E4M3 or four E2M1 of
 neighbouring columns. A unit is decoded to as many FP16 values, so K and V fall into that many pieces (even and odd
 columns, or the columns modulo four), Q is read in the same pieces, and nothing is ever shuffled:
 
-    E4M3   sign and the other seven bits a place to the right      value · 2⁻⁸   (or the GPU's own conversion)
-    E2M1   sign at bit 15, exponent and mantissa at bits 11 to 9   value · 2⁻¹⁴
+    E4M3   the GPU's own conversion, or: sign, and the other seven bits a place to the right     value · 2⁻⁸
+    E2M1   sign at bit 15, exponent and mantissa at bits 11 to 9                                 value · 2⁻¹⁴
 
-NVFP4's block scale times 2⁶ multiplies the decoded codes, which is exact: the product has six significant bits and no
-step below FP16's smallest. All these powers of two are constants that join the softmax scale or the V scale.
+NVFP4's block scale multiplies the decoded codes, which is exact: a code is a multiple of 2⁻¹, a scale of 2⁻⁹, their
+product has six significant bits, and times 2⁻¹⁴ it is a multiple of FP16's smallest step, 2⁻²⁴. The powers of two
+join the softmax scale and the V scale.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ def _nibble(unit, index: tl.constexpr, scale):
 
 @triton.jit
 def _quad(unit, scale, asm: tl.constexpr):
-    """Units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻⁸."""
+    """Units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻¹⁴."""
     if asm:
         return tl.inline_asm_elementwise(
             _E2M1, "=r,=r,=r,=r,r,r", [unit, scale],
@@ -82,10 +84,10 @@ def _quad(unit, scale, asm: tl.constexpr):
 
 @triton.jit
 def _query(q, row, inside, unit, pieces: tl.constexpr, piece: tl.constexpr, dim: tl.constexpr, dtype: tl.constexpr):
+    """One piece of Qᵀ, [units, rows]."""
     column = unit * pieces + piece
-    return tl.load(q + row[:, None] + column[None, :], mask=inside[:, None] & (column < dim)[None, :], other=0.0).to(
-        dtype
-    )
+    mask = (column < dim)[:, None] & inside[None, :]
+    return tl.load(q + column[:, None] + row[None, :], mask=mask, other=0.0).to(dtype)
 
 
 @triton.jit
@@ -106,11 +108,11 @@ def attend_kernel(
     block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. `width`: units of a token's row, as a power of two; `out`: FP32 where `splits` > 1."""
-    pieces: tl.constexpr = 1 if kind == "bf16" else 2 if kind == "fp8" else 4
+    pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
     units: tl.constexpr = dim // pieces
     padded: tl.constexpr = width != units
-    dtype: tl.constexpr = tl.bfloat16 if kind == "bf16" else tl.float16
-    unscale: tl.constexpr = 1.0 if kind == "bf16" or (kind == "fp8" and asm) else 256.0
+    dtype: tl.constexpr = k.dtype.element_ty if kind == "16bit" else tl.float16
+    unscale: tl.constexpr = 16384.0 if kind == "nvfp4" else 256.0 if kind == "fp8" and not asm else 1.0
     part = tl.program_id(0)
     kv_head = tl.program_id(1) % kv_heads
     first = tl.program_id(1) // kv_heads * block_m
@@ -142,7 +144,7 @@ def attend_kernel(
 
     log2_scale = softmax_scale * unscale
     v_factor = unscale
-    if not per_token and kind != "bf16":
+    if not per_token and kind != "16bit":
         log2_scale *= tl.load(k_scale + kv_head)
         v_factor *= tl.load(v_scale + kv_head)
     if not capped:
@@ -151,7 +153,7 @@ def attend_kernel(
     row_max = tl.full([block_m], float("-inf"), tl.float32)
     row_sum = tl.zeros([block_m], tl.float32)
     v_ref = 1.0
-    o0 = tl.zeros([block_m, width], tl.float32)
+    o0 = tl.zeros([width, block_m], tl.float32)
     o1 = o0
     o2 = o0
     o3 = o0
@@ -164,87 +166,85 @@ def attend_kernel(
         read = tl.minimum(token, length - 1)
         line = (pages.to(tl.int64) * kv_heads + kv_head) * page + read % page
         pages = _pages(table, start + block_n, length, page, block_n)
-        k_at = k + line[None, :] * units + unit[:, None]
-        v_at = v + line[:, None] * units + unit[None, :]
+        k_at = k + line[:, None] * units + unit[None, :]
+        v_at = v + line[None, :] * units + unit[:, None]
         if padded:
-            k_unit = tl.load(k_at, mask=(unit < units)[:, None], other=0)
-            v_unit = tl.load(v_at, mask=(unit < units)[None, :], other=0)
+            k_unit = tl.load(k_at, mask=(unit < units)[None, :], other=0)
+            v_unit = tl.load(v_at, mask=(unit < units)[:, None], other=0)
         else:
             k_unit = tl.load(k_at)
             v_unit = tl.load(v_at)
-        if kind == "bf16":
-            scores = tl.dot(q0, k_unit)
+        if kind == "16bit":
+            scores = tl.dot(k_unit, q0)
         elif kind == "fp8":
             k0, k1 = _pair(k_unit, asm)
-            scores = tl.dot(q1, k1, tl.dot(q0, k0))
+            scores = tl.dot(k1, q1, tl.dot(k0, q0))
         else:
             block = tl.arange(0, width // 4)
-            ks = tl.load(k_blocks + line[None, :] * (dim // 16) + block[:, None],
-                         mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
-            ks = ks.to(tl.float16) * 64.0
-            ks = tl.broadcast_to(ks[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
+            ks = tl.load(k_blocks + line[:, None] * (dim // 16) + block[None, :],
+                         mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
+            ks = tl.broadcast_to(ks.to(tl.float16)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
             k0, k1, k2, k3 = _quad(k_unit, ks, asm)
-            scores = tl.dot(q1, k1, tl.dot(q0, k0))
-            scores = tl.dot(q3, k3, tl.dot(q2, k2, scores))
+            scores = tl.dot(k1, q1, tl.dot(k0, q0))
+            scores = tl.dot(k3, q3, tl.dot(k2, q2, scores))
         scores *= log2_scale
         if per_token:
-            scores *= tl.load(k_scale + line)[None, :]
+            scores *= tl.load(k_scale + line)[:, None]
         if capped:
             scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
-        visible = (token[None, :] <= last[:, None]) & (token[None, :] < end)
+        visible = (token[:, None] <= last[None, :]) & (token[:, None] < end)
         if windowed:
-            visible &= token[None, :] > last[:, None] - window
+            visible &= token[:, None] > last[None, :] - window
         scores = tl.where(visible, scores, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        new_max = tl.maximum(row_max, tl.max(scores, 0))
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.math.exp2(scores - shift[:, None])
+        p = tl.math.exp2(scores - shift[None, :])
         decay = tl.math.exp2(row_max - shift)
-        row_sum = row_sum * decay + tl.sum(p, 1)
+        row_sum = row_sum * decay + tl.sum(p, 0)
         row_max = new_max
         if per_token:
             # P · V scale in units of the largest V scale so far, so that FP16 holds it.
             vs = tl.load(v_scale + line)
             new_ref = tl.maximum(v_ref, tl.max(vs, 0))
-            p *= (vs / new_ref)[None, :]
+            p *= (vs / new_ref)[:, None]
             decay *= v_ref / new_ref
             v_ref = new_ref
         p = p.to(dtype)
-        o0 = o0 * decay[:, None]
+        o0 = o0 * decay[None, :]
         if pieces > 1:
-            o1 = o1 * decay[:, None]
+            o1 = o1 * decay[None, :]
         if pieces == 4:
-            o2 = o2 * decay[:, None]
-            o3 = o3 * decay[:, None]
-        if kind == "bf16":
-            o0 = tl.dot(p, v_unit, o0)
+            o2 = o2 * decay[None, :]
+            o3 = o3 * decay[None, :]
+        if kind == "16bit":
+            o0 = tl.dot(v_unit, p, o0)
         elif kind == "fp8":
             v0, v1 = _pair(v_unit, asm)
-            o0 = tl.dot(p, v0, o0)
-            o1 = tl.dot(p, v1, o1)
+            o0 = tl.dot(v0, p, o0)
+            o1 = tl.dot(v1, p, o1)
         else:
-            vb = tl.load(v_blocks + line[:, None] * (dim // 16) + block[None, :],
-                         mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
-            vb = vb.to(tl.float16) * 64.0
-            vb = tl.broadcast_to(vb[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
+            vb = tl.load(v_blocks + line[None, :] * (dim // 16) + block[:, None],
+                         mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
+            vb = tl.broadcast_to(vb.to(tl.float16)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
             v0, v1, v2, v3 = _quad(v_unit, vb, asm)
-            o0 = tl.dot(p, v0, o0)
-            o1 = tl.dot(p, v1, o1)
-            o2 = tl.dot(p, v2, o2)
-            o3 = tl.dot(p, v3, o3)
+            o0 = tl.dot(v0, p, o0)
+            o1 = tl.dot(v1, p, o1)
+            o2 = tl.dot(v2, p, o2)
+            o3 = tl.dot(v3, p, o3)
 
     seen = row_sum > 0
     factor = v_factor * v_ref / tl.where(seen, row_sum, 1.0)
     # out [batch, splits, heads, new, dim], lse [batch, splits, heads, new]
     line = ((batch * splits + part).to(tl.int64) * (kv_heads * group) + head) * new + token_of_row
-    at = out + line[:, None] * dim + unit[None, :] * pieces
-    mask = inside[:, None] & (unit < units)[None, :]
+    at = out + line[None, :] * dim + unit[:, None] * pieces
+    mask = inside[None, :] & (unit < units)[:, None]
     kept: tl.constexpr = out.dtype.element_ty
-    tl.store(at, (o0 * factor[:, None]).to(kept), mask=mask)
+    tl.store(at, (o0 * factor[None, :]).to(kept), mask=mask)
     if pieces > 1:
-        tl.store(at + 1, (o1 * factor[:, None]).to(kept), mask=mask)
+        tl.store(at + 1, (o1 * factor[None, :]).to(kept), mask=mask)
     if pieces == 4:
-        tl.store(at + 2, (o2 * factor[:, None]).to(kept), mask=mask)
-        tl.store(at + 3, (o3 * factor[:, None]).to(kept), mask=mask)
+        tl.store(at + 2, (o2 * factor[None, :]).to(kept), mask=mask)
+        tl.store(at + 3, (o3 * factor[None, :]).to(kept), mask=mask)
     if lse is not None:
         value = (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * 0.6931471805599453
         tl.store(lse + line, tl.where(seen, value, float("-inf")), mask=inside)
@@ -286,10 +286,10 @@ def launch(
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = table.contiguous(), lengths.contiguous()
     batch, heads, new, dim = q.shape
-    kind = "bf16" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
+    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
     per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
-    pieces = {"bf16": 1, "fp8": 2, "nvfp4": 4}[kind]
-    k, v = (pages.k, pages.v) if kind == "bf16" else (pages.k.view(torch.int16), pages.v.view(torch.int16))
+    pieces = {"16bit": 1, "fp8": 2, "nvfp4": 4}[kind]
+    k, v = (pages.k, pages.v) if kind == "16bit" else (pages.k.view(torch.int16), pages.v.view(torch.int16))
     splits, group = tiles.splits, heads // pages.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, lses = out, None

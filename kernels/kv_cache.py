@@ -204,7 +204,7 @@ class PagedKVCache:
             raise ValueError(f"KV cache: {layers} layers, {kv_heads} KV heads, {pages} pages; each must be at least 1")
         self.layers, self.kv_heads, self.dim = layers, kv_heads, dim
         self.format, self.page_size, self.grow = format, page_size, grow
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._scales = self._checked_scales(k_scale, v_scale)
         self._has_scale = [self._scales is not None and k_scale is not None] * layers
         self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}

@@ -103,7 +103,7 @@ def test_kernel_against_float64(name: str | None, dim: int, heads: int, new: int
     """Odd lengths, parts without a key, a group of one to eight heads."""
     cache = filled(name, [150, new, 65], dim=dim, page_size=page_size)
     q = torch.randn(3, heads, new, dim).to(torch.bfloat16)
-    out = kernel(q, *cache, DecodeTiles(16, 32, 4, 3, splits))
+    out = kernel(q, *cache, DecodeTiles(8, 32, 4, 3, splits))
     expected = exact(q, *cache, softmax_scale=1 / math.sqrt(dim))
     assert error(out, expected) < TOLERANCE[name]
 
@@ -171,6 +171,7 @@ def test_the_launch_fills_the_gpu_and_no_more() -> None:
     few = tiles_for(pages, 8, 8, 32768, 132)
     assert few.splits == 64 and tiles_for(pages, 8, 128, 32768, 132).splits == 5
     assert tiles_for(pages, 8, 4096, 32768, 132).splits == 1
+    assert [tiles_for(pages, rows, 8, 4096, 132).block_m for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 64]
 
 
 Q = torch.zeros(2, 4, 1, 64)
