@@ -2,15 +2,16 @@
 
 Every row gets the same model, text and formats: NVFP4 and FP8 per tensor, each with its inputs (W4A4, W8A8) or
 weights alone (W4A16, W8A16), and 16 bit. Bits are those of the formats that the finished model really has, every
-scale counted, over all linear layers but the output head; both toolkits are counted by the same code. `base` rows
+scale counted, over all linear layers but the output head; both toolkits are counted by the same code. `rtn` rows
 round both toolkits' weights to nearest with the plain `max` scale rule, so that the choice of formats is all they
-differ in; other rows are ours with a better solver.
+differ in: `scores` is the knapsack over scores alone, `search` what is chosen after measuring. Other rows are ours
+with a better solver, and uniform formats with the same.
 
     solve      seconds of the knapsack at 1,000 groups and 6 formats
     score      seconds of scoring every group in three formats by each method
 
 Each row runs in a fresh process. On a CPU, ModelOpt's GPU kernels are replaced by our roundings (see `_peers.py`),
-its scores and its search unchanged.
+its scores and its search unchanged. `--peers` takes its rows from the JSON of an earlier run, and says so.
 """
 
 from __future__ import annotations
@@ -48,17 +49,21 @@ TITLE = "Allocation: KL at a budget of bits"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 SETTINGS = {"w4a4": "nvfp4,fp8", "w4a16": "nvfp4a16,fp8a16"}
 BITS = (4.8, 6.0)
+SOLVERS = ("rtn", "mse", "gptq", "awq+gptq")
+PEER = "ModelOpt auto_quantize, gradient"
 
 
 def row_names() -> list[str]:
     """`SETTING BITS TOOLKIT CONFIGURATION` of every row of the first table."""
     names = []
     for setting, formats in SETTINGS.items():
-        names += [f"{setting} – Blockscale uniform {name}" for name in formats.split(",")]
+        four, eight = formats.split(",")
+        names += [f"{setting} – Blockscale uniform {four} {solver}" for solver in SOLVERS]
+        names.append(f"{setting} – Blockscale uniform {eight} rtn")
         for bits in BITS:
-            names += [f"{setting} {bits} {row}" for row in ("Blockscale base", "Blockscale mse", "Blockscale awq+gptq")]
-            if importlib.util.find_spec("modelopt") is not None:
-                names.append(f"{setting} {bits} ModelOpt auto_quantize, gradient")
+            names.append(f"{setting} {bits} Blockscale rtn, scores")
+            names += [f"{setting} {bits} Blockscale {solver}, search" for solver in SOLVERS]
+            names.append(f"{setting} {bits} {PEER}")
     return names
 
 
@@ -67,40 +72,41 @@ def rows_of(name: str, count: int) -> torch.Tensor:
     return quant.token_rows(f"{TOKENS}:{name}", None, samples=count, seqlen=512)
 
 
-def measure(name: str, device: str) -> dict[str, Any]:
+def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
     """One row, in this process."""
     setting, bits, toolkit, configuration = name.split(maxsplit=3)
-    model = _open(device)
+    model = _open(model_name, device)
     calibration = rows_of("calibration", 32)
     predicted = None
     start = time.perf_counter()
     if toolkit == "ModelOpt":
         exact = _modelopt(model, setting, float(bits), calibration.to(device), device)
     elif configuration.startswith("uniform"):
-        format_name = configuration.split()[1].removesuffix("a16")
+        _, format_name, solver = configuration.split()
+        format_name = format_name.removesuffix("a16")
         activation = "keep" if setting == "w4a16" else format_name
-        quant.quantize(model, quant.Recipe("uniform", format_name, activation), calibration.to(device))
+        quant.quantize(model, quant.Recipe("uniform", format_name, activation, solver), calibration.to(device))
         exact = _bits_of(model)
     else:
-        solver = "rtn" if configuration == "base" else configuration
+        solver, how = configuration.split(", ")
+        effort = Effort(rounds=0, measurements=0) if how == "scores" else Effort()
         found = allocate(
-            model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver,
-            effort=Effort(check_rows=4, rounds=2),
-        )  # fmt: skip
+            model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver, effort=effort
+        )
         predicted = found.record.chosen.kl_predicted
         quant.quantize(model, found.plan, calibration.to(device))
         exact = _bits_of(model)
     seconds = time.perf_counter() - start
     gc.collect()
-    result = evaluate(model, rows_of("eval", 16), _open(device), batch_size=4)
+    result = evaluate(model, rows_of("eval", 16), _open(model_name, device), batch_size=4)
     return {
         "bits, exact": exact, "KL": result.kl, "KL predicted": predicted, "perplexity": result.perplexity,
         "top-1": result.top1, "s": seconds,
     }  # fmt: skip
 
 
-def _open(device: str) -> nn.Module:
-    model = open_model("smollm2-135m").model
+def _open(name: str, device: str) -> nn.Module:
+    model = open_model(name).model
     assert model is not None
     return model.to(device)
 
@@ -157,11 +163,11 @@ def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, d
     return 8 * nbytes / numel
 
 
-def timings() -> Iterator[dict[str, Any]]:
+def timings(model_name: str) -> Iterator[dict[str, Any]]:
     """Seconds of scoring by each method, and of one solve."""
     for method, count in (("output", 8), ("fisher", 8), ("kl", 2)):
         start = time.perf_counter()
-        table = score(_open("cpu"), rows_of("calibration", count), formats="nvfp4,mxfp8,fp8", method=method)
+        table = score(_open(model_name, "cpu"), rows_of("calibration", count), formats="nvfp4,mxfp8,fp8", method=method)
         what = f"score by {method}: {len(table.groups)} groups × 3 formats, {count} × 512 tokens"
         yield {"what": what, "s": time.perf_counter() - start}
     rng = np.random.default_rng(0)
@@ -176,9 +182,9 @@ def timings() -> Iterator[dict[str, Any]]:
         yield {"what": f"solve 1,000 groups × 6 formats at {4.25 * part:.2f} bits", "s": time.perf_counter() - start}
 
 
-def measure_in_fresh_process(name: str, device: str) -> dict[str, Any]:
+def measure_in_fresh_process(name: str, model_name: str, device: str) -> dict[str, Any]:
     """One row from a process of its own, or {"error": the last line of what it said}."""
-    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--row", name]
+    command = [sys.executable, "-W", "ignore", __file__, "--device", device, "--model", model_name, "--row", name]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -187,20 +193,46 @@ def measure_in_fresh_process(name: str, device: str) -> dict[str, Any]:
     return {"error": said[-1] if said else f"exit status {done.returncode}"}
 
 
+def peers_of(path: Path) -> dict[str, dict[str, Any]]:
+    """ModelOpt's rows of a table that was written with --json, by name, marked as from an earlier run."""
+    table = json.loads(path.read_text(encoding="utf-8"))
+    of = {formats: setting for setting, formats in SETTINGS.items()}
+    marked = {"from": f"earlier run: {table['header']['cpu']}, {table['header'].get('gpu', 'no GPU')}"}
+    shown = ("formats", "budget", "configuration")
+    return {
+        f"{of[row['formats']]} {row['budget']} {row['configuration']}": {k: v for k, v in row.items() if k not in shown}
+        | marked
+        for row in table["rows"]
+        if row["configuration"] == PEER and "error" not in row
+    }
+
+
 @click.command(help=__doc__)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", show_default=True)
+@click.option("--model", default="smollm2-135m", show_default=True, help="What to quantize.")
 @click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches; may be repeated.")
 @click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--times", is_flag=True, help="Only the table of times.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--peers", type=click.Path(exists=True, path_type=Path), help="Take ModelOpt's rows from this JSON.")
 @click.option("--row", hidden=True)
 def main(
-    device: str, only: tuple[str, ...], list_only: bool, times: bool, json_path: Path | None, row: str | None
+    device: str,
+    model: str,
+    only: tuple[str, ...],
+    list_only: bool,
+    times: bool,
+    json_path: Path | None,
+    peers: Path | None,
+    row: str | None,
 ) -> None:
     if row is not None:
-        print(json.dumps(measure(row, device)))
+        print(json.dumps(measure(row, model, device)))
         return
+    known = peers_of(peers) if peers else {}
     names = [name for name in row_names() if not only or any(fnmatchcase(name, glob) for glob in only)]
+    if importlib.util.find_spec("modelopt") is None:
+        names = [name for name in names if PEER not in name or name in known]
     if list_only:
         print("\n".join(names))
         return
@@ -209,14 +241,14 @@ def main(
         rows = []
         for name in names:
             setting, bits, configuration = name.split(maxsplit=2)
-            result = measure_in_fresh_process(name, device)
+            result = known.get(name) or {**measure_in_fresh_process(name, model, device), "from": "this run"}
             rows.append({"formats": SETTINGS[setting], "budget": bits, "configuration": configuration, **result})
             click.echo(f"{name}: {result}", err=True)
         show(TITLE, header, rows)
         if json_path is not None:
             write_json(json_path, TITLE, header, rows)
     if times or not only:
-        show("Times", header, list(timings()))
+        show("Times", header, list(timings(model)))
 
 
 if __name__ == "__main__":
