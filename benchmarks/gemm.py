@@ -120,7 +120,8 @@ def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
 
 def _words(choice: tiles.Choice) -> str:
     if isinstance(choice, tiles.GluonTiles):
-        return f"gluon {choice.block_m}/{choice.splits} w{choice.warps}"
+        c = choice
+        return f"gluon {c.block_m}/{c.programs} w{c.warps}r{c.resident}d{c.depth}s{c.stages}"
     if isinstance(choice, tiles.Tiles):
         c = choice
         swap = "ᵀ" if c.swap else ""

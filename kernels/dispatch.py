@@ -120,9 +120,9 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     if not prepack.is_prepacked(weight):
         return matmul.dequantize(weight, dtype)
     if dtype is torch.bfloat16:
-        from quant.kernels import matmul_gluon
+        from quant.kernels import nvfp4_gluon
 
-        return matmul_gluon.dequantize(weight)
+        return nvfp4_gluon.dequantize(weight)
     return matmul.dequantize(prepack.restore(weight), dtype)
 
 

@@ -1,18 +1,22 @@
-"""NVFP4 weight-only matmul for Hopper's tensor cores, in Gluon: y = x · Wᵀ for few tokens, as fast as W can be read.
+"""NVFP4 weight-only matmul for Hopper's tensor cores, in Gluon: y = x · Wᵀ, as fast as W can be read or multiplied.
 
-    program (64, 128 or 256 rows of W, part of K)       W : int32 in the order of `kernels/prepack.py`
-      x [block_m, part of K]  ──cp.async──▶ shared      x : [tokens, in] BF16
-      for each 64 columns:                              acc: [rows, block_m] FP32
-        codes, scales  ──16 bytes a thread──▶ registers ─ 13 instructions for 8 codes ─▶ BF16, A operand of wgmma
-        acc += W [rows, 64] · xᵀ [64, block_m]
+    one warp fetches                                shared memory, `stages` deep          4 · panels warps multiply
+    x     [block_m, 64 · depth] BF16     ──TMA──▶   ┌ x ┬ words ┬ scales ┐  ──wgmma, right operand─────────────▶ acc
+    words [panels, depth, 512] int32     ──TMA──▶   ├───┼───────┼────────┤  ──16 bytes a thread──▶ decode ──▶    +=
+    scales                               ──TMA──▶   └───┴───────┴────────┘     BF16 in registers, left operand
 
-The left operand of a wgmma may come from registers, so W never passes through shared memory: a thread reads the
-codes that it will multiply, two steps ahead, and decodes them in place. Elements times block scales are exact in
-BF16; what the bits are off by, 2^7, and the global scale multiply the finished sum.
+Words are read from shared memory by the thread that multiplies them (`kernels/prepack.py` put them in that order), so
+that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5. A tile is
+decoded while the tensor cores work on the one before it.
 
-K is split among programs until the GPU is full. Each leaves its FP32 sum in `partial`; the one that arrives last adds
-them in order. Gluon has no interpreter: `tests/kernels/test_matmul_gluon.py` repeats the arithmetic in PyTorch and
-reads the PTX; the values are tested on a GPU.
+A unit of work is `depth` tiles of 64 columns of K for 64 · panels rows of W and block_m tokens. The units of the whole
+product, those of an output tile side by side, are dealt out evenly to programs that stay on their SM ("stream-K"), so
+there is no last wave of half-empty SMs, and the fetching warp is at the next tile before the sum of this one is
+stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; whichever arrives last
+adds them up in order. Results are the same in every run.
+
+Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
+tests/kernels/test_matmul_gluon.py repeats the arithmetic in PyTorch and reads the PTX; the values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -21,178 +25,253 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.matmul import arrival_counters
+from quant.kernels.nvfp4_gluon import DECODED, decode
 from quant.kernels.tiles import GluonTiles
 
-# One word to four words of two bfloat16 each, codes 0 to 3 of both halves.
 # Triton 3.6 calls it thread_barrier.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-_CODES = gl.constexpr("""{
-.reg .b32 t,u,v;
-and.b32 $0,$4,0x81C081C0;
-shl.b32 t,$4,3; and.b32 $1,t,0x81C081C0;
-shl.b32 t,$4,6; and.b32 $2,t,0x81C081C0;
-shl.b32 t,$4,1; shr.b32 u,$4,3; shr.b32 v,$4,7;
-and.b32 t,t,0x80008000; lop3.b32 t,u,0x01800180,t,0xEA; lop3.b32 $3,v,0x00400040,t,0xEA;
-}""")
-# Four scale bytes to four bfloat16, in the order of the bytes 0, 2, 1, 3.
-_SCALES = gl.constexpr("""{
-.reg .b32 t,u;
-shl.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$0,$1},u;
-shr.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$2,$3},u;
-}""")
-_HALVES = gl.constexpr("mov.b32 {$0,$1},$2;")
 
 
 @gluon.jit
-def _codes_of(words, K, layout: gl.constexpr, warps: gl.constexpr):
-    """Where each thread finds its four words of a tile; a warpgroup has a row of tiles to itself."""
-    thread = gl.arange(0, 32 * warps, gl.SliceLayout(1, layout))
-    word = gl.arange(0, 4, gl.SliceLayout(0, layout))
-    return words + ((thread // 128 * (K // 64) * 512 + thread % 128 * 4)[:, None] + word[None, :])
+def _span(units):
+    """This program's units: the first `rest` programs have one more than `each`."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    each = units // programs
+    rest = units % programs
+    begin = program * each + gl.minimum(program, rest)
+    return begin, begin + each + (program < rest).to(gl.int32), each, rest
 
 
 @gluon.jit
-def _scales_of(scales, K, layout: gl.constexpr, warps: gl.constexpr):
-    thread = gl.arange(0, 32 * warps, gl.SliceLayout(1, layout))
-    word = gl.arange(0, 2, gl.SliceLayout(0, layout))
-    return scales + ((thread // 128 * (K // 64) * 64 + thread % 128 // 4 * 2)[:, None] + word[None, :])
+def _program_of(unit, each, rest):
+    """The inverse of `_span`."""
+    longer = rest * (each + 1)
+    return gl.where(unit < longer, unit // (each + 1), rest + (unit - longer) // each)
 
 
 @gluon.jit
-def _halves(pair):
-    low, high = gl.inline_asm_elementwise(
-        _HALVES, "=h,=h,r", [pair], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
-    )
-    return gl.join(low, high)
+def _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, tile, k, tiles_m, tiles_k, panels: gl.constexpr):
+    panel = tile // tiles_m * panels
+    for p in gl.static_range(panels):
+        row = (panel + p) * tiles_k + k
+        tma.async_copy_global_to_shared(w_desc, [row * 2, 0], bar, w_ring.index(slot * panels + p))
+        tma.async_copy_global_to_shared(s_desc, [row, 0], bar, s_ring.index(slot * panels + p))
 
 
 @gluon.jit
-def _decode(words, scales, warps: gl.constexpr):
-    """int32 [threads, 4] and [threads, 2] to BF16 values · 2^-7, [16 · warps, 64], each in the thread that holds it."""
-    c0, c1, c2, c3 = gl.inline_asm_elementwise(
-        _CODES, "=r,=r,=r,=r,r", [words], dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    value = gl.join(gl.join(_halves(c0), _halves(c1)), gl.join(_halves(c2), _halves(c3)))  # thread s h a b
-    s0, s1, s2, s3 = gl.inline_asm_elementwise(
-        _SCALES,
-        "=h,=h,=h,=h,r",
-        [scales],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-    scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([32 * warps, 2, 4])  # thread b s
-    scale = gl.join(gl.join(scale, scale), gl.join(scale, scale)).permute([0, 2, 3, 4, 1])
-    scale = gl.convert_layout(scale, value.type.layout, assert_trivial=True)
-    product = (value * scale).reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
-    return product.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * warps, 64])
+def _fetch_x(x_desc, x_ring, bar, slot, tile, k, tiles_m, depth: gl.constexpr):
+    m = tile % tiles_m * x_desc.block_type.shape[0]
+    for d in gl.static_range(depth):
+        tma.async_copy_global_to_shared(x_desc, [m, (k + d) * 64], bar, x_ring.index(slot * depth + d))
 
 
-@gluon.jit(do_not_specialize=["M", "splits"])
-def linear_kernel(
-    x, words, scales, global_scale, bias, y, partial, counter,
-    M, N, K, x_stride, splits,
-    has_bias: gl.constexpr, block_m: gl.constexpr, steps: gl.constexpr, split: gl.constexpr,
+@gluon.jit
+def _advance(slot, phase, stages: gl.constexpr):
+    slot += 1
+    phase = gl.where(slot == stages, phase ^ 1, phase)
+    return gl.where(slot == stages, 0, slot), phase
+
+
+@gluon.jit
+def _produce(
+    x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
+    stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr,
 ):  # fmt: skip
-    """One tile of `rows` outputs and `block_m` tokens; `steps`, a power of two, tiles of K."""
+    block_m: gl.constexpr = x_desc.block_type.shape[0]
+    begin, end, _, _ = _span(units)
+    tiles_m = gl.cdiv(M, block_m)
+    tile = begin // steps
+    k = (begin - tile * steps) * depth
+    slot = begin * 0
+    phase = slot + 1
+    for _ in range(begin, end):
+        mbarrier.wait(empty.index(slot), phase)
+        bar = full.index(slot)
+        mbarrier.expect(bar, depth * (block_m * 128 + panels * 2304))
+        _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, tile, k, tiles_m, tiles_k, panels)
+        _fetch_x(x_desc, x_ring, bar, slot, tile, k, tiles_m, depth)
+        k += depth
+        over = k >= steps * depth
+        tile = gl.where(over, tile + 1, tile)
+        k = gl.where(over, 0, k)
+        slot, phase = _advance(slot, phase, stages)
+
+
+@gluon.jit
+def _operand(words, scales, d: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
+    """Tile `d` of a slot, [panels, depth, 128, 4] and [panels, depth, 32, 2], as left operand [16 · warps, 64]."""
+    panels: gl.constexpr = warps // 4
+    words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [panels, 1, 4, 1], [3, 2, 1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
+    word = words.slice(d, 1, dim=1).load(words_layout).reshape([32 * warps, 4])
+    # Four neighbouring threads read the same scales.
+    quads: gl.constexpr = gl.BlockedLayout([1, 1, 1, 1, 2], [1, 1, 8, 4, 1], [panels, 1, 4, 1, 1], [4, 3, 2, 1, 0])
+    scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [warps, 1], [1, 0])
+    scale = scales.slice(d, 1, dim=1).load(gl.SliceLayout(3, quads)).expand_dims(3)
+    scale, _ = gl.broadcast(scale, gl.zeros([panels, 1, 32, 4, 2], gl.int32, quads))
+    scale = gl.convert_layout(scale.reshape([32 * warps, 2]), scales_layout, assert_trivial=True)
+    value = decode(gl.convert_layout(word, flat, assert_trivial=True), scale, warps)
+    return gl.convert_layout(value, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _halve(tile):
+    """[rows, 2 m] to its left and its right [rows, m]: other registers of the same threads."""
+    rows: gl.constexpr = tile.shape[0]
+    half: gl.constexpr = tile.shape[1] // 2
+    return tile.reshape([rows, 2, half]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _store(acc, scale, bias, y, n, m, M, N, has_bias: gl.constexpr):
+    """y[m:, n:] = accᵀ · scale + bias; 64 tokens at a time, for lack of registers for more addresses."""
+    rows: gl.constexpr = acc.shape[0]
+    width: gl.constexpr = acc.shape[1]
+    if width > 64:
+        low, high = _halve(acc)
+        _store(low, scale, bias, y, n, m, M, N, has_bias)
+        _barrier()
+        _store(high, scale, bias, y, n, m + width // 2, M, N, has_bias)
+    else:
+        acc = acc * scale
+        # Rows of the instruction (warp, b, g) to those of W, so that two neighbours are in one thread.
+        acc = acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
+        layout: gl.constexpr = acc.type.layout
+        n = n + gl.arange(0, rows, gl.SliceLayout(1, layout))
+        m = m + gl.arange(0, width, gl.SliceLayout(0, layout))
+        if has_bias:
+            acc += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+        mask = (m < M)[None, :] & (n < N)[:, None]
+        gl.store(y + (m.to(gl.int64)[None, :] * N + n[:, None]), acc.to(gl.bfloat16), mask=mask)
+
+
+@gluon.jit
+def _put(acc, place):
+    """Writes a sum where `_add` finds it, 64 tokens at a time."""
+    rows: gl.constexpr = acc.shape[0]
+    width: gl.constexpr = acc.shape[1]
+    if width > 64:
+        low, high = _halve(acc)
+        _put(low, place)
+        _put(high, place + rows * (width // 2))
+    else:
+        layout: gl.constexpr = acc.type.layout
+        n = gl.arange(0, rows, gl.SliceLayout(1, layout))
+        m = gl.arange(0, width, gl.SliceLayout(0, layout))
+        gl.store(place + (n[:, None] * width + m[None, :]), acc)
+
+
+@gluon.jit
+def _collect(
+    partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, like: gl.constexpr,
+    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
+):  # fmt: skip
+    """Adds the sums that programs `lowest` to `highest` left of `width` tokens from `first` on, and stores them."""
+    if width > 64:
+        _collect(partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias, like, rows, block_m, width // 2)
+        _collect(partial, lowest, highest, first + width // 2, scale, bias, y, n, m, M, N, has_bias, like,
+                 rows, block_m, width // 2)  # fmt: skip
+    else:
+        row = gl.arange(0, rows, gl.SliceLayout(1, like))
+        column = gl.arange(0, width, gl.SliceLayout(0, like))
+        inside = first * rows + row[:, None] * width + column[None, :]
+        total = gl.zeros((rows, width), gl.float32, like)
+        for other in range(lowest, highest + 1):
+            place = 2 * other + (other == lowest).to(gl.int32)
+            # Past L1, which knows nothing of what other programs wrote.
+            total += gl.load(partial + place.to(gl.int64) * (rows * block_m) + inside, cache_modifier=".cg")
+        _store(total, scale, bias, y, n, m + first, M, N, has_bias)
+
+
+@gluon.jit
+def _consume(
+    x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps, units,
+    stages: gl.constexpr, depth: gl.constexpr, block_m: gl.constexpr, split: gl.constexpr, has_bias: gl.constexpr,
+):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
-    accumulator: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16]
-    )
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=accumulator, k_width=2)
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
-    scale_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [warps, 1], [1, 0])
-    x_shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
-    x_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-    tile_n, tile_m, part = gl.program_id(0), gl.program_id(1), gl.program_id(2)
-
-    first = part * steps
-    tile = tile_n * (rows // 64) * (K // 64) + first
-    codes = _codes_of(words + tile.to(gl.int64) * 512, K, word_layout, warps)
-    factors = _scales_of(scales + tile.to(gl.int64) * 64, K, scale_layout, warps)
-    w0 = gl.load(codes)
-    s0 = gl.load(factors)
-    w1 = gl.load(codes + 512)
-    s1 = gl.load(factors + 64)
-
-    # All of x in one copy, step by step: one below the other as [steps · block_m, 64].
-    stack = gl.allocate_shared_memory(gl.bfloat16, [steps * block_m, 64], x_shared)
-    line = gl.arange(0, steps * block_m, gl.SliceLayout(1, x_layout))
-    # Rows beyond the last token read that one; their results are never stored.
-    token = gl.minimum(tile_m * block_m + line % block_m, M - 1)
-    column = (first + line // block_m)[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, x_layout))[None, :]
-    async_copy.async_copy_global_to_shared(stack, x + token.to(gl.int64)[:, None] * x_stride + column)
-    async_copy.commit_group()
-    shared = stack._reinterpret(gl.bfloat16, [steps, block_m, 64], x_shared)
-    async_copy.wait_group(0)
-    fence_async_shared()
-    _barrier()
-
-    acc = gl.zeros((rows, block_m), gl.float32, accumulator)
-    for step in range(0, steps, 2):
-        ahead = gl.minimum(step + 2, steps - 2)
-        w2 = gl.load(codes + ahead * 512)
-        s2 = gl.load(factors + ahead * 64)
-        w3 = gl.load(codes + ahead * 512 + 512)
-        s3 = gl.load(factors + ahead * 64 + 64)
-        a = gl.convert_layout(_decode(w0, s0, warps), operand, assert_trivial=True)
-        acc = warpgroup_mma(a, shared.index(step).permute((1, 0)), acc, is_async=True)
-        b = gl.convert_layout(_decode(w1, s1, warps), operand, assert_trivial=True)
+    width: gl.constexpr = block_m if block_m < 64 else 64
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    begin, end, each, rest = _span(units)
+    tiles_m = gl.cdiv(M, block_m)
+    scale = gl.load(global_scale).to(gl.float32) * DECODED
+    unit = begin
+    slot = begin * 0
+    phase = slot
+    while unit < end:
+        tile = unit // steps
+        start = unit - tile * steps
+        count = gl.minimum(steps - start, end - unit)
+        acc = gl.zeros((rows, block_m), gl.float32, layout)
+        before = slot
+        for step in range(count):
+            mbarrier.wait(full.index(slot), phase)
+            for d in gl.static_range(depth):
+                a = _operand(words.index(slot), scales.index(slot), d, warps, operand)
+                acc = warpgroup_mma(a, x_ring.index(slot * depth + d).permute((1, 0)), acc, is_async=True)
+                # The product before this one has read its operands; this one goes on while the next are decoded.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if d == 0:
+                    mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
+            before = slot
+            slot, phase = _advance(slot, phase, stages)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        acc = warpgroup_mma(b, shared.index(step + 1).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        w0 = w2
-        s0 = s2
-        w1 = w3
-        s1 = s3
-
-    n = gl.arange(0, rows, gl.SliceLayout(1, accumulator))
-    m = gl.arange(0, block_m, gl.SliceLayout(0, accumulator))
-    if split:
-        tiles = gl.num_programs(0) * gl.num_programs(1)
-        index = tile_m * gl.num_programs(0) + tile_n
-        inside = n[:, None] * block_m + m[None, :]
-        gl.store(partial + (part * tiles + index).to(gl.int64) * (rows * block_m) + inside, acc)
-        _barrier()
-        if gl.atomic_add(counter + index, 1, sem="acq_rel") == splits - 1:
-            total = gl.zeros((rows, block_m), gl.float32, accumulator)
-            for other in range(splits):
-                source = partial + (other * tiles + index).to(gl.int64) * (rows * block_m) + inside
-                total += gl.load(source, cache_modifier=".cg")
-            _finish(total, global_scale, bias, y, tile_n * rows + n, tile_m * block_m + m, M, N, has_bias)
-            gl.store(counter + index, 0)
-    else:
-        _finish(acc, global_scale, bias, y, tile_n * rows + n, tile_m * block_m + m, M, N, has_bias)
+        mbarrier.arrive(empty.index(before), count=1)
+        unit += count
+        n = tile // tiles_m * rows
+        m = tile % tiles_m * block_m
+        if split and count < steps:
+            # Two places a program: for a tile that it begins, and for one that an earlier program began.
+            place = 2 * gl.program_id(0) + (start == 0).to(gl.int32)
+            _put(acc, partial + place.to(gl.int64) * (rows * block_m))
+            lowest = _program_of(tile * steps, each, rest)
+            highest = _program_of(tile * steps + steps - 1, each, rest)
+            _barrier()
+            if gl.atomic_add(counter + tile, 1, sem="acq_rel") == highest - lowest:
+                _collect(partial, lowest, highest, 0, scale, bias, y, n, m, M, N, has_bias, narrow,
+                         rows, block_m, block_m)  # fmt: skip
+                gl.store(counter + tile, 0)
+        else:
+            _store(acc, scale, bias, y, n, m, M, N, has_bias)
 
 
-@gluon.jit
-def _finish(acc, global_scale, bias, y, n, m, M, N, has_bias: gl.constexpr):
-    acc = acc * (gl.load(global_scale).to(gl.float32) * 128.0)
-    if has_bias:
-        acc += gl.load(bias + n).to(gl.float32)[:, None]
-    gl.store(y + (m.to(gl.int64)[None, :] * N + n[:, None]), acc.to(gl.bfloat16), mask=(m < M)[None, :])
-
-
-@gluon.jit
-def dequantize_kernel(words, scales, global_scale, out, K):
-    """One tile of 64 × 64 of W in BF16."""
-    word_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-    scale_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    tile_k, tile_n = gl.program_id(0), gl.program_id(1)
-    tile = (tile_n * (K // 64) + tile_k).to(gl.int64)
-    codes = gl.load(_codes_of(words + tile * 512, K, word_layout, 4))
-    value = _decode(codes, gl.load(_scales_of(scales + tile * 64, K, scale_layout, 4)), 4)
-    value = gl.convert_layout(value, rows).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * 128.0)
-    n = tile_n * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows))
-    k = tile_k * 64 + gl.arange(0, 64, gl.SliceLayout(0, rows))
-    gl.store(out + (n.to(gl.int64)[:, None] * K + k[None, :]), value.to(gl.bfloat16))
+@gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
+def linear_kernel(
+    x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
+    has_bias: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr,
+    fetcher_registers: gl.constexpr,
+):  # fmt: skip
+    """See the module docstring; `steps` units make an output tile, `split` is whether programs share one."""
+    panels: gl.constexpr = gl.num_warps() // 4
+    block_m: gl.constexpr = x_desc.block_type.shape[0]
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, block_m, 64], x_desc.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
+    s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
+    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
+    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    gl.warp_specialize(
+        [
+            (_consume, (x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps,
+                        units, stages, depth, block_m, split, has_bias)),
+            (_produce, (x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
+                        stages, depth, panels)),
+        ],
+        [1],
+        [fetcher_registers],
+    )  # fmt: skip
 
 
 def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles) -> torch.Tensor:
@@ -202,7 +281,7 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
         weight: prepacked NVFP4, `[out, in]`.
         bias: `[out]`, or None.
-        tiles: how to cut it up; in / 64 / splits is a power of two.
+        tiles: how to cut it up.
 
     Returns:
         `[tokens, out]`, BF16.
@@ -212,25 +291,31 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     y = x.new_empty(M, N)
     if not M:
         return y
-    rows = 16 * tiles.warps
-    grid = (N // rows, triton.cdiv(M, tiles.block_m), tiles.splits)
+    rows, block_m, depth = 16 * tiles.warps, tiles.block_m, tiles.depth
+    count, steps = triton.cdiv(N, rows) * triton.cdiv(M, block_m), triton.cdiv(K // 64, depth)
+    programs = min(tiles.programs, count * steps)
+    split = count * steps % (programs * steps) != 0
     partial = counter = y
-    if tiles.splits > 1:
-        parts = (tiles.splits, grid[0] * grid[1] * rows * tiles.block_m)
-        partial = torch.empty(parts, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(weight.codes, grid[0] * grid[1])
-    linear_kernel[grid](
-        x, weight.codes, weight.scale, weight.global_scale, x if bias is None else bias, y, partial, counter,
-        M, N, K, x.stride(0), tiles.splits,
-        has_bias=bias is not None, block_m=tiles.block_m, steps=K // 64 // tiles.splits, split=tiles.splits > 1,
+    if split:
+        partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
+        counter = arrival_counters(weight.codes, count)
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
+    linear_kernel[(programs,)](
+        TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, 64], x_layout),
+        TensorDescriptor(weight.codes, [N * K // 2048, 256], [256, 1], [2 * depth, 256], flat),
+        TensorDescriptor(weight.scale, [N * K // 4096, 64], [64, 1], [depth, 64], flat),
+        weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, count * steps,
+        has_bias=bias is not None, stages=tiles.stages, depth=depth, split=split, **registers(tiles),
         num_warps=tiles.warps,
     )  # fmt: skip
     return y
 
 
-def dequantize(weight: BlockScaledTensor) -> torch.Tensor:
-    """`[out, in]` of a prepacked weight in BF16."""
-    N, K = weight.shape
-    out = torch.empty(N, K, dtype=torch.bfloat16, device=weight.codes.device)
-    dequantize_kernel[K // 64, N // 64](weight.codes, weight.scale, weight.global_scale, out, K, num_warps=4)
-    return out
+def registers(tiles: GluonTiles) -> dict[str, int]:
+    """Registers a thread, so that `tiles.resident` programs fit on an SM; Triton adds three idle warps to the fetcher.
+
+    Those that the fetching warps do not need go to the ones that multiply.
+    """
+    threads = 32 * (tiles.warps + 4) * tiles.resident
+    return {"maxnreg": min((1 << 16) // threads // 8 * 8, 248), "fetcher_registers": 24 if threads > 1024 else 40}

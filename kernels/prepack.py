@@ -4,7 +4,7 @@ On Hopper a warpgroup multiplies 64 rows of W by 16 columns at a time, and its t
 pattern. NVFP4 codes are stored here in exactly the order in which those threads need them: a thread reads 16 bytes,
 its share of a tile of 64 × 64, and nothing has to be exchanged.
 
-    row    = 64·tile + 16·warp + 8·b + g          thread = (warp, g, q): g, q = 0..7, 0..3
+    row    = 64·tile + 16·warp + 2·g + b          thread = (warp, g, q): g, q = 0..7, 0..3
     column = 64·step of K + 16·s + 8·a + 2·q + h   word s of a thread, half h, code a + 2·b of that half
 
 A half word holds four codes so that one mask after one shift leaves a code as a bfloat16 that is 2^126 too small:
@@ -36,10 +36,11 @@ from quant.kernels.linear import QuantLinear
 TILE = 64
 # Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
 _PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14))
-# Codes of a half word come from rows g and g + 8, columns 2q and 2q + 8: (b, a) runs over them, a fastest.
-_SPLIT_CODES = (4, 2, 8, -1, 4, 2, 4, 2)  # warp b g | tile of K, s, a, q, h
-_TO_WORDS = (0, 4, 1, 3, 7, 5, 8, 2, 6)  # tile, tile of K, warp, g, q, s, h | b, a
-_TO_SCALES = (0, 4, 1, 3, 2, 5)  # tile, tile of K, warp, g, b | s
+# Codes of a half word come from rows 2g and 2g + 1, columns 2q and 2q + 8: (b, a) runs over them, a fastest. The
+# instruction calls these rows g and g + 8; this way round, two outputs of a thread are neighbours in memory.
+_SPLIT_CODES = (4, 8, 2, -1, 4, 2, 4, 2)  # warp g b | tile of K, s, a, q, h
+_TO_WORDS = (0, 4, 1, 2, 7, 5, 8, 3, 6)  # tile, tile of K, warp, g, q, s, h | b, a
+_TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
 _SCALE_ORDER = (0, 2, 1, 3)
 _ROWS_AT_ONCE = 1024
 
@@ -54,8 +55,8 @@ def why_not(weight: BlockScaledTensor) -> str:
     if weight.format is not FORMATS["nvfp4"]:
         return f"{weight.format} has no kernel layout"
     rows, columns = weight.shape[-2:]
-    if len(weight.shape) != 2 or rows % TILE or columns % (2 * TILE):
-        return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {2 * TILE}]"
+    if len(weight.shape) != 2 or rows % TILE or columns % TILE:
+        return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
     table = _scale_table().to(weight.codes.device)
     stored = weight.scale.view(torch.uint8)
     if bool((table[stored.int()] < 0).any()):
@@ -70,7 +71,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32.
 
     Args:
-        weight: NVFP4, `[out, in]`, out a multiple of 64 and in of 128.
+        weight: NVFP4, `[out, in]`, both multiples of 64.
 
     Raises:
         ValueError: it has no such layout; the message says why.
@@ -89,7 +90,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
                 half |= (code >> bit & 1) << place
         words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
     stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
-    stored = stored.view(-1, 4, 2, 8, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
+    stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
     return replace(weight, codes=words, scale=stored.contiguous().view(torch.int32).view(rows, columns // TILE))
 
 

@@ -42,13 +42,19 @@ class GluonTiles:
 
     Attributes:
         block_m: tokens of a tile: 8, 16, … 256.
-        splits: programs that share the K of one tile.
-        warps: 4, 8 or 16; a program has 16 rows of W a warp.
+        programs: how many share the work evenly; the kernel keeps them on their SMs.
+        warps: that multiply: 4, 8 or 16; a program has 16 rows of W a warp.
+        resident: programs on one SM at a time, which share its registers and its shared memory.
+        depth: tiles of 64 columns of K that are fetched at once.
+        stages: fetches in flight and in use.
     """
 
     block_m: int
-    splits: int
-    warps: int = 4
+    programs: int
+    warps: int = 8
+    resident: int = 1
+    depth: int = 2
+    stages: int = 4
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,9 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[Dense]] = {
 
 FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
-_X_SHARED_BYTES = 200 << 10
+GLUON_MOST = 512
+"""Up to so many tokens Hopper's kernel is the first guess for a prepacked weight; beyond, it is `DENSE`."""
+_SHARED_BYTES = 227 << 10
 
 
 def to_dict(choice: Choice) -> dict[str, Any]:
@@ -92,13 +100,10 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     are. With many, W is written in 16 bit once, at the speed of a copy, and the library multiplies.
     """
     rows, columns = shape
+    if prepacked and tokens <= GLUON_MOST:
+        return gluon_tiles(min(max(8, bucket(tokens)), 128), 8, 2 if tokens <= FEW else 1, hardware)
     if tokens > FEW:
         return DENSE
-    if prepacked:
-        block_m = max(8, bucket(tokens))
-        # Longer parts than 16 steps leave the last programs of a launch alone on the GPU.
-        wanted = max(columns / 64 / 16, hardware.sms * 4 / (rows / 64))
-        return GluonTiles(block_m, min(_gluon_allowed(columns, block_m), key=lambda splits: abs(splits - wanted)))
     block_m = max(16, bucket(tokens))
     return Tiles(block_m, 64, 128, _splits(-(-rows // 64), columns, 128, hardware.sms * 4))
 
@@ -110,15 +115,13 @@ def candidates(
     rows, columns = shape
     found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:
-        block_m = max(8, min(bucket(tokens), 128))
-        for warps in (4, 8, 16):
-            tiles = rows // (16 * warps) * -(-tokens // block_m)
-            # 16 warps have 128 registers a thread: too few for the sums of 128 tokens.
-            if tokens > 256 or rows % (16 * warps) or warps * block_m > 1024:
-                continue
-            for splits in _gluon_allowed(columns, block_m):
-                if splits == 1 or hardware.sms <= tiles * splits <= 32 * hardware.sms:
-                    found.append(GluonTiles(block_m, splits, warps))
+        block_m = max(8, bucket(tokens))
+        for size in {min(block_m, 64), min(block_m, 128), min(block_m, 256)}:
+            for warps, resident in ((4, 4), (4, 2), (8, 2), (8, 1), (16, 1)):
+                # Sums take block_m / 2 registers a thread, of which there are 64 K on an SM.
+                launch = gluon_tiles(size, warps, resident, hardware)
+                if warps * resident * size <= 8 * 256 and launch.stages >= 2:
+                    found.append(launch)
     elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):
@@ -151,11 +154,9 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
     return splits
 
 
-def _gluon_allowed(columns: int, block_m: int) -> list[int]:
-    """Parts of K that the kernel can take: each a power of two, at least 2, of tiles of 64, its x in shared memory."""
-    tiles, steps, allowed = columns // 64, 2, []
-    while tiles % steps == 0:
-        if steps * 64 * block_m * 2 <= _X_SHARED_BYTES:
-            allowed.append(tiles // steps)
-        steps *= 2
-    return allowed
+def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, depth: int = 2) -> GluonTiles:
+    """A launch that fills every SM: as many stages as its shared memory has room for."""
+    slot = depth * (block_m * 128 + warps // 4 * 2304) + 16
+    # Each program has a kilobyte of the system's own.
+    stages = min(((_SHARED_BYTES // resident) - 2048) // slot, 16)
+    return GluonTiles(block_m, hardware.sms * resident, warps, resident, depth, stages)

@@ -40,6 +40,7 @@ TRITON_FILES: set[str] = {
     "kernels/matmul_fp8_block.py",
     "kernels/matmul_gluon.py",
     "kernels/matmul_scaled.py",
+    "kernels/nvfp4_gluon.py",
     "kernels/cast.py",
     "kernels/fused.py",
 }

@@ -12,50 +12,81 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from quant.kernels import matmul_gluon
 from quant.kernels.aot import CompiledKernel, assemble
 from quant.kernels.hardware import TARGETS
-from quant.kernels.tiles import GluonTiles, bucket, guess
+from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
 
 
-def compiled(block_m: int, steps: int, split: bool, warps: int) -> CompiledKernel:
+def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
     kernel = matmul_gluon.linear_kernel
-    pointers = {"x": "*bf16", "words": "*i32", "scales": "*i32", "global_scale": "*fp32", "bias": "*bf16"}
-    pointers |= {"y": "*bf16", "partial": "*fp32", "counter": "*i32"}
-    constants = {"has_bias": False, "block_m": block_m, "steps": steps, "split": split}
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
+    types = {
+        "x_desc": f"tensordesc<bf16[{block_m}, 64],{x_layout!r}>",
+        "w_desc": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
+        "s_desc": f"tensordesc<i32[{depth}, 64],{flat!r}>",
+    }
+    types |= {"global_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
+    options = matmul_gluon.registers(tiles)
+    constants = {"has_bias": split, "stages": tiles.stages, "depth": depth, "split": split}
+    constants["fetcher_registers"] = options.pop("fetcher_registers")
     names = kernel.arg_names
-    types = {name: pointers.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = ("N", "K", "x_stride", *pointers)
-    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in aligned}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(kernel, types, constexprs=values, attrs=attributes)
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    types = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
+    aligned = [name for name, kind in types.items() if kind.startswith("*") or name == "N"]
+    source = GluonASTSource(
+        kernel,
+        types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
     return CompiledKernel("linear_kernel", result.asm["ptx"], 90, (), warps, result.metadata.shared)
 
 
 @pytest.mark.parametrize(
-    ("block_m", "steps", "split", "warps"),
-    [(8, 16, True, 4), (16, 16, True, 8), (64, 8, True, 4), (64, 16, True, 16), (128, 8, True, 8), (16, 64, False, 16)],
+    ("block_m", "warps", "resident", "depth", "split"),
+    [(8, 8, 2, 4, True), (16, 4, 4, 2, True), (64, 16, 1, 2, True), (128, 8, 1, 2, True), (256, 8, 1, 2, False)],
 )
-def test_weights_go_from_registers_into_wgmma(block_m: int, steps: int, split: bool, warps: int) -> None:
-    kernel = compiled(block_m, steps, split, warps)
+def test_weights_go_from_registers_into_wgmma(block_m: int, warps: int, resident: int, depth: int, split: bool) -> None:
+    kernel = compiled(block_m, warps, resident, depth, split)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
     assert products and all(width == str(block_m) and left == "{" for width, left in products)
-    assert "cp.async.cg.shared.global" in kernel.ptx and "ld.global.v4" in kernel.ptx
-    assert kernel.shared == 2 * block_m * steps * 64
+    assert "cp.async.bulk.tensor.2d" in kernel.ptx and "ld.shared.v4" in kernel.ptx
+    # A product is in flight while the next operand is decoded.
+    assert "wgmma.wait_group.sync.aligned 1;" in kernel.ptx
+    assert kernel.shared * resident <= 227 << 10
     assert assemble(kernel).spilled == 0
 
 
 @pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (4096, 4096), (64, 128), (11008, 4096), (576, 1536)])
-@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 33, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 33, 64, 200])
 def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int], tokens: int) -> None:
     from quant.formats.format import FORMATS
 
     choice = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
-    assert isinstance(choice, GluonTiles)
-    steps, rest = divmod(shape[1] // 64, choice.splits)
-    assert rest == 0 and steps >= 2 and steps & (steps - 1) == 0
-    assert choice.block_m >= min(bucket(tokens), 8) and 2 * choice.block_m * steps * 64 <= 227 << 10
+    for choice in (choice, *candidates(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)):
+        if isinstance(choice, GluonTiles):
+            assert choice.stages >= 2 and choice.warps in (4, 8, 16)
+            assert choice.resident * 32 * (choice.warps + 4) <= 2048
+            slot = choice.depth * (choice.block_m * 128 + choice.warps // 4 * 2304)
+            assert choice.resident * (slot * choice.stages + 1024) <= 227 << 10
+
+
+@pytest.mark.parametrize(("units", "programs"), [(1, 1), (7, 3), (14336, 132), (14300, 264), (132, 132)])
+def test_every_unit_has_one_program(units: int, programs: int) -> None:
+    """`_span` and `_program_of` in Python: the spans cover the units in order, and the inverse finds each."""
+    each, rest = divmod(units, programs)
+    owners = []
+    for program in range(programs):
+        begin = program * each + min(program, rest)
+        owners += [program] * (each + (program < rest))
+        assert len(owners) == begin + each + (program < rest)
+    longer = rest * (each + 1)
+    for unit, owner in enumerate(owners):
+        assert owner == (unit // (each + 1) if unit < longer else rest + (unit - longer) // each)

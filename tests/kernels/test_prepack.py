@@ -20,7 +20,7 @@ def all_pairs(rows: int = 128, columns: int = 2048) -> BlockScaledTensor:
 
 
 def decode_as_the_kernel(weight: BlockScaledTensor) -> torch.Tensor:
-    """`matmul_gluon._decode` in PyTorch: masks, shifts and one BF16 product, each value put where its thread has it."""
+    """`nvfp4_gluon.decode` in PyTorch: masks, shifts and one BF16 product, each value put where its thread has it."""
     rows, columns = weight.shape
     tiles = (rows // 64, columns // 64)
     words = (weight.codes.long() & 0xFFFFFFFF).view(*tiles, 128, 4)
@@ -45,7 +45,7 @@ def decode_as_the_kernel(weight: BlockScaledTensor) -> torch.Tensor:
             for code in range(4):
                 a, b = code % 2, code // 2
                 product = value[:, :, thread, s, half, code] * scale[:, :, thread, b, s]
-                view[:, 16 * warp + 8 * b + g, :, 16 * s + 8 * a + 2 * q + half] = product.permute(2, 0, 1)
+                view[:, 16 * warp + 2 * g + b, :, 16 * s + 8 * a + 2 * q + half] = product.permute(2, 0, 1)
     return dense.double() * 2.0**7
 
 
@@ -93,7 +93,7 @@ def test_what_has_no_layout_says_why() -> None:
         prepack(weight)
     weight.scale.view(torch.uint8)[5, 3] = 0x80 | 3
     assert why_not(weight) == "a block scale is negative or NaN"
-    assert "no multiple of [64, 128]" in why_not(quantize(torch.randn(64, 192), FORMATS["nvfp4"]))
+    assert "no multiple of [64, 64]" in why_not(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
     assert why_not(quantize(torch.randn(64, 128), FORMATS["mxfp4"])) == "mxfp4 has no kernel layout"
 
 
@@ -104,7 +104,7 @@ def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     )
     x = torch.randn(3, 128)
     y, saved = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    assert prepack_model(model) == {"1": "the shape [32, 128] is no multiple of [64, 128]"}
+    assert prepack_model(model) == {"1": "the shape [32, 128] is no multiple of [64, 64]"}
     assert is_prepacked(model[0].stored_weight)
     assert torch.equal(model[0].quantized_weight.codes, saved["0.codes"])
     assert torch.equal(model(x), y)
