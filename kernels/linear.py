@@ -234,6 +234,12 @@ class QuantExperts(_QuantModule):
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
+        from quant.kernels.grouped import grouped_linear
+
+        return grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+
 
 def experts_forward(
     self: Any,
@@ -242,9 +248,10 @@ def experts_forward(
     top_k_weights: torch.Tensor,
     observe: Callable[[str, int, torch.Tensor], None] | None = None,
 ) -> torch.Tensor:
-    """Forward of a transformers experts module whose projections are `QuantExperts`, one expert at a time.
+    """Forward of a transformers experts module whose projections are `QuantExperts`.
 
-    Registered with transformers as the experts implementation "quant".
+    On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
+    as the experts implementation "quant".
 
     Args:
         self: the experts module; its projections may also be plain parameters.
@@ -256,8 +263,13 @@ def experts_forward(
     Returns:
         `[tokens, hidden]`.
     """
-    out = torch.zeros_like(hidden_states)
     first = "gate_up_proj" if self.has_gate else "up_proj"
+    projections = (getattr(self, first), self.down_proj)
+    if hidden_states.is_cuda and observe is None and all(isinstance(p, QuantExperts) for p in projections):
+        from quant.kernels import grouped
+
+        return grouped.experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    out = torch.zeros_like(hidden_states)
 
     def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
         if observe is not None:

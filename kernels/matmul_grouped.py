@@ -121,20 +121,23 @@ def grouped_fp8_kernel(
         steps = tl.cdiv(K, 128)
         x_width = steps if x_columns > 0 else 1
         w_width = steps if columns > 0 else 1
+        tl.static_assert(columns == 0 or rows % block_n == 0)
         x_line = x_scale + (m_row * x_width if x_rows > 0 else m_row * 0)
         w_height = tl.cdiv(N, rows) if rows > 0 else 1
-        w_line = scale + of * w_height * w_width + (n_row // rows * w_width if rows > 0 else n_row * 0)
+        squares = scale + of * w_height * w_width + (tl.program_id(0) * block_n // rows * w_width if rows > 0 else 0)
+        w_line = scale + of * w_height * w_width + (n_row // rows if rows > 0 else n_row * 0)
         acc = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(steps):
             inside = (step * 128 + k)[None, :] < K
             a = tl.load(x_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
             b = tl.load(code_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
             product = tl.dot(a, tl.trans(b))
+            # A tile has one row of squares; their scale joins that of the rows, where these have one a step.
+            square = tl.load(squares + step) if columns > 0 else 1.0
             if x_columns > 0:
-                product *= tl.load(x_line + step)[:, None]
-            if columns > 0:
-                product *= tl.load(w_line + step)[None, :]
-            acc += product
+                acc += product * (tl.load(x_line + step) * square)[:, None]
+            else:
+                acc += product * square
         if x_columns == 0:
             acc *= tl.load(x_line)[:, None]
         if columns == 0:
@@ -229,9 +232,15 @@ def most_tiles(tokens: int, experts: int, block_m: int) -> int:
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
     """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
-    what, shape, format = _what(weight), weight.shape, weight.format
+    what, shape = _what(weight), weight.shape
     if len(shape) != 3 or x.dim() != 2 or x.shape[1] != shape[2]:
         raise ValueError(f"{what}: x is {list(x.shape)}, expected [tokens, {shape[-1]}] and a weight of three axes")
+    check_experts(x.device, weight, offsets)
+
+
+def check_experts(device: torch.device, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
+    """`check`, for rows on `device` that were looked at before."""
+    what, shape, format = _what(weight), weight.shape, weight.format
     if shape[0] > MAX_EXPERTS:
         raise ValueError(f"{what}: {shape[0]} experts, at most {MAX_EXPERTS}")
     expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]] = {
@@ -247,8 +256,8 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> 
             continue
         if tuple(tensor.shape) != tuple(wanted) or tensor.dtype != dtype:
             raise ValueError(f"{what}: {name} is {list(tensor.shape)} {tensor.dtype}, expected {list(wanted)} {dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{what}: {name} is on {tensor.device}, x on {x.device}")
+        if tensor.device != device:
+            raise ValueError(f"{what}: {name} is on {tensor.device}, x on {device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{what}: {name} is not contiguous (strides {tensor.stride()}); call .contiguous() once")
 

@@ -42,7 +42,9 @@ TRITON_FILES: set[str] = {
     "kernels/matmul_scaled.py",
     "kernels/nvfp4_gluon.py",
     "kernels/cast.py",
+    "kernels/decoder_step.py",
     "kernels/fused.py",
+    "kernels/matmul_grouped.py",
 }
 
 

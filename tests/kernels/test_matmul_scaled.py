@@ -65,6 +65,24 @@ def test_against_float64(format: str, shape: tuple[int, int, int]) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("format", matmul_scaled.SCALED_FORMATS)
+@pytest.mark.parametrize("counts", [(3, 0, 17), (0, 130, 1), (0, 0, 5)])
+def test_grouped_against_float64(format: str, counts: tuple[int, ...]) -> None:
+    form, tokens = FORMATS[format], sum(counts)
+    # Experts of very different sizes: one taken for another cannot go unseen.
+    sizes = torch.tensor([1.0, 50.0, 3000.0])[:, None, None]
+    x, weight = quantize(torch.randn(tokens, 160), form), quantize(torch.randn(3, 77, 160) * sizes, form)
+    offsets = torch.tensor([0, *counts]).cumsum(0).int()
+    with with_dot_scaled():
+        y = matmul_scaled.scaled_linear(x, weight, None, torch.float32, offsets=offsets)
+    dense, start = weight.dequantize(torch.float64), 0
+    for expert, count in enumerate(counts):
+        rows = slice(start, start + count)
+        exact = x.dequantize(torch.float64)[rows] @ dense[expert].T
+        torch.testing.assert_close(y[rows].double(), exact, rtol=1e-5, atol=1e-5 * float(sizes[expert]))
+        start += count
+
+
 def test_mistakes_name_both_sides() -> None:
     nvfp4, mxfp8 = quantize(torch.randn(4, 64), FORMATS["nvfp4"]), quantize(torch.randn(4, 64), FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="matmul of nvfp4 by mxfp8: expected one of nvfp4, mxfp4, mxfp8"):
@@ -84,7 +102,8 @@ def test_mistakes_name_both_sides() -> None:
         ("mxfp8", 120, r"mma\.sync\S*mxf8f6f4\S*block_scale"),
     ],
 )
-def test_compiles_to_block_scaled_instructions(format: str, arch: int, instruction: str) -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+def test_compiles_to_block_scaled_instructions(format: str, arch: int, instruction: str, grouped: bool) -> None:
     import re
 
     import triton
@@ -95,12 +114,21 @@ def test_compiles_to_block_scaled_instructions(format: str, arch: int, instructi
     code = "*u8" if form.element.bits == 4 else "*fp8e4nv"
     scale = "*fp8e4nv" if form.global_scale else "*u8"
     given = {"x": code, "x_scale": scale, "x_global": "*fp32", "codes": code, "scale": scale, "w_global": "*fp32"}
-    given |= {"bias": "*bf16", "y": "*bf16", "M": "i32", "N": "i32", "K": "i32"}
+    given |= {"bias": "*bf16", "y": "*bf16", "offsets": "*i32", "M": "i32", "N": "i32", "K": "i32", "experts": "i32"}
     constants = {"element": form.element.name, "block": form.block[1], "has_global": form.global_scale}
-    constants |= {"has_bias": False, **matmul_scaled.tile_shape(form.element.bits, arch)}
+    constants |= {
+        "has_bias": False,
+        "grouped": grouped,
+        "width": 64,
+        **matmul_scaled.tile_shape(form.element.bits, arch),
+    }
     names = kernel.arg_names
     types = {name: given.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in given and name != "M"}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if name in given and name not in ("M", "experts")
+    }
     source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned)
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 3})
     assert re.search(instruction, result.asm["ptx"])
