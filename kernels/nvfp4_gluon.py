@@ -113,7 +113,7 @@ def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
 
 @gluon.jit
 def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
-    """64 rows by 64 · tiles columns of W in E4M3; `unit` is what 1.0 of a row's codes stands for, global scale aside."""
+    """64 rows by 64 · tiles columns of W in E4M3; `unit` is what a row's code of 1.0 stands for, global scale aside."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles)
     inner: gl.constexpr = value.type.layout
@@ -166,15 +166,21 @@ def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
     E2M1 element and an E4M3 scale has five.
     """
     N, K = weight.shape
-    device = weight.codes.device
-    out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=device)
-    unit, scale = torch.empty(2, N, dtype=torch.float32, device=device).unbind(0)
+    out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=weight.codes.device)
+    unit, scale = row_scales(weight)
     tiles = _tiles_of(K)
+    requantize_kernel[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
+    return out, scale
+
+
+def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By row of a prepacked weight: what an E4M3 code of 1.0 stands for without and with the global scale, float32."""
+    N, K = weight.shape
+    unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
     row_unit_kernel[(N // 64,)](
         weight.scale, weight.global_scale, unit, scale, K, largest=E2M1.max / E4M3.max, tiles=64, num_warps=4
     )
-    requantize_kernel[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
-    return out, scale
+    return unit, scale
 
 
 def _tiles_of(K: int) -> int:

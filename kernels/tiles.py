@@ -74,6 +74,8 @@ FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
 GLUON_MOST = 512
 """Up to so many tokens Hopper's kernel is the first guess for a prepacked weight; beyond, it is `DENSE`."""
+PREFILL = 512
+"""Beyond so many tokens an FP8 product is worth rewriting an NVFP4 weight for, where 8-bit activations are allowed."""
 _SHARED_BYTES = 227 << 10
 
 

@@ -69,8 +69,8 @@ def test_weights_go_from_registers_into_wgmma(block_m: int, warps: int, resident
 def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int], tokens: int) -> None:
     from quant.formats.format import FORMATS
 
-    choice = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
-    for choice in (choice, *candidates(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)):
+    first = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
+    for choice in (first, *candidates(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)):
         if isinstance(choice, GluonTiles):
             assert choice.stages >= 2 and choice.warps in (4, 8, 16)
             assert choice.resident * 32 * (choice.warps + 4) <= 2048

@@ -50,7 +50,7 @@ def test_every_format_against_float64(format: str) -> None:
 def test_prepacked_nvfp4_against_float64(tokens: int) -> None:
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
-    for rows, columns in ((256, 512), (4096, 4096), (192, 14336)):
+    for rows, columns in ((256, 512), (4096, 4096), (192, 14336), (576, 1600), (64, 64)):
         weight = weight_in(FORMATS["nvfp4"], rows, columns)
         packed = prepack(weight)
         assert torch.equal(restore(packed).codes, weight.codes)
@@ -75,6 +75,32 @@ def test_every_prepacked_code_at_every_scale() -> None:
     for choice in (tiles.GluonTiles(block_m, programs, warps, stages=2) for block_m, programs, warps in launches):
         assert torch.equal(dispatch.run(eye, packed, None, choice), exact.T)
     assert torch.equal(dispatch.dequantize(packed, torch.bfloat16), exact)
+
+
+def test_prefill_in_fp8_is_the_product_of_the_rounded_sides() -> None:
+    """Where the plan has 8-bit activations: E4M3 by E4M3 with a scale a row on both sides."""
+    if not current().has_wgmma:
+        pytest.skip("the prepacked layout is Hopper's")
+    from quant.kernels.nvfp4_gluon import requantize
+
+    for rows, columns in ((256, 576), (4096, 4096)):
+        weight = weight_in(FORMATS["nvfp4"], rows, columns)
+        packed = prepack(weight)
+        codes, scale = requantize(packed)
+        dense = weight.dequantize(torch.float64)
+        again = codes.double() * scale.double()[:, None]
+        # Half a unit in the last of four bits, and that of the smallest subnormal.
+        assert bool(((again - dense).abs() <= dense.abs() / 16 + scale.double()[:, None] * 2.0**-10).all())
+        x = torch.randn(700, columns, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+        y = quantized_linear(x, packed, bias, activation=FORMATS["fp8_token"])
+        exact = fake_quantize(x, FORMATS["fp8_token"]).double() @ again.T + bias.double()
+        assert float((y.double() - exact).norm() / exact.norm()) < 2**-8
+        oracle = x.double() @ dense.T + bias.double()
+        assert float((y.double() - oracle).norm() / oracle.norm()) < 0.05
+        # With few tokens the weight keeps its own values.
+        few = quantized_linear(x[:9], packed, bias, activation=FORMATS["fp8_token"])
+        close_to_float64(few, fake_quantize(x[:9], FORMATS["fp8_token"]), weight, bias)
 
 
 def test_all_candidates_agree() -> None:

@@ -112,3 +112,22 @@ def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
     restore_model(model)
     assert not is_prepacked(model[0].stored_weight) and torch.equal(model(x), y)
+
+
+def test_row_scales_hold_the_largest_value_of_a_row() -> None:
+    """The E4M3 scale of a row: 6 times its largest block scale becomes 448, whatever the codes are."""
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from quant.kernels.interpreter import interpreted
+    from quant.kernels.nvfp4_gluon import row_scales
+
+    weight = all_pairs(128, 4160)
+    stored = weight.scale.view(torch.uint8)
+    stored[5], weight.codes[5] = 0, 0
+    stored[6], stored[6, 100] = 1, 2  # a subnormal scale is the largest
+    with interpreted():
+        unit, scale = row_scales(prepack(weight))
+    largest = weight.scale.float().amax(1)
+    expected = torch.where(largest > 0, largest * 6 / 448, torch.ones_like(largest))
+    torch.testing.assert_close(unit, expected, rtol=2**-22, atol=0)
+    torch.testing.assert_close(scale, unit * 0.37, rtol=2**-22, atol=0)
+    assert bool((weight.dequantize(torch.float32).abs().amax(1) <= 448.001 * scale).all())
