@@ -11,11 +11,16 @@ from __future__ import annotations
 import mmap
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from quant.export.engine_graph import load_graph, require
+
 _WORD = np.dtype("<u4")
 _CHUNK = 1 << 22  # words
+_CODES = ".codes"
+_CODE_BITS = {"FLOAT4E2M1": 4, "INT4": 4, "FLOAT8E4M3FN": 8, "INT8": 8}
 _MERGED = 16  # how many matrices of a layer's width may be merged into one
 
 
@@ -42,6 +47,29 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
                 if not held[name] and start >= 0 and blob[start : start + len(first)] == first:
                     held[name] = _lies_at(blob, start, _layouts(codes[name], bits[name])[index])
     return held
+
+
+def stored_codes(onnx_path: Path) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Stored bytes of each quantized linear of an exported file, as uint8 `[out, …]`, and bits of a code."""
+    model = load_graph(onnx_path)
+    names = require("onnx").TensorProto.DataType
+    codes, bits = {}, {}
+    for tensor in model.graph.initializer:
+        width = _CODE_BITS.get(names.Name(tensor.data_type))
+        if width and tensor.name.endswith(_CODES) and len(tensor.dims) == 2:
+            layer = tensor.name.removesuffix(_CODES)
+            codes[layer] = _bytes_of(tensor, onnx_path.parent).reshape(tensor.dims[0], -1)
+            bits[layer] = width
+    return codes, bits
+
+
+def _bytes_of(tensor: Any, folder: Path) -> np.ndarray:
+    """The data of an initializer; those in a file of their own are mapped, not read."""
+    place = {entry.key: entry.value for entry in tensor.external_data}
+    if not place:
+        return np.frombuffer(tensor.raw_data, np.uint8)
+    start, length = int(place.get("offset", 0)), int(place["length"])
+    return np.memmap(folder / place["location"], np.uint8, "r", start, (length,))
 
 
 def _lies_at(blob: mmap.mmap, start: int, layout: np.ndarray) -> bool:

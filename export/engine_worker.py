@@ -48,7 +48,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     if request["plugin"]:
-        from quant.export.plugin import register
+        from quant.export.plugin_tensorrt import register
 
         register(trt, [int(request["compute_capability"].removeprefix("SM"))])
     _parse(trt, network, logger, request)

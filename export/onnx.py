@@ -46,7 +46,8 @@ from quant.export.onnx_decoder import (
     model_inputs,
     operand_scales,
 )
-from quant.export.onnx_ops import OPSET, translations
+from quant.export.onnx_ops import translations
+from quant.export.onnx_opsets import OPSET
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
+from quant.export.onnx_attention import attention as attend
 from quant.export.onnx_limits import check_attention
-from quant.export.onnx_ops import attention as attend
 
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]

@@ -24,7 +24,7 @@ def evaluator(model: Any) -> Any:
     """An `onnx.reference.ReferenceEvaluator` of a model, or of the file at a path, that knows these operators."""
     from onnx.reference import ReferenceEvaluator
 
-    from quant.export.onnx_ops import register_schemas
+    from quant.export.onnx_opsets import register_schemas
 
     register_schemas()
     return ReferenceEvaluator(str(model) if isinstance(model, Path) else model, new_ops=list(operators()))

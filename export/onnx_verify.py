@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.export.onnx import LAYER_KEY
-from quant.export.onnx_ops import register_schemas
+from quant.export.onnx_opsets import register_schemas
 from quant.export.onnx_reference import evaluator
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.linear import QuantLinear

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 
-from quant.export import plugin
+from quant.export import plugin, plugin_tensorrt
 from quant.export.plugin import Attributes, check_shapes, compile_attention, infer_types, integer_arguments, launch_grid
 from quant.kernels.attention import HEAD_DIMS, tiles_for
 
@@ -187,7 +187,7 @@ def quick() -> SimpleNamespace:
         aot_impl=keeps("aot_impl"),
     )
     types = SimpleNamespace(FLOAT="float", HALF="half", BF16="bf16", FP8="fp8")
-    plugin.register_quick(SimpleNamespace(DataType=types), trtp, 90)
+    plugin_tensorrt.register_quick(SimpleNamespace(DataType=types), trtp, 90)
     return told
 
 
@@ -234,7 +234,7 @@ def test_quick_plugin_has_the_signatures_that_tensorrt_reads(quick: SimpleNamesp
 
 def test_full_tensorrt_builds_for_one_gpu() -> None:
     with pytest.raises(ValueError, match=r"full TensorRT builds for the GPU it runs on, not for \[90, 100\]"):
-        plugin.register(SimpleNamespace(__name__="tensorrt"), [90, 100])  # type: ignore[arg-type]
+        plugin_tensorrt.register(SimpleNamespace(__name__="tensorrt"), [90, 100])  # type: ignore[arg-type]
 
 
 BUILD = """
@@ -242,9 +242,9 @@ import json, sys
 import onnx
 import tensorrt_rtx as trt
 from onnx import TensorProto as T, helper as h
-from quant.export import plugin
+from quant.export import plugin, plugin_tensorrt
 
-plugin.register(trt, [89, 120])
+plugin_tensorrt.register(trt, [89, 120])
 bf16, dim = T.BFLOAT16, 64
 nodes = [h.make_node("QuantizeLinear", [n, "one", "zero"], [n + "8"]) for n in "qkv"]
 nodes.append(plugin.onnx_node(["q8", "k8", "v8", "scales"], "y", plugin.Attributes(causal=1), "attention"))

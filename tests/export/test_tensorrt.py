@@ -18,6 +18,7 @@ from quant.api import quantize
 from quant.export import engine_targets
 from quant.export.audit import audit
 from quant.export.engine_codes import held_codes
+from quant.export.engine_graph import check_graph
 from quant.export.engine_shapes import Input, format_profile, parse_profile
 from quant.export.engine_targets import choose_backend, resolve_target
 from quant.export.tensorrt import build_engine, export_engine, summary
@@ -154,6 +155,17 @@ def test_refused_before_a_build(
     with pytest.raises(ValueError, match=message):
         build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", target=target, shapes=SHAPES)
     assert [p.name for p in graphs.folder.iterdir()] == ["chain.onnx"]
+
+
+def test_one_query_with_few_heads_has_no_kernel(graphs: Any) -> None:
+    import onnx
+
+    path = graphs.attention(1, keys="keys", quantized=False)
+    check_graph(onnx.load(path), resolve_target("sm120"))  # with 4 heads
+    model = onnx.load(path)
+    next(value for value in model.graph.input if value.name == "q").type.tensor_type.shape.dim[1].dim_value = 2
+    with pytest.raises(ValueError, match=r"attention .*one query with 2 heads; it has from 4 on.*without --decode"):
+        check_graph(model, resolve_target("sm120"))
 
 
 def test_fp8_attention_of_one_query_takes_any_number_of_keys(graphs: Any, build: Callable[..., Any]) -> None:
