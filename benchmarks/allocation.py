@@ -11,7 +11,8 @@ with a better solver, and uniform formats with the same.
     score      seconds of scoring every group in three formats by each method
 
 Each row runs in a fresh process. On a CPU, ModelOpt's GPU kernels are replaced by our roundings (see `_peers.py`),
-its scores and its search unchanged. `--peers` takes its rows from the JSON of an earlier run, and says so.
+its scores and its search unchanged; it then gets 4 rows of text, for its passes take several times as long as ours.
+`--peers` takes its rows from the JSON of an earlier run, and says so.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, d
     """`auto_quantize` by gradient, the head left out of search and cost; gives the exact bits of what it chose."""
     import modelopt.torch.quantization as mtq
 
+    count = 4 if device == "cpu" else 8
     if device == "cpu":
         modelopt_on_cpu()
     formats = [copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), copy.deepcopy(mtq.FP8_DEFAULT_CFG)]
@@ -140,13 +142,13 @@ def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, d
         model, _ = mtq.auto_quantize(
             model,
             constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
-            quantization_formats=[(config, name) for config, name in zip(formats, ("nvfp4", "fp8"), strict=True)],
-            data_loader=list(rows[:8].split(1)),
+            quantization_formats=formats,
+            data_loader=list(rows[:count].split(1)),
             forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
             loss_func=lambda output, batch: output.loss,
             disabled_layers=["*lm_head*"],
-            num_calib_steps=8,
-            num_score_steps=8,
+            num_calib_steps=count,
+            num_score_steps=count,
             method="gradient",
         )
     nbytes = numel = 0
