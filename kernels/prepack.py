@@ -15,6 +15,9 @@ sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the 
 
 A block scale, positive and E4M3, is stored as the eight bits by which s · 2^119 differs from other such bfloat16s:
 a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
+
+MXFP4 is NVFP4 with other scales, and takes the same form: each power of two stands twice, for its 32 codes, as an
+exponent relative to the largest of the matrix, which becomes the global scale. Its scales may span 2^29.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ _TO_WORDS = (0, 4, 1, 2, 7, 5, 8, 3, 6)  # tile, tile of K, warp, g, q, s, h | b
 _TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
 _SCALE_ORDER = (0, 2, 1, 3)
 _ROWS_AT_ONCE = 1024
+# MXFP4: how far apart exponents may be that fit into the five bits of a stored scale, none of them zero; and what the
+# exponent of the global scale is less than the code of the E8M0 scale that would be stored as zero.
+_SPAN = 29
+_BASE = 105
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
@@ -52,13 +59,18 @@ def is_prepacked(weight: BlockScaledTensor) -> bool:
 
 def why_not(weight: BlockScaledTensor) -> str:
     """Why `prepack` would refuse `weight`, or nothing."""
-    if weight.format is not FORMATS["nvfp4"]:
+    if weight.format.name not in ("nvfp4", "mxfp4"):
         return f"{weight.format} has no kernel layout"
     rows, columns = weight.shape[-2:]
     if len(weight.shape) != 2 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
-    table = _scale_table().to(weight.codes.device)
     stored = weight.scale.view(torch.uint8)
+    if weight.format.name == "mxfp4":
+        least, most = (int(bound) for bound in stored.aminmax())
+        if most == 255 or most - least > _SPAN or most < 30:
+            return f"block scales from 2^{least - 127} to 2^{most - 127} are more than 2^{_SPAN} apart, tiny or NaN"
+        return ""
+    table = _scale_table().to(weight.codes.device)
     if bool((table[stored.int()] < 0).any()):
         return "a block scale is negative or NaN"
     empty = stored == 0
@@ -71,7 +83,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32.
 
     Args:
-        weight: NVFP4, `[out, in]`, both multiples of 64.
+        weight: NVFP4 or MXFP4, `[out, in]`, both multiples of 64.
 
     Raises:
         ValueError: it has no such layout; the message says why.
@@ -89,9 +101,16 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
             for bit, place in enumerate(places):
                 half |= (code >> bit & 1) << place
         words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
-    stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
+    second = weight.global_scale
+    if weight.format.name == "mxfp4":
+        base = weight.scale.view(torch.uint8).amax().int() - _SPAN - 1
+        stored = ((weight.scale.view(torch.uint8).int() - base) << 3).to(torch.uint8).repeat_interleave(2, 1)
+        second = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
+    else:
+        stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
     stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
-    return replace(weight, codes=words, scale=stored.contiguous().view(torch.int32).view(rows, columns // TILE))
+    scale = stored.contiguous().view(torch.int32).view(rows, columns // TILE)
+    return replace(weight, codes=words, scale=scale, global_scale=second)
 
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
@@ -110,6 +129,11 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         packed[part] = pack(codes.contiguous(), 4)
     stored = weight.scale.contiguous().view(torch.uint8).view(-1, columns // TILE, 4, 8, 2, 4)[..., list(_SCALE_ORDER)]
     stored = stored.permute(_inverse(_TO_SCALES)).reshape(rows, columns // 16)
+    if weight.format.name == "mxfp4":
+        assert weight.global_scale is not None
+        base = torch.frexp(weight.global_scale).exponent - 1 + _BASE
+        scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)
+        return replace(weight, codes=packed, scale=scale, global_scale=None)
     table = _scale_table()
     inverse = torch.zeros(256, dtype=torch.uint8)
     known = table >= 0
@@ -145,7 +169,7 @@ def restore_model(model: nn.Module) -> None:
 
 
 def _replace(module: QuantLinear, weight: BlockScaledTensor) -> None:
-    module.codes, module.scale = weight.codes, weight.scale
+    module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
 
 
 def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
@@ -154,6 +178,8 @@ def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _
     if is_prepacked(weight):
         weight = restore(weight)
         state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
+        if weight.global_scale is None:
+            state_dict.pop(f"{prefix}global_scale", None)
 
 
 @cache

@@ -103,8 +103,9 @@ def test_prefill_in_fp8_is_the_product_of_the_rounded_sides() -> None:
         close_to_float64(few, fake_quantize(x[:9], FORMATS["fp8_token"]), weight, bias)
 
 
-def test_all_candidates_agree() -> None:
-    weight = weight_in(FORMATS["nvfp4"], 1024, 2048)
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4"])
+def test_all_candidates_agree(format: str) -> None:
+    weight = weight_in(FORMATS[format], 1024, 2048)
     for layout in (weight, prepack(weight)) if current().has_wgmma else (weight,):
         for tokens in (3, 64, 130):
             x = torch.randn(tokens, 2048, device="cuda", dtype=torch.bfloat16)

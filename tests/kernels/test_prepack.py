@@ -76,6 +76,18 @@ def test_restored_bit_for_bit(shape: tuple[int, int]) -> None:
     assert back.scale.dtype is weight.scale.dtype and back.shape == weight.shape
 
 
+def test_mxfp4_takes_the_form_of_nvfp4() -> None:
+    """Every element at every one of the 30 exponents that fit, decoded exactly, and put back bit for bit."""
+    codes = torch.randint(0, 16, (128, 1920), dtype=torch.uint8)
+    scale = (torch.arange(128 * 60).view(128, 60) % 30 + 101).to(torch.uint8)[:, torch.randperm(60)].contiguous()
+    weight = BlockScaledTensor(pack(codes, 4), scale, FORMATS["mxfp4"], (128, 1920))
+    packed = prepack(weight)
+    assert packed.global_scale is not None
+    assert torch.equal(decode_as_the_kernel(packed) * packed.global_scale.double(), weight.dequantize(torch.float64))
+    back = restore(packed)
+    assert torch.equal(back.codes, weight.codes) and torch.equal(back.scale, scale) and back.global_scale is None
+
+
 def test_a_zero_scale_keeps_its_zero_codes() -> None:
     weight = all_pairs()
     weight.scale.view(torch.uint8)[5, 3] = 0
@@ -94,21 +106,30 @@ def test_what_has_no_layout_says_why() -> None:
     weight.scale.view(torch.uint8)[5, 3] = 0x80 | 3
     assert why_not(weight) == "a block scale is negative or NaN"
     assert "no multiple of [64, 64]" in why_not(quantize(torch.randn(64, 160), FORMATS["nvfp4"]))
-    assert why_not(quantize(torch.randn(64, 128), FORMATS["mxfp4"])) == "mxfp4 has no kernel layout"
+    assert why_not(quantize(torch.randn(64, 128), FORMATS["mxfp8"])) == "mxfp8 has no kernel layout"
+    far = quantize(torch.randn(64, 128) * 2.0 ** torch.arange(64)[:, None], FORMATS["mxfp4"])
+    assert "are more than 2^29 apart" in why_not(far)
 
 
 def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     model = torch.nn.Sequential(
         QuantLinear(quantize(torch.randn(128, 128), FORMATS["nvfp4"])),
         QuantLinear(quantize(torch.randn(32, 128), FORMATS["nvfp4"])),
+        QuantLinear(quantize(torch.randn(128, 32), FORMATS["nvfp4"])),
+        QuantLinear(quantize(torch.randn(64, 128), FORMATS["mxfp4"])),
     )
     x = torch.randn(3, 128)
     y, saved = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    assert prepack_model(model) == {"1": "the shape [32, 128] is no multiple of [64, 64]"}
+    skipped = {
+        "1": "the shape [32, 128] is no multiple of [64, 64]",
+        "2": "the shape [128, 32] is no multiple of [64, 64]",
+    }
+    assert prepack_model(model) == skipped
     assert is_prepacked(model[0].stored_weight)
     assert torch.equal(model[0].quantized_weight.codes, saved["0.codes"])
     assert torch.equal(model(x), y)
     now = model.state_dict()
+    assert now.keys() == saved.keys()
     assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
     restore_model(model)
     assert not is_prepacked(model[0].stored_weight) and torch.equal(model(x), y)
