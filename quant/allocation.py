@@ -110,6 +110,7 @@ def allocate(
     space = Space.of(
         model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
     )
+    space.explain(goal, space.problem())
     with prepared(model, None):
         report = (lambda done, total: progress("calibrate", done, total)) if progress else None
         amax = measure_amax(model, space.groups, space.candidates, rows, report)
@@ -128,7 +129,7 @@ def allocate(
     stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     problem = space.problem(scores)
     trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored)
-    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0)
+    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
     bench = Bench(trial, space, divergence_of(model), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
     with prepared(model, dtype), trial:

@@ -55,6 +55,10 @@ class Effort:
     solves: int = 3
     points: int = 17
 
+    def probes(self, device: torch.device) -> int:
+        """Measurements of the local search on `device`."""
+        return _MEASUREMENTS.get(device.type, _MEASUREMENTS["cpu"]) if self.measurements is None else self.measurements
+
 
 @dataclass(eq=False)
 class Bench:
@@ -333,9 +337,9 @@ class Loop:
 
     def _search(self, found: Found) -> Found:
         """The least loss near a choice at its size, by measuring."""
-        bench, count = self.bench, self.effort.measurements
-        if count is None:
-            count = _MEASUREMENTS["cuda" if bench.searched.is_cuda else "cpu"]
+        bench, count = self.bench, self.effort.probes(self.bench.searched.device)
+        if found.measured == 0 or count == 0:
+            return found
         limits = self.space.limits(self.goal)
         if self.goal.has_limit:
             limits["bytes"] = self.space.bytes(found.choice)

@@ -20,13 +20,14 @@ from torch import nn
 from quant.allocation_record import Budget
 from quant.calibration.allocate import Infeasible, Problem, smallest
 from quant.calibration.candidates import KEPT, Candidate, groups_of
-from quant.calibration.costs import Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
+from quant.calibration.costs import GPUS, Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity import Sensitivity
 from quant.errors import UserError
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.recipes.targets import TARGETS, get_target
+from quant.report import megabytes
 
 Run = Callable[[nn.Module], Any]
 
@@ -60,7 +61,8 @@ class Goal:
             raise UserError("give one limit on the loss: --max-kl or --max-ppl-increase")
         if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
             raise UserError("nothing to allocate for: give --bits, --fit, --latency, --max-kl or --max-ppl-increase")
-        if self.latency is not None and self.timing is None:
+        timing = self.timing
+        if self.latency is not None and timing is None:
             raise UserError("--latency needs the GPU or a table of kernel times: --target h100, or --target FILE.json")
 
     @property
@@ -72,6 +74,12 @@ class Goal:
     def timing(self) -> Timing | None:
         """Kernel times of the target."""
         names = [name for name in self.target if name not in TARGETS]
+        unknown = [name for name in names if name not in GPUS and not name.endswith(".json")]
+        if unknown:
+            raise UserError(
+                f"unknown target {unknown[0]!r}; known runtimes: {', '.join(TARGETS)}; known GPUs: {', '.join(GPUS)}; "
+                "or a table of kernel times, FILE.json"
+            )
         if len(names) > 1:
             raise UserError(f"more than one GPU among the targets: {', '.join(names)}")
         return get_timing(names[0]) if names else None
@@ -185,8 +193,8 @@ class Space:
             seconds = timing.read(sum(read) + sum(heads) + cache)
         return cls(base, groups, by_name, allowed, unplanned, cache, fixed, seconds, timing, goal.batch)
 
-    def problem(self, scores: Sensitivity) -> Problem:
-        """As the solver takes it."""
+    def problem(self, scores: Sensitivity | None = None) -> Problem:
+        """As the solver takes it; before there are scores, with none, which is enough to check budgets."""
         names = tuple(self.candidates)
         shape = (len(self.groups), len(names))
         loss = np.full(shape, np.inf)
@@ -194,8 +202,8 @@ class Space:
         for i, (group, members) in enumerate(self.groups.items()):
             for candidate in self.allowed[group]:
                 j = names.index(candidate.name)
-                loss[i, j] = scores.by_name[group].scores[candidate.name]
-                tables["bytes"][i, j] = scores.by_name[group].bytes[candidate.name]
+                loss[i, j] = scores.by_name[group].scores[candidate.name] if scores is not None else 0.0
+                tables["bytes"][i, j] = group_bytes(members, candidate)
                 if self.timing is not None:
                     tables["seconds"][i, j] = sum(self.timing.linear(candidate.applied(m), self.batch) for m in members)
         return Problem(tuple(self.groups), names, loss, tables)
@@ -247,9 +255,10 @@ class Space:
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(
-                f"--fit {goal.fit / 1e9:.3f} GB: the smallest feasible value is "
-                f"{(least + self.fixed_bytes) / 1e9:.3f} GB, of which {self.fixed_bytes / 1e9:.3f} GB are the KV cache "
-                f"(context {goal.context}, batch {goal.batch}) and weights that stay in 16 bit"
+                f"--fit {megabytes(goal.fit)}: the smallest feasible value is {least + self.fixed_bytes:,.0f} bytes "
+                f"({megabytes(least + self.fixed_bytes)}), of which {megabytes(self.cache_bytes)} are the KV cache "
+                f"(context {goal.context}, batch {goal.batch}) and "
+                f"{megabytes(self.fixed_bytes - self.cache_bytes)} weights that stay in 16 bit"
             )
         if goal.latency is not None:
             quickest = smallest(problem, "seconds") + self.fixed_seconds

@@ -395,7 +395,7 @@ def print_summary(report: Report, console: Console) -> None:
 def summary(report: Report) -> list[tuple[str, str]]:
     """The headline figures as pairs of label and text."""
     rows = [
-        ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({report.ratio:.2f}× smaller)"),
+        ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({_shrinking(report.ratio)})"),
         ("effective bits", f"{report.effective_bits:.3f} per quantized weight, scales counted"),
     ]
     formats: dict[str, list[LayerResult]] = {}
@@ -418,13 +418,14 @@ def summary(report: Report) -> list[tuple[str, str]]:
             rows.append(("top-1 agreement", f"{100 * evaluation.top1:.1f}%"))
     if (record := report.allocation) is not None:
         chosen, count = record.chosen, counted(len(record.rounds), "round")
-        rows.append(
-            (
-                "allocation",
+        if chosen.bits == 16:
+            text = "everything stays in 16 bit: the budget has room for it"
+        else:
+            text = (
                 f"{chosen.bits:.3f} bits over all weights to choose for; loss {chosen.kl_predicted:.4g} predicted, "
-                f"{chosen.kl_measured:.4g} measured after {count}",
+                f"{chosen.kl_measured:.4g} measured after {count}"
             )
-        )
+        rows.append(("allocation", text))
     if (receipt := report.receipt) is not None:
         failed = sum(not layer.passed for layer in receipt.layers) + sum(not entry.passed for entry in receipt.audit)
         verdict = "passed" if receipt.passed else "FAILED"
@@ -435,6 +436,12 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if report.peak_rss_bytes is not None:
         rows.append(("peak memory", megabytes(report.peak_rss_bytes)))
     return rows
+
+
+def _shrinking(ratio: float) -> str:
+    if 0.995 <= ratio < 1.005:
+        return "as large as before"
+    return f"{ratio:.2f}× smaller" if ratio > 1 else f"{1 / ratio:.2f}× larger"
 
 
 def megabytes(nbytes: float) -> str:

@@ -230,7 +230,10 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
     ("goal", "message"),
     [
         (Goal(bits=4.2), r"--bits 4\.2: the smallest feasible value with these formats is 4\.50"),
-        (Goal(fit=1e5, context=8192), r"--fit 0\.000 GB: the smallest feasible value is .* GB are the KV cache"),
+        (
+            Goal(fit=1e5, context=8192),
+            r"--fit 100 kB: the smallest feasible value is 3,\d+,\d+ bytes \(3.22 MB\), of which 3.15 MB are the KV cache",
+        ),
         (Goal(latency=1e-9, target=("h100",)), r"--latency 1e-06 ms: the smallest feasible value is .* ms"),
         (Goal(max_kl=1e-9, bits=5.0), r"--max-kl 1e-09: even the least lossy choice within the budgets measures"),
     ],
@@ -238,6 +241,15 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
 def test_infeasible_says_what_is_feasible(goal: Goal, message: str) -> None:
     with pytest.raises(Infeasible, match=message):
         _allocate(goal)
+
+
+def test_an_infeasible_budget_is_refused_before_anything_is_measured() -> None:
+    stages: list[str] = []
+    with pytest.raises(Infeasible, match="smallest feasible value"):
+        _allocate(Goal(bits=4.2), progress=lambda stage, done, total: stages.append(stage))
+    assert stages == []
+    with pytest.raises(UserError, match=r"unknown target 'h1000'; known runtimes: .*; known GPUs: .*h100"):
+        Goal(bits=5.0, target=("h1000",))
 
 
 def test_targets() -> None:
