@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
