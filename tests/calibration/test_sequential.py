@@ -14,7 +14,7 @@ from quant.calibration.awq import channel_scale, search_scale
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.group import Settings, Solved
-from quant.calibration.sequential import solve_sequentially
+from quant.calibration.sequential import quick_products, solve_sequentially
 from quant.calibration.solver import get_pipeline, solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
@@ -352,3 +352,13 @@ def test_a_block_at_a_time_on_the_gpu() -> None:
     for name, solved in on_cpu.items():
         differing = (on_gpu[name].weight.codes.cpu() != solved.weight.codes).float().mean()
         assert float(differing) < 0.05, name
+
+
+def test_quick_products_are_exact_and_put_back() -> None:
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    x = torch.randn(512, 600)
+    wanted = x.double().t() @ x.double()
+    with quick_products():
+        found = x.t() @ x
+    assert float((found - wanted).norm() / wanted.norm()) < 2e-6
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
