@@ -139,7 +139,7 @@ def library(compile_only: bool) -> Iterator[Row]:
     yield {"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6}
     for shape in SHAPES:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        for tokens in (1, 16, 64, 128, 256, 1024, 4096):
+        for tokens in (1, 16, 64, 128, 256, 512, 1024, 4096):
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
             us = tune.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
             yield _library_row("bf16", shape, tokens, us, 2)
@@ -158,6 +158,37 @@ def _library_row(name: str, shape: tuple[int, int], tokens: int, us: float, item
     work = shape[0] * shape[1]
     rates = {"TB/s": itemsize * work / us * 1e-6, "TFLOP/s": 2 * tokens * work / us * 1e-6}
     return {"what": name, "N": shape[0], "K": shape[1], "M": tokens, "us": us, **rates}
+
+
+def prefill(compile_only: bool) -> Iterator[Row]:
+    """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
+    from quant.kernels import nvfp4_gluon
+    from quant.kernels.prepack import prepack
+
+    if not current().has_wgmma:
+        return
+    for shape, tokens in ((WIDE, 1024), (WIDE, 4096), (TALL, 4096)):
+        weight = prepack(random_weight(FORMATS["nvfp4"], shape))
+        x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+        y = dispatch.prefill_linear(x, weight, None, None, "fp8_token")
+        nvfp4_gluon.dequantize(weight)
+        if compile_only:
+            continue
+        exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
+        copies = list(tune.copies(weight, current().l2))
+        us = tune.graph_microseconds(
+            [lambda w=w, x=x: dispatch.prefill_linear(x, w, None, None, "fp8_token") for w in copies]  # type: ignore[misc]
+        )
+        row = _library_row("nvfp4 × fp8_token", shape, tokens, us, 1)
+        yield {**row, "TB/s": None, "error": float((y.double() - exact).norm() / exact.norm())}
+        if tokens == 4096:
+            elements = shape[0] * shape[1]
+            for name, call, nbytes in (
+                ("nvfp4 to bf16", nvfp4_gluon.dequantize, 2 + 9 / 16),
+                ("nvfp4 to e4m3", nvfp4_gluon.requantize, 1 + 9 / 16),
+            ):
+                us = tune.graph_microseconds([lambda w=w, c=call: c(w) for w in copies])  # type: ignore[misc]
+                yield {"what": name, "N": shape[0], "K": shape[1], "us": us, "TB/s": nbytes * elements / us * 1e-6}
 
 
 def casts(compile_only: bool) -> Iterator[Row]:
@@ -201,9 +232,12 @@ def casts(compile_only: bool) -> Iterator[Row]:
 
 
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
+MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in (128, 256)] + [(WIDE, 512)]
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
-    "nvfp4": weights("nvfp4", [*DECODE, (WIDE, 128), (TALL, 128), (WIDE, 1024), (WIDE, 4096)], prepacked=True),
+    "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, (WIDE, 1024), (WIDE, 4096)], prepacked=True),
+    "mxfp4": weights("mxfp4", [(shape, 16) for shape in SHAPES], prepacked=True),
+    "prefill": prefill,
     "nvfp4-checkpoint": weights("nvfp4", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 64), (WIDE, 256)]),
     "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 256)]),
     "fp8_channel": weights("fp8_channel", [(WIDE, 1), (WIDE, 16), (TALL, 16)]),

@@ -99,10 +99,8 @@ def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
         return tiles.DENSE
     gpu = hardware.current(x.device.index or 0)
     shape = (weight.shape[0], weight.shape[1])
-    # Prepacked, MXFP4 is NVFP4 to the kernel.
-    form = FORMATS["nvfp4"] if prepacked else weight.format
-    found = tune.look_up(gpu, form, x.shape[0], shape, prepacked)
-    return found or tiles.guess(form, x.shape[0], shape, gpu, prepacked)
+    found = tune.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    return found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
 
 
 def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice) -> torch.Tensor:

@@ -71,9 +71,9 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
 
 
 def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
-    """Name of an entry."""
-    layout = "prepacked" if prepacked else "checkpoint"
-    return f"{format}|{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
+    """Name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
+    layout = "nvfp4|prepacked" if prepacked else f"{format}|checkpoint"
+    return f"{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
 
 
 @lru_cache(maxsize=8)
@@ -147,7 +147,7 @@ def search(
     dense = dispatch.dequantize(weight, torch.bfloat16)
     exact = x.double() @ dense.double().T
     largest = float(exact.abs().max())
-    copies = list(_copies(weight, gpu.l2))
+    weights = list(copies(weight, gpu.l2))
     timings, dropped = [], {}
     for choice in choices:
         try:
@@ -157,7 +157,7 @@ def search(
             if not error < 2**-7:
                 dropped[choice] = f"error {error:.1e} of the largest output"
                 continue
-            calls = [_call(x, copy, choice) for copy in copies]
+            calls = [_call(x, copy, choice) for copy in weights]
             timings.append(Timing(choice, graph_microseconds(calls), error))
         except Exception as error_:  # A compiler may refuse a candidate in any way; the search goes on.
             dropped[choice] = f"{type(error_).__name__}: {' '.join(str(error_).split())[:200]}"
@@ -170,7 +170,7 @@ def _call(x: torch.Tensor, weight: BlockScaledTensor, choice: tiles.Choice) -> C
     return lambda: dispatch.run(x, weight, None, choice)
 
 
-def _copies(weight: BlockScaledTensor, l2: int) -> Iterator[BlockScaledTensor]:
+def copies(weight: BlockScaledTensor, l2: int) -> Iterator[BlockScaledTensor]:
     """The weight, and as many copies as make each replay read it from memory."""
     yield weight
     for _ in range(min(max(3 * l2 // weight.codes.nbytes, 1), 32)):
