@@ -9,10 +9,10 @@ is part of the time, for ours as for the peers', except for ModelOpt's CUDA exte
     bits    of a quantized weight, with every scale, input scale and low-rank branch; the head stays in 16 bit
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
 
-Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for, and
-`--only GLOB` chooses among them. Solvers come from the registry, so a new one appears by itself; `--solver` adds a
-composition. llm-compressor needs an older transformers: run it in its own environment and pass what it wrote with
-`--checkpoint NAME=DIR`.
+Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
+chooses among them, and `--only bars` takes those that the README's table is made of. Solvers come from the registry,
+so a new one appears by itself; `--solver` adds a composition. llm-compressor needs an older transformers: run it in
+its own environment and pass what it wrote with `--checkpoint NAME=DIR`.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ from _table import machine, show, versions, write_json
 from torch import nn
 
 import quant
+from quant.calibration.generate import generate_rows
 from quant.calibration.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.errors import UserError
 from quant.evaluation import evaluate
@@ -80,10 +81,19 @@ SETTINGS = {
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
 COMPOSITIONS = (
-    "awq+local_hessian", "awq+gptq", "smoothquant+gptq", "rotation+gptq", "hadamard+gptq", "awq+rotation+gptq",
-    "lowrank", "lowrank+gptq", "awq+lowrank+gptq", "awq+autoround", "rotation+autoround",
+    "awq+local_hessian", "awq+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
+    "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "gptq+autoround", "awq+gptq+autoround",
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
+# Without a text: the rows that the model writes itself, as many as are worth their time, and their length.
+OWN_TEXT = (32, 128)
+# What issue and README set a bar for, in the order of their table: `--only bars` measures these.
+BARS = (
+    "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
+    "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq+gptq",
+    "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq", "fp8_channel Blockscale gptq",
+    "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn",
+)  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
 # They reproduce another toolkit's arithmetic, or are scale rules for MX formats.
@@ -149,6 +159,11 @@ def all_configurations(
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
         for solver in dict.fromkeys(wide):
             found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
+        if key == "nvfp4a16":
+            for solver in ("local_hessian", "gptq"):
+                found[f"{key} Blockscale {solver}, no text"] = partial(
+                    run_ours, setting=key, solver=solver, device=settings.device, own_text=True
+                )
         if FORMATS[SETTINGS[key].weight].global_scale:
             found[f"{key} Blockscale rtn, {UNSHARED}"] = partial(
                 run_ours, setting=key, solver="rtn", device=settings.device, shared=False
@@ -165,10 +180,29 @@ def all_configurations(
 
 
 def run_ours(
-    model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str, shared: bool = True
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    setting: str,
+    solver: str,
+    device: str,
+    shared: bool = True,
+    own_text: bool = False,
 ) -> Outcome:
-    """Our own row, on the device that the model is on; `shared` for one global scale per fusion group."""
+    """Our own row, on the device that the model is on.
+
+    Args:
+        model: to quantize, in place.
+        rows: of calibration.
+        setting: key of `SETTINGS`.
+        solver: as `--solver` takes it.
+        device: cpu or cuda.
+        shared: one global scale per fusion group.
+        own_text: calibrates on text that the model writes itself instead of `rows`; the writing is timed too.
+    """
     formats = SETTINGS[setting]
+    if own_text:
+        rows = generate_rows(model, samples=OWN_TEXT[0], seqlen=OWN_TEXT[1])
     plan = quant.make_plan(model, Recipe(setting, formats.weight, formats.activation), solver=solver)
     if not shared:
         plan = plan.replace_layers(replace(layer, group=None) for layer in plan.quantized)
@@ -324,7 +358,7 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--threads", type=int, help="CPU threads of torch.")
-@click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches; may be repeated.")
+@click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches, or `bars`; may be repeated.")
 @click.option("--solver", "solvers", multiple=True, help="One more composition for the NVFP4 settings.")
 @click.option("--checkpoint", "checkpoints", multiple=True, metavar="'SETTING NAME=DIR'",
               help="A compressed-tensors checkpoint of the model, as one more row.")  # fmt: skip
@@ -346,7 +380,8 @@ def main(
     if row:
         print(json.dumps(measure(configurations[row], row, settings)))
         return
-    names = [name for name in configurations if not only or any(fnmatchcase(name, glob) for glob in only)]
+    globs = [glob for given in only for glob in (BARS if given == "bars" else (given,))]
+    names = [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]
     if list_only or not names:
         click.echo("\n".join(names or [f"no row matches; there are: {', '.join(configurations)}"]))
         return
