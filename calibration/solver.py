@@ -29,11 +29,11 @@ from quant.calibration.gptq import corrected_weight, factorize, gptq
 from quant.calibration.local_hessian import local_hessian
 from quant.calibration.peers import quantize_like_compressed_tensors, quantize_like_modelopt
 from quant.calibration.rotation import LARGEST_BLOCK
-from quant.calibration.statistics import LayerStats
+from quant.calibration.statistics import LayerStats, round_activation
 from quant.formats.format import Format
 from quant.formats.number import BF16, E4M3, E8M0, FP16
 from quant.formats.scaling import global_scale_of
-from quant.formats.tensor import BlockScaledTensor, checked_amax, fake_quantize, quantize
+from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -220,12 +220,15 @@ class Awq:
         solver = SOLVERS[self.trial]
 
         def round_weight(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            if self.trial == "rtn":
+                second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
+                return round_activation(scaled, format, second)  # the same values, without codes in between
             weighted = x * inputs.token_weight[:, None]
-            stats = LayerStats(len(x), weighted.t() @ x / len(x)) if self.trial not in ("rtn", "mse") else None
+            stats = LayerStats(len(x), weighted.t() @ x / len(x)) if self.trial != "mse" else None
             return solve_group({"awq": scaled}, {"awq": stats}, format, solver)["awq"].dequantize()
 
         part = weight[:: -(-len(weight) // self.rows)]
-        round_input = (lambda x: fake_quantize(x, activation)) if activation else None
+        round_input = (lambda x: round_activation(x, activation, None)) if activation else None
         scale, _ = search_scale(
             part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, inputs.token_weight, self.powers
         )
