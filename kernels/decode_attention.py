@@ -40,12 +40,13 @@ def tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: in
     if rows > _ROWS[-1]:
         return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
     block_m = next(size for size in _ROWS if size >= rows)
-    # Decoding E2M1 takes registers: small programs, and as many as fit. The others wait for memory alone.
-    many = pages.format is not None and pages.format.global_scale
-    block_n, warps, on_an_sm = (32, 1, 16) if many or pages.dim > 128 else (64, 2, 4)
-    # Parts until every SM has its programs, each part of four tiles or more.
-    splits = max(1, min(-(-on_an_sm * sms // programs), max_length // (4 * block_n), 64))
-    return DecodeTiles(block_m, block_n, warps, 3, splits)
+    # Programs of one warp wait for nobody; larger tiles need the registers of two.
+    warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2
+    # Decoding E2M1 takes more programs on an SM to keep memory busy than waiting for FP8 does. They are all there at
+    # once, each with four tiles or more: parts that begin when others end would leave the GPU half empty at the end.
+    on_an_sm = 8 if pages.format is not None and pages.format.global_scale else 4
+    splits = max(1, min(on_an_sm * sms // programs, max_length // (4 * 32), 128))
+    return DecodeTiles(block_m, 32, warps, 3, splits)
 
 
 def paged_attention(

@@ -82,7 +82,7 @@ def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Ten
     per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
     scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
-    tokens = min(16, triton.next_power_of_2(new))
+    tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
     write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
         k, v, pages.k, pages.v, *scales, *blocks, table, first,
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
