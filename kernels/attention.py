@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
-from quant.kernels.attention_reference import SCALE_BLOCK, attention_reference, reference
+from quant.kernels.attention_reference import SCALE_BLOCK, attention_reference, reference, restore_v
 
 DIMS = (64, 96, 128, 192, 256)
 """Head dimensions of `attention`."""
@@ -68,11 +68,11 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False, **options: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False, **options: Any
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: object
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -89,6 +89,7 @@ def attention(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     max_seqlen_q: int | None = None,
+    v_laid_out: bool = False,
     return_lse: bool = False,
     dtype: torch.dtype | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -110,6 +111,8 @@ def attention(
             at index cu[i] // 128 + i, and there are tokens // 128 + sequences of them.
         max_seqlen_q: length of the longest packed sequence of queries; None reads it from `cu_seqlens_q`, for which
             the GPU has to be waited for.
+        v_laid_out: whether v is E4M3 as Hopper's kernel reads it, `[batch, kv_heads, dim, keys]`: see
+            `attention_reference.lay_out_v`. A v of rows is laid out on the way there.
         return_lse: whether to return the log-sum-exp of each query's scores, too. With it, attention over parts of
             the keys is put together.
         dtype: of the output, BF16 or FP16; None is BF16 for E4M3 operands and that of q for others.
@@ -124,7 +127,9 @@ def attention(
     where = f"attention q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if dtype is None:
         dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    _check_operands(where, q, k, v, DIMS, softmax_scale, dtype)
+    if v_laid_out:
+        _check_laid_out(where, k, v, cu_seqlens_k)
+    _check_operands(where, q, k, k if v_laid_out else v, DIMS, softmax_scale, dtype)
     _check_dtypes(where, q, k, v, (q_scale, k_scale, v_scale))
     _check_sequences(where, q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     if window is not None and window < 1:
@@ -143,13 +148,14 @@ def attention(
         for name, scale, x, cu in (
             ("q_scale", q_scale, q, cu_seqlens_q),
             ("k_scale", k_scale, k, cu_seqlens_k),
-            ("v_scale", v_scale, v, cu_seqlens_k),
+            ("v_scale", v_scale, k, cu_seqlens_k),
         )
     ]
     out, lse = torch.ops.quant.attention(
         q, k, v, *scales, causal, window, softcap or 0.0,
         1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale),
         cu_seqlens_q, cu_seqlens_k, q.shape[2] if max_seqlen_q is None else max_seqlen_q, dtype, return_lse,
+        v_laid_out,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -271,6 +277,15 @@ def _check_operands(
         raise ValueError(f"{where}: softmax_scale {softmax_scale} must be positive")
 
 
+def _check_laid_out(where: str, k: torch.Tensor, v: torch.Tensor, cu_seqlens_k: torch.Tensor | None) -> None:
+    if k.dim() != 4:
+        return  # another check says what is wrong
+    blocks = scale_blocks(k.shape[2], None if cu_seqlens_k is None else len(cu_seqlens_k) - 1)
+    expected = (k.shape[0], k.shape[1], k.shape[3], blocks * SCALE_BLOCK)
+    if tuple(v.shape) != expected or v.dtype != torch.float8_e4m3fn:
+        raise ValueError(f"{where}: a laid-out v of these keys is float8_e4m3fn {list(expected)}, not {v.dtype}")
+
+
 def _check_dtypes(
     where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[torch.Tensor | None, ...]
 ) -> None:
@@ -332,32 +347,50 @@ def _attention(
     max_seqlen_q: int,
     dtype: torch.dtype,
     with_lse: bool,
+    v_laid_out: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Body of `quant::attention`; the log-sum-exp is empty where it is not wanted."""
+    hopper = is_hopper(q.device)
+    if v_laid_out and not hopper:
+        v = restore_v(v, k.shape[2], cu_seqlens_k)
     if not _has_kernel(q):
         out, lse = reference(
             q, k, v, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, causal=causal, window=window, softcap=softcap,
             softmax_scale=softmax_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, dtype=dtype,
         )  # fmt: skip
         return out, lse if with_lse else lse.new_empty(0)
-    from quant.kernels.attention_triton import attend
-
     scales = None if q_scale is None or k_scale is None or v_scale is None else (q_scale, k_scale, v_scale)
     packed = None if cu_seqlens_q is None or cu_seqlens_k is None else (cu_seqlens_q, cu_seqlens_k)
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=torch.float32)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    if hopper:
+        from quant.kernels import attention_gluon
+
+        if scales is not None and not v_laid_out:
+            v = attention_gluon.lay_out_v(v, cu_seqlens_k)
+        attend = attention_gluon.attend
+    else:
+        from quant.kernels.attention_triton import attend
     attend(
-        q.contiguous(), k.contiguous(), v.contiguous(), scales, out, lse if with_lse else None, causal=causal,
-        window=window, softcap=softcap, softmax_scale=softmax_scale, cu_seqlens=packed, max_seqlen_q=max_seqlen_q,
+        q, k, v, scales, out, lse if with_lse else None, causal=causal, window=window, softcap=softcap,
+        softmax_scale=softmax_scale, cu_seqlens=packed, max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
     return out, lse
 
 
 def _fake_attention(q: torch.Tensor, *rest: object) -> tuple[torch.Tensor, torch.Tensor]:
-    *_, dtype, with_lse = rest
+    *_, dtype, with_lse, _ = rest
     assert isinstance(dtype, torch.dtype)
     lse_shape = q.shape[:3] if with_lse else [0]
     return q.new_empty(q.shape, dtype=dtype), q.new_empty(lse_shape, dtype=torch.float32)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` runs the kernel that is written for Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _has_kernel(q: torch.Tensor) -> bool:
@@ -429,7 +462,7 @@ torch.library.define(
     "quant::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool causal, int? window, "
     "float softcap, float softmax_scale, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, "
-    "ScalarType dtype, bool with_lse) -> (Tensor, Tensor)",
+    "ScalarType dtype, bool with_lse, bool v_laid_out) -> (Tensor, Tensor)",
 )
 torch.library.impl("quant::attention", "default", _attention)
 torch.library.register_fake("quant::attention", _fake_attention)

@@ -94,6 +94,45 @@ def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tens
     return scale[:, :, block, None]
 
 
+def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """V as Hopper's FP8 kernel reads it: K-major, as FP8 operands must be, and keys in the order in which P is.
+
+    An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So of 16
+    keys the order is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+
+    Args:
+        v: `[batch, kv_heads, tokens, dim]`.
+        cu_seqlens: of packed sequences, each of which starts at the place of its scale blocks.
+
+    Returns:
+        `[batch, kv_heads, dim, keys]`, keys padded with zeros to whole blocks of 128.
+    """
+    return _padded(v, cu_seqlens).unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
+
+
+def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """What `lay_out_v` was made of."""
+    rows = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
+    return rows[:, :, _padded_rows(tokens, cu_seqlens, v.device)]
+
+
+def _padded(v: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    sequences = 0 if cu_seqlens is None else len(cu_seqlens) - 1
+    blocks = v.shape[2] // SCALE_BLOCK + sequences if sequences else -(-v.shape[2] // SCALE_BLOCK)
+    out = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
+    out[:, :, _padded_rows(v.shape[2], cu_seqlens, v.device)] = v
+    return out
+
+
+def _padded_rows(tokens: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """Where each token is among whole blocks."""
+    row = torch.arange(tokens, device=device)
+    if cu_seqlens is None:
+        return row
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    return block_starts(cu_seqlens)[sequence] * SCALE_BLOCK + row - cu_seqlens[sequence]
+
+
 def _dequantized(
     x: torch.Tensor, scale: torch.Tensor | None, cu_seqlens: torch.Tensor | None, compute: torch.dtype
 ) -> torch.Tensor:

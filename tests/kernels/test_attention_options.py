@@ -190,7 +190,7 @@ def test_log_sum_exp_only_on_request() -> None:
 def test_op_for_compilers() -> None:
     q, k, v, options = case(length=(20, 30))
     scales = [torch.ones(2, x.shape[1], 1) for x in (q, k, v)]
-    args = (q, k, v, *scales, True, 5, 0.0, 0.125, None, None, 20, torch.bfloat16, True)
+    args = (q, k, v, *scales, True, 5, 0.0, 0.125, None, None, 20, torch.bfloat16, True, False)
     torch.library.opcheck(torch.ops.quant.attention.default, args, test_utils="test_faketensor")
     compiled = torch.compile(lambda *x: attention(*x, causal=True, **options) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, causal=True, **options) + 1)
