@@ -171,3 +171,35 @@ def test_one_rank_and_bad_input() -> None:
         shard(q[:, :, :90], 0, 4)
     with pytest.raises(ValueError, match="rank 4 of 4"):
         shard(q, 4, 4)
+
+
+def of_a_gpu(rank: int, world: int, folder: str) -> None:
+    """The same cases on one GPU of several, in BF16, at head dimensions that the kernels take."""
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
+    results = {}
+    for name in FORMAT_NAMES:
+        for causal in (True, False):
+            mine = [shard(x.cuda().bfloat16(), rank, world) for x in operands((1, 8, 2, 256 * world + 8 * world, 64))]
+            results[name, causal] = ring_attention(
+                *mine, format=FORMATS[name] if name else None, causal=causal, softmax_scale=0.1
+            ).cpu()
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_gpus_give_what_float64_gives(tmp_path: Path) -> None:
+    """BF16 outputs of the parts; under FP8 the probabilities are E4M3, too (2.6e-2 for independent values)."""
+    world = min(torch.cuda.device_count(), 4)
+    torch.multiprocessing.spawn(of_a_gpu, (world, str(tmp_path)), nprocs=world)  # type: ignore[no-untyped-call]
+    found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
+    q, k, v = (x.bfloat16().float() for x in operands((1, 8, 2, 256 * world + 8 * world, 64)))
+    for name, causal in found[0]:
+        got = unshard([each[name, causal] for each in found]).double()
+        expected = reference(
+            rounded(q, "fp8" if name == "fp8" else None, world), rounded(k, name, world), rounded(v, name, world),
+            causal=causal, softmax_scale=0.1, dtype=torch.float64, compute=torch.float64, round_p=False,
+        )[0]  # fmt: skip
+        assert float((got - expected).norm() / expected.norm()) < (0.04 if name == "fp8" else 2.0**-7)
