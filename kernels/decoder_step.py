@@ -73,17 +73,20 @@ def rotate_kernel(
         high = (high * c).to(dtype).to(tl.float32) + (low * s).to(dtype).to(tl.float32)
         low = turned
     if head < heads:
-        place = q + (batch * heads + head) * dim
-        tl.store(place + column, low.to(dtype), mask=inside)
-        tl.store(place + half + column, high.to(dtype), mask=inside)
+        turned_query = q + (batch * heads + head) * dim
+        tl.store(turned_query + column, low.to(dtype), mask=inside)
+        tl.store(turned_query + half + column, high.to(dtype), mask=inside)
     else:
         last = tl.load(lengths + batch) - 1
         of = tl.load(table + batch * table_stride + last // page).to(tl.int64)
         kv_head = (head - heads) % kv_heads
         place = ((of * kv_heads + kv_head) * page + last % page) * dim
-        pointer = k if head < heads + kv_heads else v
-        tl.store(pointer + place + column, low.to(dtype), mask=inside)
-        tl.store(pointer + place + half + column, high.to(dtype), mask=inside)
+        if head < heads + kv_heads:
+            tl.store(k + place + column, low.to(dtype), mask=inside)
+            tl.store(k + place + half + column, high.to(dtype), mask=inside)
+        else:
+            tl.store(v + place + column, low.to(dtype), mask=inside)
+            tl.store(v + place + half + column, high.to(dtype), mask=inside)
 
 
 def add_rmsnorm(

@@ -171,7 +171,7 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     if tiles:
         scale_shape = weight.format.scale_shape(weight.shape)
         second = weight.scale if weight.global_scale is None else weight.global_scale
-        block_n, block_k = (64, 128) if block_m <= 64 else (128, 64)
+        block_n, block_k = 64, 128 if block_m <= 64 else 64
         grouped_linear_kernel[triton.cdiv(N, block_n), tiles](
             x, weight.codes, weight.scale, second, offsets, y, experts, N, K, x.stride(0), scale_shape[-2],
             scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),

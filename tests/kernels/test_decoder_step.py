@@ -1,11 +1,14 @@
 """The kernels between a decoder's matmuls: interpreted, against the modules of transformers; on a GPU likewise."""
 
+from typing import Any
+
 import pytest
 import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
 from quant.kernels import decoder_step as kernels
+from quant.kernels.aot import assemble, compile_kernel
 from quant.kernels.interpreter import interpreted
 from quant.kernels.kv_cache import KVPages
 
@@ -102,3 +105,22 @@ def test_mistakes_name_the_argument() -> None:
     pages = KVPages(torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16), None, 16)
     with pytest.raises(ValueError, match=r"in torch\.float32, expected torch\.bfloat16"):
         kernels.rotate_and_store(x, x, x, pages, x, x)
+
+
+POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "qkv", "cos", "sin", "q", "k", "v")
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        (kernels.add_rmsnorm_kernel, {"add": True, "width": 4096}, 16),
+        (kernels.swiglu_kernel, {"width": 1024}, 4),
+        (kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}, 1),
+    ],
+)
+def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
+    types = {"eps": "fp32", "table": "*i32", "lengths": "*i32", **dict.fromkeys(POINTERS, "*bf16")}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    compiled = compile_kernel(kernel, signature, constants, arch=arch, num_warps=warps, num_stages=1)
+    assert assemble(compiled).spilled == 0

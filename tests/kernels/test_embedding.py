@@ -77,3 +77,20 @@ def test_only_a_plain_look_up_is_replaced() -> None:
     assert takes(nn.Embedding(3, 4)) == ""
     assert takes(Scaled(3, 4)) == "it is a Scaled, which does more than look up"
     assert takes(nn.Embedding(3, 4, max_norm=1.0)) == "it renormalizes rows as they are read"
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp6", "fp8_block"])
+def test_compiles_without_spills(arch: int, format: str) -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from quant.kernels.aot import assemble, compile_kernel
+    from quant.kernels.embedding_triton import look_up_kernel
+    from quant.kernels.matmul import layout
+
+    form = FORMATS[format]
+    constants = {**layout(form), "has_global": form.global_scale, "width": 1024}
+    types = {"ids": "*i64", "codes": "*u8" if form.element.bits < 8 else "*fp8e4nv", "global_scale": "*fp32"}
+    types |= {"scale": {"E4M3": "*fp8e4nv", "FP32": "*fp32"}.get(form.scale.name.upper(), "*u8"), "out": "*bf16"}
+    signature = {name: types.get(name, "i32") for name in look_up_kernel.arg_names if name not in constants}
+    compiled = compile_kernel(look_up_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    assert assemble(compiled).spilled == 0

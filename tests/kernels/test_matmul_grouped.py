@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -123,22 +124,44 @@ def test_mistakes_name_the_argument() -> None:
     ],
 )
 def test_fp8_compiles_to_fp8_instructions(arch: int, block_m: int, instruction: str) -> None:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     kernel = kernels.grouped_fp8_kernel
     given = {"x": "*fp8e4nv", "x_scale": "*fp32", "codes": "*fp8e4nv", "scale": "*fp32", "offsets": "*i32"}
     given |= {"y": "*bf16", "experts": "i32", "N": "i32", "K": "i32"}
     constants = {"x_rows": 1, "x_columns": 128, "rows": 128, "columns": 128, "width": 64}
     constants |= {"block_m": block_m, "block_n": 128}
+    compiled = compile_aligned(kernel, given, constants, arch, 4 if block_m <= 64 else 8)
+    assert re.search(instruction, compiled.ptx)
+    assert assemble(compiled).spilled == 0
+
+
+def compile_aligned(
+    kernel: Any, types: dict[str, str], constants: dict[str, Any], arch: int, warps: int
+) -> CompiledKernel:
+    """As a launch compiles it: pointers and sizes are multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
     names = kernel.arg_names
-    types = {name: given.get(name, "constexpr") for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if n in given and n not in ("experts",)}
-    source = ASTSource(kernel, types, constexprs={(names.index(n),): v for n, v in constants.items()}, attrs=aligned)
-    warps = 4 if block_m <= 64 else 8
+    kinds = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
+    runtime = [i for i, name in enumerate(names) if name not in constants and name != "experts"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i in runtime}
+    values = {(names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, kinds, constexprs=values, attrs=aligned)
     options = {"num_warps": warps, "num_stages": 3}
     result = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    assert re.search(instruction, result.asm["ptx"])
-    compiled = CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), warps, result.metadata.shared)
-    assert assemble(compiled).spilled == 0
+    return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), warps, result.metadata.shared)
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int8"])
+@pytest.mark.parametrize("block_m", [16, 128])
+def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
+    form, kernel = FORMATS[format], kernels.grouped_linear_kernel
+    block_n, block_k = 64, 128 if block_m <= 64 else 64
+    constants = {**kernels.layout(form), "has_global": form.global_scale, "width": 64}
+    constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k}
+    code = {"nvfp4": "*u8", "int8": "*i8"}.get(format, "*fp8e4nv")
+    scale = {"nvfp4": "*fp8e4nv", "mxfp8": "*u8"}.get(format, "*fp32")
+    types = {"x": "*bf16", "codes": code, "scale": scale, "global_scale": "*fp32", "offsets": "*i32", "y": "*bf16"}
+    assert assemble(compile_aligned(kernel, types, constants, arch, 4 if block_m <= 64 else 8)).spilled == 0
