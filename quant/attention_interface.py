@@ -36,11 +36,12 @@ from torch.nn.functional import pad
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3
 from quant.formats.scaling import divided
 from quant.kernels.attention import DIMS, attention
+from quant.kernels.attention_quantize import quantize_attention
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
 from quant.kernels.kv_cache import first_scale, kv_format, round_kv
+from quant.kernels.ring_attention import quantize_blocks
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
@@ -233,16 +234,6 @@ def _rounded(module: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch
     return round_kv(k, format, k_scale), round_kv(v, format, v_scale)
 
 
-def _e4m3(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]`, one for 128 tokens of a head."""
-    tokens = x.shape[2]
-    blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
-    scale = divided(blocks.abs().amax((-2, -1)), E4M3.max)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    codes = (blocks / scale[..., None, None]).clamp_(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
-    return codes.flatten(2, 3)[:, :, :tokens], scale
-
-
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, *, softmax_scale: float | None, **options: Any
 ) -> torch.Tensor:
@@ -255,9 +246,15 @@ def _dense(
     kernel = q.is_cuda and (fp8 or dtype is not torch.float32)
     if kernel and room != dim:
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
+    if kernel and fp8 and dtype is not torch.float32:
+        return quantize_attention(q, k, v).attend(**options, dtype=dtype)[..., :dim]  # type: ignore[arg-type]
     scales = {}
     if fp8:
-        (q, scales["q_scale"]), (k, scales["k_scale"]), (v, scales["v_scale"]) = _e4m3(q), _e4m3(k), _e4m3(v)
+        (q, scales["q_scale"]), (k, scales["k_scale"]), (v, scales["v_scale"]) = (
+            quantize_blocks(q),
+            quantize_blocks(k),
+            quantize_blocks(v),
+        )
     if kernel:
         # The kernels write 16 bit; their FP8 operands are no better than that.
         out = attention(q, k, v, **scales, **options, dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
@@ -288,5 +285,5 @@ def _masked(
 
 
 def _dequantized(x: torch.Tensor) -> torch.Tensor:
-    codes, scale = _e4m3(x)
+    codes, scale = quantize_blocks(x)
     return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]
