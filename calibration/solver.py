@@ -200,12 +200,15 @@ class Awq:
     """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
 
     Attributes:
-        trial: solver that rounds in the search, on every `stride`-th output row.
+        trial: solver that rounds in the search.
+        share: how much of the trial's rounding error of weights is counted beside that of inputs. Before GPTQ, which
+            makes up for most of it, inputs should decide; see `get_pipeline`.
         powers: pairs (of the activation's magnitude, of the weight's) to try.
         rows: at most so many output rows take part in the search.
     """
 
     trial: str = "rtn"
+    share: float = 1.0
     powers: tuple[tuple[float, float], ...] = tuple((p / 10, 0.0) for p in range(10))
     rows: int = 512
 
@@ -220,6 +223,9 @@ class Awq:
         solver = SOLVERS[self.trial]
 
         def round_weight(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return scaled.lerp(tried(scaled, x), self.share if activation else 1.0)
+
+        def tried(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             if self.trial == "rtn":
                 second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
                 return round_activation(scaled, format, second)  # the same values, without codes in between
@@ -376,9 +382,12 @@ def get_pipeline(name: str) -> Pipeline:
         found[key] = int(number or STEPS.get(key, 0))
         last = order[key]
     rounding = next((key for key in found if key in SOLVERS), "gptq" if found.keys() & STEPS.keys() else "mse")
+    transforms = (TRANSFORMS[key] for key in found if key in TRANSFORMS)
+    if isinstance(SOLVERS[rounding], Gptq):
+        transforms = (replace(t, share=t.share * _GPTQ_SHARE) if isinstance(t, Awq) else t for t in transforms)
     return Pipeline(
         name,
-        tuple(TRANSFORMS[key] for key in found if key in TRANSFORMS),
+        tuple(transforms),
         SOLVERS[rounding],
         found.get("rotation", 0),
         found.get("lowrank", 0),
@@ -387,6 +396,8 @@ def get_pipeline(name: str) -> Pipeline:
     )
 
 
+# How much of round-to-nearest's output error GPTQ leaves, as AWQ's search counts it.
+_GPTQ_SHARE = 0.3
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
