@@ -7,7 +7,8 @@
     engine        filled in by whoever reads the constants of an engine
 
 Errors are relative: the Frobenius norm of the difference over that of the reference. Layers are compared one at a
-time and never as a whole model, where one flipped rounding in FP4 changes all that follows.
+time and never as a whole model, where one flipped rounding in FP4 changes all that follows. Of a wide layer some rows
+of the weight are compared at a time, which are as many outputs, so that memory does not grow with the layer.
 
 The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
 "passed"}.
@@ -16,7 +17,9 @@ The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from quant.kernels.linear import QuantLinear
 from quant.kernels.ops import quantized_linear
 
 TOKENS = 8
+_WEIGHTS = 1 << 22  # compared at a time
 # In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
 # scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -126,8 +130,12 @@ class LayerGraphs:
         output = self.outputs[name]
         return self._cut(output, lambda value: self._is_own(value, output), name)
 
-    def weight(self, name: str) -> np.ndarray:
-        """The layer's weight `[out, in]`, float32, dequantized from the initializers before any cast to half."""
+    def weight(self, name: str) -> Any:
+        """A model that gives the layer's weight `[out, in]`, float32, before any cast to half.
+
+        Raises:
+            ValueError: the file has no such layer.
+        """
         from onnx import TensorProto, helper
 
         nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
@@ -140,8 +148,7 @@ class LayerGraphs:
         kept = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
         del last.attribute[:]
         last.attribute.extend([*kept, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
-        values = evaluator(model).run(None, {})[0]
-        return np.asarray(values, dtype=np.float32)
+        return model
 
     def _is_own(self, value: str, output: str) -> bool:
         if value == output:
@@ -196,17 +203,23 @@ def _compare(
     name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight = module.dequantize()
-    with torch.no_grad():
-        op = quantized_linear(
-            x, module.quantized_weight, module.bias, module.input_scale, module.activation_format
-        ).float()
-        fake_quant = relative_error(op, _textbook(x, module))
-    model, given = graph.linear(name)
-    out = evaluator(model).run(None, {given: to_numpy(x)})[0]
-    of_weight = relative_error(torch.from_numpy(graph.weight(name)), weight)
-    of_output = relative_error(torch.from_numpy(np.asarray(out, dtype=np.float32)), op)
-    checkpoint = None if stored is None else relative_error(stored.dequantize(), weight)
+    whole, (layer, given), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
+    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
+    for start, stop in _row_slices(whole):
+        part = _rows(whole, start, stop)
+        bias = None if module.bias is None else module.bias[start:stop]
+        weight = part.dequantize()
+        with torch.no_grad():
+            op = quantized_linear(x, part, bias, module.input_scale, module.activation_format).float()
+        errors["fake_quant"].add(op, _textbook(x, weight, bias, module))
+        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {given: to_numpy(x)})[0]
+        errors["output"].add(_as_float(out), op)
+        held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
+        errors["weight"].add(_as_float(held), weight)
+        if stored is not None:
+            errors["checkpoint"].add(_rows(stored, start, stop).dequantize(), weight)
+    of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
+    checkpoint = None if stored is None else errors["checkpoint"].relative
     passed = (
         fake_quant <= _TEXTBOOK[dtype]
         and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
@@ -223,13 +236,70 @@ def _compare(
     }
 
 
+class _Error:
+    """Sums of squares of a difference and of its reference, slice by slice."""
+
+    def __init__(self) -> None:
+        self.difference = self.reference = 0.0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        self.difference += float((found.double() - expected.double()).square().sum())
+        self.reference += float(expected.double().square().sum())
+
+    @property
+    def relative(self) -> float:
+        """As `relative_error` of the whole."""
+        return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
+
+
+def _row_slices(weight: BlockScaledTensor) -> list[tuple[int, int]]:
+    """Ranges of rows of about `_WEIGHTS` weights, whole blocks each."""
+    out, features = weight.shape
+    height = weight.format.block_shape(weight.shape)[0]
+    step = height if height < out else 1
+    step *= max(_WEIGHTS // features // step, 1)
+    return [(start, min(start + step, out)) for start in range(0, out, step)]
+
+
+def _rows(weight: BlockScaledTensor, start: int, stop: int) -> BlockScaledTensor:
+    """Rows of a weight, sharing its memory; `start` is the first of a block."""
+    height = weight.format.block_shape(weight.shape)[0]
+    scale = weight.scale[start // height : -(-stop // height)]
+    return replace(weight, codes=weight.codes[start:stop], scale=scale, shape=(stop - start, weight.shape[1]))
+
+
+def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
+    """The model that `LayerGraphs` cut out, for these rows of the weight: constants with a row for each are sliced."""
+    from onnx import TensorProto, helper
+
+    out, height = weight.shape[0], weight.format.block_shape(weight.shape)[0]
+    if stop - start == out:
+        return model
+    constants = []
+    for tensor in model.graph.initializer:
+        step = next((step for step in (1, height) if tensor.dims and tensor.dims[0] == -(-out // step)), None)
+        if step is None or not tensor.raw_data:
+            constants.append(tensor)
+            continue
+        first, last, row = start // step, -(-stop // step), len(tensor.raw_data) // tensor.dims[0]
+        dims = [last - first, *tensor.dims[1:]]
+        data = tensor.raw_data[first * row : last * row]
+        constants.append(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims, raw_data=data))
+    graph = helper.make_graph(model.graph.node, "rows", model.graph.input, model.graph.output, constants)
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def _as_float(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
 def _is_by_token(module: QuantLinear) -> bool:
     format = module.activation_format
     return format is not None and format.block == (1, 0) and module.input_scale is None
 
 
-def _textbook(x: torch.Tensor, module: QuantLinear) -> torch.Tensor:
-    """The layer in float64."""
+def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:
+    """The layer in float64, for the rows of `weight`."""
     format = module.activation_format
     if format is not None:
         second = format.global_scale
@@ -239,8 +309,7 @@ def _textbook(x: torch.Tensor, module: QuantLinear) -> torch.Tensor:
             scale=None if second else module.input_scale,
             global_scale=module.input_scale if second else None,
         )
-    bias = None if module.bias is None else module.bias.double()
-    return linear(x.double(), module.dequantize().double(), bias)
+    return linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

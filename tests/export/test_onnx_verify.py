@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,8 +17,10 @@ from quant.report import Receipt
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
+from quant.export import onnx_verify  # noqa: E402
 from quant.export.onnx import export_onnx  # noqa: E402
 from quant.export.onnx_decoder import GraphInput  # noqa: E402
+from quant.export.onnx_reference import evaluator  # noqa: E402
 from quant.export.onnx_verify import LayerGraphs, check_file, verify, worst_layer  # noqa: E402
 
 
@@ -63,7 +66,31 @@ def test_each_layer_is_cut_out_with_one_input(model: nn.Module, path: Path) -> N
     assert [graph.linear(name)[1] for name in ("0", "1")] == ["x", "0.output"]
     for name in ("0", "1", "3"):
         expected = weight_of(model, name).dequantize()
-        torch.testing.assert_close(torch.from_numpy(graph.weight(name)), expected, rtol=1e-7, atol=0)
+        (found,) = evaluator(graph.weight(name)).run(None, {})
+        torch.testing.assert_close(torch.from_numpy(np.asarray(found, np.float32)), expected, rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("format", ["fp8", "fp8_channel", "fp8_block", "nvfp4", "int4", "int8", "mxfp8"])
+def test_a_wide_layer_is_compared_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    """The same receipt as of the whole, and a bit in the last row is found."""
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(300, 128), FORMATS[format])
+    model = nn.Sequential(QuantLinear(weight, torch.randn(300))).eval()
+    path = export_onnx(model, tmp_path / "m.onnx", inputs={"x": GraphInput(torch.randn(4, 128), ("rows", 128))})
+    whole = verify(model, path)["layers"][0]
+    monkeypatch.setattr(onnx_verify, "_WEIGHTS", 128 * 40)
+    assert len(onnx_verify._row_slices(weight)) == (3 if format == "fp8_block" else 8)
+    sliced = verify(model, path)["layers"][0]
+    assert whole["passed"] and sliced["passed"]
+    for key in ("fake_quant", "onnx"):
+        assert sliced[key] == pytest.approx(whole[key], rel=0.2, abs=1e-9)
+    damaged = onnx.load(path)
+    (codes,) = (tensor for tensor in damaged.graph.initializer if tensor.name == "0.codes")
+    data = bytearray(codes.raw_data)
+    data[-3] ^= 0x04
+    codes.raw_data = bytes(data)
+    onnx.save(damaged, path)
+    assert not verify(model, path)["passed"]
 
 
 @pytest.mark.parametrize("name", ["0", "1", "3"])
