@@ -16,7 +16,8 @@ import copy
 import gc
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +40,18 @@ CONFIGURATIONS = (
     ("nvfp4a16", "rotation:64+gptq"),
     ("nvfp4", "awq+gptq"),
     ("nvfp4", "awq+lowrank:32+gptq"),
+    ("fp8", "gptq"),
+    ("fp8_channel", "gptq"),
+    ("mxfp8", "gptq"),
+    ("nvfp4", "awq+gptq+autoround"),
+    ("nvfp4a16", "gptq+autoround"),
     ("nvfp4a16", "awq+gptq"),
     ("nvfp4a16", "mse"),
     ("fp8", "rtn"),
     ("fp8_channel", "rtn"),
     ("mxfp8", "rtn"),
-    ("nvfp4a16", "gptq+autoround"),
-    ("nvfp4", "awq+gptq+autoround"),
     ("nvfp4a16", "rotation:64+gptq+autoround"),
     ("nvfp4", "awq+lowrank:32+gptq+autoround"),
-    ("fp8", "gptq"),
-    ("fp8_channel", "gptq"),
-    ("mxfp8", "gptq"),
 )
 LLAMA_LAYERS = 32
 LLAMA = {
@@ -100,7 +101,7 @@ def at_deadline(*_: Any) -> None:
     raise Deadline
 
 
-def losses(model: str, tokens: Path, device: str, only: str) -> Iterator[dict[str, object]]:
+def losses(model: str, tokens: Path, device: str, only: Sequence[str]) -> Iterator[dict[str, object]]:
     """Rows of the first table."""
     base = quant.open_model(model).model
     assert base is not None
@@ -113,7 +114,7 @@ def losses(model: str, tokens: Path, device: str, only: str) -> Iterator[dict[st
     for recipe, solver in (("nvfp4a16", "gptq"), ("nvfp4", "awq+gptq+autoround:2")):
         quant.quantize(copy.deepcopy(base), recipe, rows[:4], solver=solver, include=["*layers.0.*"])
     for recipe, solver in CONFIGURATIONS:
-        if only and only not in f"{recipe} {solver}":
+        if only and not any(fnmatchcase(f"{recipe} {solver}", glob) for glob in only):
             continue
         quantized = copy.deepcopy(base)
         if device == "cuda":
@@ -138,12 +139,12 @@ def peak_gib() -> float:
 
 def large_layers(device: str, layers: int, samples: int) -> Iterator[dict[str, object]]:
     """Rows of the second table."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     for solver in ("mse", "gptq"):
-        with torch.device("meta"):
-            model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, **LLAMA)).bfloat16()
-        model = random_weights(model, device)
+        # Loads libraries and compiles the kernels, which happens once for any number of layers.
+        small = random_llama(device, LLAMA | {"num_hidden_layers": 1, "hidden_size": 512, "intermediate_size": 1024})
+        warm_up = torch.randint(0, LLAMA["vocab_size"], (2, 512))
+        quant.quantize(small, "nvfp4a16", warm_up, solver=solver, device=device)
+        model = random_llama(device, LLAMA | {"num_hidden_layers": layers})
         rows = torch.randint(0, LLAMA["vocab_size"], (samples, 512))
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -178,8 +179,12 @@ def reporter(solver: str, started: float) -> Callable[[str, int, int], None]:
     return report
 
 
-def random_weights(model: nn.Module, device: str) -> nn.Module:
-    """A model on the meta device, filled: matrices made on `device` and kept on the CPU."""
+def random_llama(device: str, shape: dict[str, Any]) -> nn.Module:
+    """A model with random weights: matrices made on `device` and kept on the CPU."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).bfloat16()
     rotary = type(model.model.rotary_emb)(model.config)
     model = model.to_empty(device="cpu").eval()
     model.model.rotary_emb = rotary
@@ -197,11 +202,11 @@ def random_weights(model: nn.Module, device: str) -> nn.Module:
 @click.option("--layers", default=2, show_default=True, help="Decoder layers of Llama-3-8B's shape to measure.")
 @click.option("--samples", default=32, show_default=True, help="Rows of 512 tokens for GPTQ on them.")
 @click.option("--deadline", default=140.0, show_default=True, help="Seconds after which no more is measured.")
-@click.option("--only", default="", help="Only rows of the first table whose name holds this.")
+@click.option("--only", multiple=True, metavar="GLOB", help="Only rows of the first table: `fp8 gptq`. Repeatable.")
 @click.option("--large/--no-large", default=True, help="Whether to make the second table.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the first table here.")
 def main(
-    model: str, tokens: Path, layers: int, samples: int, deadline: float, only: str, large: bool,
+    model: str, tokens: Path, layers: int, samples: int, deadline: float, only: tuple[str, ...], large: bool,
     json_path: Path | None,
 ) -> None:  # fmt: skip
     if not torch.cuda.is_available():
