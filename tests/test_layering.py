@@ -36,6 +36,8 @@ CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_
 TRITON_FILES: set[str] = {
     "calibration/block_search_triton.py",
     "kernels/attention_triton.py",
+    "kernels/decode_attention_triton.py",
+    "kernels/kv_cache_triton.py",
     "kernels/matmul.py",
     "kernels/matmul_fp8_block.py",
     "kernels/matmul_gluon.py",
@@ -47,6 +49,10 @@ TRITON_FILES: set[str] = {
     "kernels/fused.py",
     "kernels/matmul_grouped.py",
 }
+
+# Files of subclasses of transformers' classes, under the same rule.
+TRANSFORMERS_FILES: set[str] = {"quant/kv_generation.py"}
+MAY_LOAD = {"triton": TRITON_FILES, "transformers": TRANSFORMERS_FILES}
 
 
 @dataclass(frozen=True)
@@ -95,10 +101,12 @@ def violations(path: str, source: str) -> list[str]:
             problem = "points up: only quant's own files import its top level"
         elif room == "formats" and top not in FORMATS_MAY_IMPORT:
             problem = "is neither torch, numpy nor the standard library"
-        elif item.on_load and top not in CORE and not (top == "triton" and path in TRITON_FILES):
+        elif item.on_load and top not in CORE and path not in MAY_LOAD.get(top, ()):
             problem = "is no core dependency; import it inside the function that needs it"
         elif item.on_load and f"{target}/{rest.partition('.')[2]}.py" in TRITON_FILES and path not in TRITON_FILES:
             problem = "loads triton; import it inside the function that needs it"
+        elif item.on_load and f"{item.module.replace('.', '/')}.py" in TRANSFORMERS_FILES:
+            problem = "loads transformers; import it inside the function that needs it"
         else:
             continue
         found.append(f"{path}:{item.line}: {item.module} {problem}")
