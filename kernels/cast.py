@@ -125,6 +125,67 @@ def quantize_rows_kernel(
 
 
 @triton.jit
+def _read(x, second, hidden, row, start, column, inside, x_stride, second_stride, source: tl.constexpr):
+    """float32 of x, or of x + residual as it is written to `hidden`."""
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if source == "add_rms":
+        value += tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(x.dtype.element_ty)
+        tl.store(hidden + start + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _finish(
+    value, scaling, second, norm_weight, row, column, inside, second_stride, dtype: tl.constexpr, source: tl.constexpr
+):
+    """What is quantized, float32, every step rounded to `dtype`."""
+    if source == "rms" or source == "add_rms":
+        weight = tl.load(norm_weight + column, mask=inside, other=0.0)
+        value = ((value * scaling).to(dtype) * weight).to(dtype).to(tl.float32)
+    if source == "swiglu":
+        other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
+        gate = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32)
+        value = (gate * other).to(dtype).to(tl.float32)
+    return value
+
+
+@triton.jit
+def quantize_nvfp4_kernel(
+    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
+    source: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_rows_kernel`, for NVFP4 without a rotation: a thread has both halves of a block.
+
+    With one row as one vector, a block would be shared by two threads, and each would find its scale.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x.dtype.element_ty
+    start = row * K
+    low = tl.arange(0, width // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
+    high = low + 8
+    end = width if flat else K
+    inside = low < end
+    a = _read(x, second, hidden, row, start, low, inside, x_stride, second_stride, source)
+    b = _read(x, second, hidden, row, start, high, inside, x_stride, second_stride, source)
+    normed: tl.constexpr = source == "rms" or source == "add_rms"
+    scaling = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, axis=1), axis=0) / K + eps) if normed else 1.0
+    a = _finish(a, scaling, second, norm_weight, row, low, inside, second_stride, dtype, source)
+    b = _finish(b, scaling, second, norm_weight, row, high, inside, second_stride, dtype, source)
+    amax = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=1)
+    stored, step = encode_scale(amax, tl.load(global_scale).to(tl.float32), "e4m3", 6.0)
+    index = tl.arange(0, width // 16)
+    tl.store(scale + start // 16 + index, stored, mask=index < end // 16)
+    inverse = reciprocal(step)[:, None]
+    shift = (tl.arange(0, 8) * 4)[None, :]
+    first = tl.sum(encode_e2m1_of(tl.abs(quotient(a, step[:, None], inverse)), a) << shift, axis=1)
+    other = tl.sum(encode_e2m1_of(tl.abs(quotient(b, step[:, None], inverse)), b) << shift, axis=1)
+    words = (codes + start // 2).to(tl.pointer_type(tl.int32)) + index[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(words, tl.join(first, other), mask=(index < end // 16)[:, None])
+
+
+@triton.jit
 def _quantize_row(
     row, signs, x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
     source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
@@ -135,20 +196,10 @@ def _quantize_row(
     dtype: tl.constexpr = x.dtype.element_ty
     start = row * K
     inside = column < (width if flat else K)
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if source == "add_rms":
-        value += tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(dtype)
-        tl.store(hidden + start + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
-    if source == "rms" or source == "add_rms":
-        mean_square = tl.sum(value * value, axis=0) / K
-        normed = (value * tl.rsqrt(mean_square + eps)).to(dtype)
-        value = (normed * tl.load(norm_weight + column, mask=inside, other=0.0)).to(dtype).to(tl.float32)
-    if source == "swiglu":
-        other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-        gate = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32)
-        value = (gate * other).to(dtype).to(tl.float32)
+    value = _read(x, second, hidden, row, start, column, inside, x_stride, second_stride, source)
+    normed: tl.constexpr = source == "rms" or source == "add_rms"
+    scaling = tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) if normed else 1.0
+    value = _finish(value, scaling, second, norm_weight, row, column, inside, second_stride, dtype, source)
     if hadamard > 0:
         turned = tl.dot(value.to(dtype).reshape(width // hadamard, hadamard), signs)
         value = (turned * root).to(dtype).to(tl.float32).reshape(width)
@@ -251,16 +302,25 @@ def quantize_rows(
         scales = torch.empty(format.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
     if tokens:
         launch = _launch(tokens, columns, format, source, hadamard, rows.is_contiguous() and other.is_contiguous())
-        quantize_rows_kernel[launch.programs,](
+        tensors = (
             rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden,
             codes, scales, scales if global_scale is None else global_scale,
             launch.width if launch.flat else rows.stride(0), launch.width if launch.flat else other.stride(0),
-            launch.width if launch.flat else columns, launch.rows, eps,
-            source=source, element=format.element.name, largest=format.element.max,
-            kind="wide" if format.scale.is_wide else format.scale.name, block=format.block[1],
-            static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0,
-            flat=launch.flat, width=launch.width, num_warps=launch.warps,
+            launch.width if launch.flat else columns,
         )  # fmt: skip
+        flat = launch.flat or columns == launch.width
+        if format is FORMATS["nvfp4"] and not hadamard:
+            quantize_nvfp4_kernel[launch.programs,](
+                *tensors, eps, source=source, flat=flat, width=launch.width, num_warps=launch.warps
+            )
+        else:
+            quantize_rows_kernel[launch.programs,](
+                *tensors, launch.rows, eps,
+                source=source, element=format.element.name, largest=format.element.max,
+                kind="wide" if format.scale.is_wide else format.scale.name, block=format.block[1],
+                static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0,
+                flat=flat, width=launch.width, num_warps=launch.warps,
+            )  # fmt: skip
     return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
 
 
