@@ -21,7 +21,8 @@ from quant.formats.packing import pack, unpack
 from quant.formats.rounding import decode, encode, round_to
 from quant.formats.scaling import SCALE_RULES, global_scale_of
 
-_CHUNK_ELEMENTS = 1 << 18
+# Elements worked on at a time: what a CPU's cache holds, and enough to keep a GPU busy.
+_CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 18, 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +70,7 @@ class BlockScaledTensor:
         block_rows, block_columns = self.format.block_shape(self.shape)
         scale = self.scale_values().repeat_interleave(block_rows, dim=-2)[..., :rows, :]
         for index in np.ndindex(*self.shape[:-2]):
-            for chunk in _row_chunks(rows, columns):
+            for chunk in _row_chunks(out, rows, columns):
                 part = replace(self, codes=self.codes[index][chunk], shape=out[index][chunk].shape)
                 blocks = _to_blocks(part.element_values(), (1, block_columns))
                 blocks.mul_(scale[index][chunk, None, :, None])
@@ -143,7 +144,7 @@ def choose_scale(
             # One block: its amax is known, and the matrix need not be held as one float32 block.
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
             continue
-        for chunk in _row_chunks(rows, columns, block[0]):
+        for chunk in _row_chunks(weight, rows, columns, block[0]):
             blocks = _to_blocks(weight[index][chunk].float(), block)
             found = SCALE_RULES[rule](blocks, format, second)
             scale[index][chunk.start // block[0] : -(-chunk.stop // block[0])] = found[:, 0, :, 0]
@@ -172,7 +173,7 @@ def quantize_with_scale(
     dtype = format.element.torch_dtype or torch.uint8
     codes = torch.empty(format.codes_shape(weight.shape), dtype=dtype, device=weight.device)
     for index in np.ndindex(*weight.shape[:-2]):
-        for chunk in _row_chunks(rows, columns):
+        for chunk in _row_chunks(weight, rows, columns):
             blocks = _to_blocks(weight[index][chunk].float(), (1, block_columns))
             chunk_codes = encode(blocks / step[index][chunk, None, :, None], format.element)
             chunk_codes = _from_blocks(chunk_codes, chunk.stop - chunk.start, columns)
@@ -234,9 +235,10 @@ def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
     return amax
 
 
-def _row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of whole rows, a multiple of `multiple` long, of about `_CHUNK_ELEMENTS` elements each."""
-    step = max(_CHUNK_ELEMENTS // max(columns, 1) // multiple, 1) * multiple
+def _row_chunks(x: torch.Tensor, rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of whole rows, a multiple of `multiple` long, of about as many elements as suit the device of `x`."""
+    elements = _GPU_CHUNK_ELEMENTS if x.is_cuda else _CHUNK_ELEMENTS
+    step = max(elements // max(columns, 1) // multiple, 1) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 

@@ -307,7 +307,8 @@ def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[
     rows, columns = quantized.shape[-2:]
     block = quantized.format.block_shape(quantized.shape)[0]
     whole = quantized.format.block[0] == 0  # one row of scales serves all rows
-    step = max(_CHUNK_ELEMENTS // columns // (1 if whole else block), 1) * (1 if whole else block)
+    elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
+    step = max(elements // columns // (1 if whole else block), 1) * (1 if whole else block)
     for index in np.ndindex(*quantized.shape[:-2]):
         second = None if quantized.global_scale is None else quantized.global_scale[index]
         for start in range(0, rows, step):
