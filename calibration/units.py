@@ -46,7 +46,9 @@ def run_units(
         progress: called as `progress(units done, units in all)`.
     """
     rank, world = rank_and_world()
-    done = _read(path, key) if path else {}
+    # All ranks must start from the same, or they would share out the rest differently: one may have read before
+    # another wrote its first result.
+    done = _from_all(_read(path, key) if path else {})
     mine = [name for name in names if name not in done][rank::world]
     own: dict[str, Result] = {}
     for count, name in enumerate(mine, 1):
@@ -55,13 +57,18 @@ def run_units(
             write_atomically(_part(path, rank), json.dumps({"key": key, "units": {**_own(path, key, rank), **own}}))
         if progress is not None:
             progress(len(names) - len(mine) + count, len(names))
-    if world > 1:
-        gathered: list[Any] = [None] * world
-        torch.distributed.all_gather_object(gathered, {**done, **own})
-        done = {name: result for part in gathered for name, result in part.items()}
-    else:
-        done |= own
+    done = _from_all({**done, **own})
     return {name: done[name] for name in names}
+
+
+def _from_all(mine: dict[str, Result]) -> dict[str, Result]:
+    """The results that all ranks have between them."""
+    _, world = rank_and_world()
+    if world == 1:
+        return mine
+    gathered: list[Any] = [None] * world
+    torch.distributed.all_gather_object(gathered, mine)
+    return {name: result for part in gathered for name, result in part.items()}
 
 
 def total(results: dict[str, Result]) -> Result:

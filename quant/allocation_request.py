@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.allocation import FORMATS
+from quant.allocation_loop import Effort
 from quant.allocation_space import Constraint, Goal
 from quant.calibration.costs import parse_quantity
 from quant.errors import UserError
@@ -30,6 +31,7 @@ class AllocationRequest:
     forbid: tuple[str, ...] = ()
     at_least: tuple[str, ...] = ()
     sensitivity: Path | None = None
+    search: int | None = None
 
     def goal(self) -> Goal | None:
         """What is asked for; None where nothing is.
@@ -42,6 +44,7 @@ class AllocationRequest:
             extras = {
                 "--formats": self.formats, "--method": self.method, "--target": self.target, "--pin": self.pin,
                 "--forbid": self.forbid, "--at-least": self.at_least, "--sensitivity": self.sensitivity,
+                "--search": self.search is not None,
             }  # fmt: skip
             alone = [option for option, value in extras.items() if value]
             if alone:
@@ -76,6 +79,7 @@ class AllocationRequest:
             "method": self.method or "fisher",
             "constraints": constraints,
             "path": self.sensitivity,
+            "effort": Effort(measurements=self.search),
         }
 
 

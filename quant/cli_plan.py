@@ -194,7 +194,8 @@ def _print_plan(plan: Plan, layers: list[LayerPlan], everything: bool) -> None:
 
     from quant.recipes.plan import bits_per_weight
 
-    shown = [m for m in layers if everything or m.weight is not None]
+    # A layer with a score was given 16 bit by an allocation: that is a decision too.
+    shown = [m for m in layers if everything or m.weight is not None or m.score is not None]
     scored = any(m.score is not None for m in shown)
     grouped = any(m.group is not None for m in shown)
     table = Table(title=None)
@@ -227,7 +228,8 @@ def _print_plan(plan: Plan, layers: list[LayerPlan], everything: bool) -> None:
     out = _console()
     out.print(table)
     if not everything:
-        for reason, count in Counter(m.reason for m in layers if m.weight is None).items():
+        names = {m.name for m in shown}
+        for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
             out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
     chosen = [m for m in layers if m.weight is not None]
     of = "" if len(layers) == len(plan.layers) else f" of {len(plan.layers)}"

@@ -31,6 +31,8 @@ _ALLOCATION = (
     click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable."),
     click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT."),
     click.option("--at-least", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get no fewer bits."),
+    click.option("--search", type=click.IntRange(min=0), metavar="N", help="Measurements for improving the choice.  "
+                 "[default: 500 on a GPU, 0 on a CPU]"),
     click.option("--sensitivity", type=click.Path(path_type=Path), help="Keeps the scores; used again, resumed."),
 )  # fmt: skip
 
@@ -137,7 +139,9 @@ def _print_table(table: Sensitivity) -> None:
     for group in sorted(table.groups, key=lambda group: -max(group.scores.values())):
         scores = [f"{group.scores[name]:.2e}" if name in group.scores else "–" for name in formats]
         shown.add_row(group.name, f"{group.numel:,}", *scores)
-    Console(markup=False).print(shown)
+    out = Console(markup=False)
+    # A pipe or a file has no width to fit into.
+    (out if out.is_terminal else Console(markup=False, width=160)).print(shown)
 
 
 def _join_ranks() -> None:

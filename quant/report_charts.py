@@ -11,6 +11,7 @@ No chart depends on colour alone: series have marks of their own shape, heat is 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,17 +152,20 @@ def legend(keys: Iterable[tuple[str, str]]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, folded: bool = True) -> str:
     """The values behind a chart: rows of (id, cells), the first cell a name. Folded away unless they are few."""
-    heads = "".join(f"<th scope=col>{escape(name)}</th>" for name in head)
+    rows = list(rows)
+    wide = [i > 0 and any(len(str(cells[i])) > 30 for _, cells in rows) for i in range(len(head))]
+    heads = "".join(f"<th scope=col{_long(wide[i])}>{escape(name)}</th>" for i, name in enumerate(head))
     body = "".join(
-        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>{"".join(_cell(str(c)) for c in cells[1:])}</tr>'
+        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>'
+        f"{''.join(f'<td{_long(wide[i])}>{escape(str(c))}</td>' for i, c in enumerate(cells) if i)}</tr>"
         for row, cells in rows
     )
     whole = f"<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
     return f"<details class=data><summary>Values as a table</summary>{whole}</details>" if folded else whole
 
 
-def _cell(text: str) -> str:
-    return f"<td{' class=long' if len(text) > 30 else ''}>{escape(text)}</td>"
+def _long(wide: bool) -> str:
+    return " class=long" if wide else ""
 
 
 def _breakable(name: object) -> str:
@@ -192,7 +196,9 @@ def pareto(record: AllocationRecord) -> str:
     """Loss against size: the predicted curve, what was measured, the uniform formats and the chosen point."""
     chosen = record.chosen
     curve = [(p.bits, p.kl_predicted, p.kl_measured) for p in record.curve]
-    x = linear([b for b, *_ in curve] + [u.bits for u in record.uniform] + [chosen.bits])
+    sizes = [b for b, *_ in curve] + [u.bits for u in record.uniform] + [chosen.bits]
+    low, high = min(sizes) - 0.4, max(sizes) + 0.4
+    x = Axis(low, high, tuple(t for t in linear(sizes).ticks if low <= t <= high))
     losses = [v for _, predicted, measured in curve for v in (predicted, measured) if v is not None]
     y = logarithmic([*losses, *(u.kl for u in record.uniform), chosen.kl_measured, chosen.kl_predicted])
 
@@ -200,11 +206,12 @@ def pareto(record: AllocationRecord) -> str:
         return x.at(bits), 1 - y.at(loss)
 
     path = [place(bits, predicted) for bits, predicted, _ in curve if predicted > 0]
-    drawn = [line(*a, *b, css="curve c0") for a, b in pairwise(path)]
-    if record.budget.kind == "bits":
-        drawn.append(line(x.at(record.budget.value), 0, x.at(record.budget.value), 1, css="limit"))
+    lines = [line(*a, *b, css="curve c0") for a, b in pairwise(path)]
+    if record.budget.kind == "bits" and low <= record.budget.value <= high:
+        lines.append(line(x.at(record.budget.value), 0, x.at(record.budget.value), 1, css="limit"))
     elif record.budget.kind == "kl":
-        drawn.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
+        lines.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
+    drawn: list[str] = []
     rows: list[tuple[str, Sequence[Any]]] = []
     labels = []
     for i, (bits, predicted, measured) in enumerate(curve):
@@ -231,7 +238,7 @@ def pareto(record: AllocationRecord) -> str:
     return (
         f"<p>{escape(text)}</p>{legend([*keys, ('c3', 'chosen, measured')])}"
         + plot(
-            "".join(labels + drawn),
+            "".join(lines + labels + drawn),
             y,
             "Loss against bits per weight: allocated, uniform and chosen",
             xticks=[(x.at(t), f"{t:g}") for t in x.ticks],
@@ -260,6 +267,17 @@ def _against_uniform(record: AllocationRecord) -> str:
     return f"The best single format that is no larger, {best.name}, measures {number(best.kl)}: {ratio:.2f} of it."
 
 
+def _by_parent(names: Sequence[str]) -> str:
+    """Layer names without what all share, those of one module together: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
+    shared = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") + "."
+    parents: dict[str, list[str]] = {}
+    for name in names:
+        parent, _, last = name.removeprefix(shared).rpartition(".")
+        parents.setdefault(parent, []).append(last)
+    together = {p: lasts[0] if len(lasts) == 1 else f"({', '.join(lasts)})" for p, lasts in parents.items()}
+    return ", ".join(f"{parent}.{last}".lstrip(".") for parent, last in together.items())
+
+
 def rounds(record: AllocationRecord) -> str:
     """What each turn of the loop expected and found."""
     if not record.rounds:
@@ -276,7 +294,7 @@ def rounds(record: AllocationRecord) -> str:
         drawn.append(mark("c3" if i == kept else "c1", x, measured, f"R{i}"))
         off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted > 0 else "–"
         change = "–" if before is None else f"{turn.measured - before:+.3g}"
-        changed = f"{len(turn.changed)}: {', '.join(turn.changed)}" if turn.changed else "–"
+        changed = f"{len(turn.changed)}: {_by_parent(turn.changed)}" if turn.changed else "–"
         name = f"round {i + 1}{', chosen' if i == kept else ''}"
         rows.append(
             (f"R{i}", (name, f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off, change, changed))
@@ -642,8 +660,8 @@ def format_colours(formats: Sequence[str], in_use: Mapping[str, str]) -> Callabl
 
 CSS = """
 .values { white-space:nowrap } .values .what { white-space:normal; overflow-wrap:anywhere; min-width:130px }
-.values th:not(:first-child), .values td:not(:first-child) { text-align:right }
-.values .long { white-space:normal; overflow-wrap:anywhere; min-width:230px }
+.values th:not(:first-child, .long), .values td:not(:first-child, .long) { text-align:right }
+.values .long { white-space:normal; overflow-wrap:anywhere; min-width:230px; padding-left:24px; text-align:left }
 .data { border-top:0; padding:8px 0 0 } .data summary { color:var(--soft); font-size:13.5px }
 .canvas text { fill:var(--ink); font-size:12.5px; paint-order:stroke; stroke:var(--card); stroke-width:3px }
 .canvas rect { fill:currentColor; opacity:.85 } .canvas rect.on { opacity:1; stroke:var(--ink); stroke-width:1.5 }
