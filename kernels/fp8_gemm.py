@@ -15,6 +15,7 @@ from __future__ import annotations
 import torch
 
 from quant.formats.format import FORMATS, Format
+from quant.formats.scaling import divided
 
 _STEP = 16
 
@@ -53,7 +54,7 @@ def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None)
     largest = activation.element.max
     if scale is None:
         amax = x.abs().amax(-1, keepdim=True) if _per_row(activation) else x.abs().amax()
-        scale = amax.float() / largest
+        scale = divided(amax.float(), largest)
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     else:
         scale = scale.reshape(())
@@ -78,14 +79,46 @@ def fp8_linear(
         input_scale: static scale of the input, float32 scalar; None measures it.
         activation: name of the input's format.
     """
-    tokens = x.reshape(-1, x.shape[-1])
-    x8, sx = round_input(tokens, FORMATS[activation], input_scale)
-    out = codes.shape[0]
+    x8, sx = round_input(x.reshape(-1, x.shape[-1]), FORMATS[activation], input_scale)
+    return _multiply(x8, sx, codes, scale, bias, x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+
+
+def fp8_linear_fused(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    activation: str,
+) -> torch.Tensor:
+    """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass; it cannot be traced."""
+    from quant.kernels.tune import has_triton
+
+    form, columns = FORMATS[activation], x.shape[-1]
+    if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
+        return fp8_linear(x, codes, scale, bias, input_scale, activation)
+    from quant.kernels import cast
+
+    if columns > cast.MAX_COLUMNS or form.name not in cast.FORMATS_OUT:
+        return fp8_linear(x, codes, scale, bias, input_scale, activation)
+    rows = cast.quantize(x, form, scale=input_scale)
+    sx = rows.scale.reshape(()) if _per_tensor(form) else rows.scale
+    return _multiply(rows.codes, sx, codes, scale, bias, x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+
+
+def _multiply(
+    x8: torch.Tensor,
+    sx: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    tokens, out = x8.shape[0], codes.shape[0]
     if sx.dim() == 0 and scale.numel() == 1:
         sx, sw = sx.reshape(1, 1), scale.reshape(1, 1)
     else:
-        sx = sx.reshape(-1, 1).expand(tokens.shape[0], 1).contiguous()
+        sx = sx.reshape(-1, 1).expand(tokens, 1).contiguous()
         sw = scale.reshape(1, -1).expand(1, out).contiguous()
     # Fast accumulation: sums of E4M3 products in the tensor core's own precision, as every serving runtime does.
-    y = torch._scaled_mm(x8, codes.t(), sx, sw, bias, out_dtype=x.dtype, use_fast_accum=True)
-    return y.reshape(*x.shape[:-1], out)
+    return torch._scaled_mm(x8, codes.t(), sx, sw, bias, out_dtype=dtype, use_fast_accum=True)

@@ -26,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention import has_fp8_tensor_cores
-from quant.kernels.fp8_gemm import fp8_linear, takes
+from quant.kernels.fp8_gemm import fp8_linear_fused, takes
 
 SCHEMA = (
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
@@ -140,7 +140,7 @@ def _linear(
 ) -> torch.Tensor:
     weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
     if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
-        return fp8_linear(x, codes, scale, bias, input_scale, activation)
+        return fp8_linear_fused(x, codes, scale, bias, input_scale, activation)
     if x.is_cuda:
         from quant.kernels import dispatch
 

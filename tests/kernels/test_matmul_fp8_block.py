@@ -38,6 +38,43 @@ def test_mistakes_name_both_sides() -> None:
         kernels.block_linear(x, quantize(torch.randn(4, 256), FORMATS["fp8_block"]), None, torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "shape", "dtype", "device"),
+    [
+        (64, (256, 512), torch.bfloat16, "cpu"),
+        (64, (200, 512), torch.bfloat16, "cuda"),
+        (64, (256, 384), torch.bfloat16, "cuda"),
+        (64, (256, 512), torch.float16, "cuda"),
+        (0, (256, 512), torch.bfloat16, "cuda"),
+    ],
+)
+def test_the_library_is_not_asked_for_what_it_gets_wrong(
+    tokens: int, shape: tuple[int, int], dtype: torch.dtype, device: str
+) -> None:
+    assert not kernels.library_takes(tokens, shape, dtype, torch.device(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 66, 130, 1024])
+@pytest.mark.parametrize("shape", [(256, 512), (384, 1024), (1024, 14336), (200, 384)])
+def test_on_a_gpu(tokens: int, shape: tuple[int, int]) -> None:
+    """Through the library where it takes the shape, and through the kernel: both against float64."""
+    rows, columns = shape
+    sizes = torch.randn(-(-rows // 128), -(-columns // 128), device="cuda").exp()
+    sizes = sizes.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+    weight = quantize(torch.randn(rows, columns, device="cuda") * sizes, FORMATS["fp8_block"])
+    x = quantize(torch.randn(tokens, columns, device="cuda"), FORMATS["fp8_group"])
+    bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+    exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).T + bias.double()
+    for y in (
+        kernels.block_linear(x, weight, bias, torch.bfloat16),
+        kernels.kernel_linear(x, weight, bias, torch.bfloat16),
+    ):
+        assert float((y.double() - exact).norm() / exact.norm()) < 2**-7
+    takes = kernels.library_takes(tokens, shape, torch.bfloat16, weight.codes.device)
+    assert not takes or shape[1] % 512 == 0
+
+
 @pytest.mark.parametrize(("arch", "instruction"), [(90, "f32.e4m3.e4m3"), (100, "tcgen05.mma"), (120, "e4m3.e4m3.f32")])
 def test_compiles_to_fp8_instructions_without_spills(arch: int, instruction: str) -> None:
     import triton
