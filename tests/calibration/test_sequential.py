@@ -15,9 +15,10 @@ from quant.calibration.blocks import Call, block_names, calls_of_chain, capture,
 from quant.calibration.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.group import Settings, Solved
 from quant.calibration.sequential import quick_products, solve_sequentially
-from quant.calibration.solver import get_pipeline, solve_group
+from quant.calibration.solver import TRANSFORMS, GroupInputs, get_pipeline, solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize
 from quant.recipes.layers import find_groups, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -362,3 +363,41 @@ def test_quick_products_are_exact_and_put_back() -> None:
         found = x.t() @ x
     assert float((found - wanted).norm() / wanted.norm()) < 2e-6
     assert torch.backends.mkldnn.matmul.fp32_precision == before
+
+
+def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    from quant.calibration.block_work import BlockWork
+
+    rows = torch.randint(0, 50, (8, 16))
+    calls = [0]
+    attend = LlamaAttention.forward
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return attend(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaAttention, "forward", counted)
+    quick = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
+    fewer, calls[0] = calls[0], 0
+    monkeypatch.setattr(BlockWork, "_remember", lambda self, batches: None)
+    plain = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
+    assert fewer < calls[0]
+    for name, solved in plain.items():
+        assert torch.equal(solved.weight.codes, quick[name].weight.codes), name
+        assert torch.equal(solved.weight.scale.float(), quick[name].weight.scale.float()), name
+
+
+def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
+    assert get_pipeline("awq+gptq").transforms[0].share < get_pipeline("awq").transforms[0].share == 1.0
+    x, weight = torch.randn(200, 64) * torch.logspace(-1, 1, 64), torch.randn(96, 64)
+    inputs = GroupInputs(x, torch.ones(200), x.abs().mean(0), x.abs().amax(0))
+    found = replace(TRANSFORMS["awq"], share=0.0)(weight, inputs, NVFP4, NVFP4, None)
+    errors = {}
+    for power in range(10):
+        scale = channel_scale(inputs.mean_abs, weight, power / 10, 0.0, None)
+        off = fake_quantize(x / scale, NVFP4).double() - (x / scale).double()
+        errors[power] = (off @ (weight * scale).double().t()).square().mean()
+    best = min(errors, key=lambda power: float(errors[power]))
+    torch.testing.assert_close(found, channel_scale(inputs.mean_abs, weight, best / 10, 0.0, None))
