@@ -151,6 +151,7 @@ class Group:
 
     def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
         """The static scale of the input's format, from the original inputs, where the format has one."""
+        self.input_scale = None
         if self.activation is None or self.amax is None or not is_per_tensor(self.activation):
             return
         if observer == "absmax" and not self.hadamard:

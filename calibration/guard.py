@@ -14,6 +14,7 @@ import torch
 
 from quant.formats.format import Format, get_format
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import KEEP, presets
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def relative_error(reference: torch.Tensor, output: torch.Tensor) -> float:
 def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Format | None]) -> LayerPlan:
     """`layer` with the next format of its list where `error` exceeds `limit`, else `layer` itself.
 
-    An activation in the weight's own format moves with it; one in another format, or none, stays.
+    An activation in the format that goes with the weight's moves with it; one in another format, or none, stays.
 
     Args:
         layer: the plan's entry; one that is kept in 16 bit comes back unchanged.
@@ -101,9 +102,21 @@ def promote(layer: LayerPlan, error: float, limit: float, ladder: Sequence[Forma
     if position == len(ladder):
         return _explain(layer, f"{found}, but it is the last format in its list")
     following = ladder[position]
-    activation = following if following is None or layer.activation == layer.weight else layer.activation
+    activation = layer.activation
+    if following is None:
+        activation = None
+    elif activation in (layer.weight, activation_of(layer.weight)):
+        activation = activation_of(following)
     promoted = replace(layer, weight=following, activation=activation, score=None, cost=None)
     return _explain(promoted, f"{found}, so {_name(following)} instead")
+
+
+def activation_of(weight: Format) -> Format | None:
+    """The format of inputs that goes with a weight format: as its preset says, or the same one."""
+    preset = presets().get(weight.name)
+    if preset is None:
+        return weight
+    return None if preset.activation == KEEP else get_format(preset.activation)
 
 
 def promote_groups(plan: Plan, errors: Mapping[str, float], limit: float, ladder: Sequence[Format | None]) -> Plan:

@@ -61,6 +61,15 @@ def test_activations_in_another_format_or_none_stay() -> None:
     assert promote(layer(activation=FP8), 1, 0.1, LADDER).activation is FP8
 
 
+def test_activations_move_to_the_format_that_goes_with_the_weights() -> None:
+    channel, token = FORMATS["fp8_channel"], FORMATS["fp8_token"]
+    ladder = [NVFP4, channel, FORMATS["int4"], None]
+    promoted = promote(layer(activation=NVFP4), 1, 0.1, ladder)
+    assert (promoted.weight, promoted.activation) == (channel, token)
+    assert promote(layer(weight=FP8, activation=FP8), 1, 0.1, [FP8, MXFP8]).activation is MXFP8
+    assert promote(layer(weight=channel, activation=token), 1, 0.1, [channel, MXFP8]).activation is MXFP8
+
+
 def test_to_16_bit_and_the_end_of_the_list() -> None:
     promoted = promote(layer(weight=MXFP8, activation=FP8, reason=""), math.nan, 0.1, LADDER)
     assert (promoted.weight, promoted.activation) == (None, None)

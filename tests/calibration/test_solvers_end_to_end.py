@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,15 @@ def test_the_guard_changes_a_solver_that_does_not_know_the_new_format() -> None:
     assert str(layer.weight) == "fp8_channel" and layer.solver == "mse"
     assert "local_hessian does not support fp8_channel" in layer.reason
     assert "last format in its list" in layer.reason
+
+
+def test_a_promoted_layer_forgets_the_static_scale_of_its_old_inputs() -> None:
+    plan = quantize(open_model(BASE).model, "nvfp4", IDS, guard="1e-6 fp8_channel keep").plan
+    reasons = [layer.reason for layer in plan.layers if "in fp8_channel exceeds" in layer.reason]
+    assert reasons
+    for reason in reasons:
+        four, eight = (float(found) for found in re.findall(r"relative error ([\d.e-]+) in", reason))
+        assert eight < four / 2, reason
 
 
 @pytest.mark.parametrize("text", ["", "x fp8", "-1 keep", "0.1 fp9"])
