@@ -93,7 +93,9 @@ def export_aoti(
     ):
         try:
             made = torch._inductor.aoti_compile_and_package(
-                program, package_path=str(Path(folder, path.name)), inductor_configs=dict(options or {})
+                program,
+                package_path=str(Path(folder, path.name)),
+                inductor_configs={**_settings(device), **(options or {})},
             )
         except RuntimeError as error:
             text = " ".join(str(error).split())
@@ -141,6 +143,14 @@ def lowered(
 def load_aoti(path: str | Path) -> Callable[..., Any]:
     """A package as a function of the model's inputs."""
     return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+
+
+def _settings(device: torch.device) -> dict[str, Any]:
+    """Settings of Inductor that only save time: no headers compiled for later packages, and for a GPU no search for
+    the CPU's vector instructions, which compiles and loads a program for each set of them.
+    """
+    settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
+    return settings if device.type == "cpu" else {**settings, "cpp.vec_isa_ok": False}
 
 
 def _bounds(limits: tuple[int, int] | None) -> dict[str, int]:
