@@ -56,13 +56,15 @@ class HopperTiles:
     block_kv: int
     stages: int
     registers: int = 240
+    ahead: bool = False
+    turns: bool = False
 
 
 _TILES = {
-    (64, 1): HopperTiles(2, 128, 4),
-    (128, 1): HopperTiles(2, 128, 3),
+    (64, 1): HopperTiles(3, 128, 4, 160),
+    (128, 1): HopperTiles(2, 128, 3, ahead=True),
     (256, 1): HopperTiles(2, 128, 2),
-    (64, 2): HopperTiles(2, 128, 2),
+    (64, 2): HopperTiles(2, 128, 3),
     (128, 2): HopperTiles(2, 128, 2),
     (256, 2): HopperTiles(2, 64, 2),
 }
@@ -160,65 +162,62 @@ def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
 
 
 @gluon.jit
-def _round(step, programs):
-    """Index of a program's tile in its round: odd rounds go backwards."""
-    program = gl.program_id(0)
-    if step % 2 == 1:
-        program = programs - 1 - program
-    return step * programs + program
-
-
-@gluon.jit
 def _produce(given, kind: gl.constexpr):
     """Copies what the consumers will want, as soon as there is room for it."""
-    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total = given
+    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, _ = barriers
     tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
     count = 0
     queries = 0
-    for step in range(0, (total + programs - 1) // programs):
-        index = _round(step, programs)
-        if index < total:
-            block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
-            begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
-            if end > begin:
-                mbarrier.wait(q_empty, (queries & 1) ^ 1)
-                mbarrier.expect(q_full, groups * q_tensor.block_type.nbytes)
-                row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
-                for i in gl.static_range(groups):
-                    tma.async_copy_global_to_shared(q_tensor, [row + 64 * i, 0], q_full, q_buffer.index(i))
-                kv_head = batch * (heads // ratio) + head // ratio
-                for i in range(0, end - begin):
-                    tile = end - 1 - i
-                    slot = count % kind.stages
-                    phase = (count // kind.stages) & 1
-                    mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(k_full.index(slot), k_tensor.block_type.nbytes)
-                    key = start_kv + tile * kind.block_kv
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        following = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
+        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        if end > begin:
+            mbarrier.wait(q_empty, (queries & 1) ^ 1)
+            mbarrier.expect(q_full, groups * q_tensor.block_type.nbytes)
+            row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
+            for i in gl.static_range(groups):
+                tma.async_copy_global_to_shared(q_tensor, [row + 64 * i, 0], q_full, q_buffer.index(i))
+            kv_head = batch * (heads // ratio) + head // ratio
+            for i in range(0, end - begin):
+                tile = end - 1 - i
+                slot = count % kind.stages
+                phase = (count // kind.stages) & 1
+                mbarrier.wait(k_empty.index(slot), phase ^ 1)
+                mbarrier.expect(k_full.index(slot), k_tensor.block_type.nbytes)
+                key = start_kv + tile * kind.block_kv
+                tma.async_copy_global_to_shared(
+                    k_tensor, [kv_head * tokens_kv + key, 0], k_full.index(slot), k_buffer.index(slot)
+                )
+                mbarrier.wait(v_empty.index(slot), phase ^ 1)
+                mbarrier.expect(v_full.index(slot), v_tensor.block_type.nbytes)
+                if kind.fp8:
+                    column = scale_kv * SCALE_ROWS + tile * kind.block_kv
                     tma.async_copy_global_to_shared(
-                        k_tensor, [kv_head * tokens_kv + key, 0], k_full.index(slot), k_buffer.index(slot)
+                        v_tensor, [kv_head * kind.dim, column], v_full.index(slot), v_buffer.index(slot)
                     )
-                    mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(v_full.index(slot), v_tensor.block_type.nbytes)
-                    if kind.fp8:
-                        column = scale_kv * SCALE_ROWS + tile * kind.block_kv
-                        tma.async_copy_global_to_shared(
-                            v_tensor, [kv_head * kind.dim, column], v_full.index(slot), v_buffer.index(slot)
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            v_tensor, [kv_head * tokens_v + key, 0], v_full.index(slot), v_buffer.index(slot)
-                        )
-                    count += 1
-                queries += 1
+                else:
+                    tma.async_copy_global_to_shared(
+                        v_tensor, [kv_head * tokens_v + key, 0], v_full.index(slot), v_buffer.index(slot)
+                    )
+                count += 1
+            queries += 1
+        mbarrier.wait(ticket_empty, (taken & 1) ^ 1)
+        ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(ticket_full, count=1)
+        index = following
+        taken += 1
 
 
 @gluon.jit
-def _softmax(scores, row_max, row_sum, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
-    """P of a tile, and the running maximum, sum and decay of the rows.
+def _shift(scores, row_max, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
+    """Log2 of P of a tile, the running maximum and the decay of the rows.
 
     `factor` is positive; `place` and `last`: the key at which each row stands, and the last that it sees.
     """
@@ -231,62 +230,102 @@ def _softmax(scores, row_max, row_sum, factor, cap, key, place, last, window, ma
             visible = visible & (key[None, :] > place[:, None] - window)
         scores = gl.where(visible, scores, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-    p = gl.exp2(scores * factor - (new_max - 8.0)[:, None])
-    decay = gl.exp2(row_max - new_max)
-    return p, new_max, row_sum * decay + gl.sum(p, 1), decay
+    return scores * factor - (new_max - 8.0)[:, None], new_max, gl.exp2(row_max - new_max)
 
 
 @gluon.jit
-def _add_values(output, p, decay, v_buffer, full, slot, phase, kind: gl.constexpr):
-    """Issues output · decay + P V, P being rounded where it is."""
+def _left(p, v_buffer, kind: gl.constexpr):
+    """P, rounded where it is, as the left operand of P V."""
     p = p.to(v_buffer.dtype)
     if kind.fp8:
         keys: gl.constexpr = kind.block_kv
         p = p.reshape([64, keys // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, keys])
-    left = gl.convert_layout(p, kind.left, assert_trivial=True)
-    output = output * gl.convert_layout(decay, kind.output_row)[:, None]
-    mbarrier.wait(full.index(slot), phase)
-    value = v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
-    return warpgroup_mma(left, value, output, is_async=True)
+    return gl.convert_layout(p, kind.left, assert_trivial=True)
+
+
+@gluon.jit
+def _value(v_buffer, slot, kind: gl.constexpr):
+    return v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+
+
+@gluon.jit
+def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
+    """What scores of a tile are multiplied by, and the unit of its values."""
+    factor = log2_scale
+    unit = 1.0
+    if kind.fp8:
+        k_scale, v_scale, k_block, v_block = scales
+        block = tile * kind.block_kv // SCALE_ROWS
+        factor = log2_scale * gl.load(k_scale + block * k_block)
+        unit = gl.load(v_scale + block * v_block)
+    return factor, unit
+
+
+@gluon.jit
+def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
+    """Issues Q Kᵀ."""
+    keys: gl.constexpr = kind.block_kv
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _steps(
-    low, high, end, count, state, q_tile, buffers, barriers, scales, log2_scale, cap, place, last, window,
-    masked: gl.constexpr, kind: gl.constexpr,
+    low, high, tiles, end, count, turn, state, q_tile, buffers, barriers, turns, scales, log2_scale, cap,
+    place, last, window, masked: gl.constexpr, warpgroup: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles low ≤ i < high in, counted from the last; P V of tile i − 1 is done in step i."""
-    output, p, row_max, row_sum, decay, v_unit = state
+    """Takes tiles low ≤ i < high in, counted from the last one; P V of tile i − 1 is done in step i."""
+    output, scores, p, row_max, row_sum, decay, v_unit = state
     k_buffer, v_buffer = buffers
     k_full, k_empty, v_full, v_empty = barriers
-    k_scale, v_scale, k_block, v_block = scales
     keys: gl.constexpr = kind.block_kv
-    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
     columns = gl.arange(0, keys, kind.column)
     for i in range(low, high):
-        slot = (count + i) % kind.stages
-        phase = ((count + i) // kind.stages) & 1
-        before = (count + i - 1) % kind.stages
-        phase_before = ((count + i - 1) // kind.stages) & 1
-        first = (end - 1 - i) * kind.block_kv
-        factor = log2_scale
-        if kind.fp8:
-            factor = log2_scale * gl.load(k_scale + first // SCALE_ROWS * k_block)
-            unit = gl.load(v_scale + first // SCALE_ROWS * v_block)
-        mbarrier.wait(k_full.index(slot), phase)
-        pending = warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        pending_output = _add_values(output, p, decay, v_buffer, v_full, before, phase_before, kind)
-        scores = warpgroup_mma_wait(1, deps=[pending])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        p, row_max, row_sum, decay = _softmax(
-            scores, row_max, row_sum, factor, cap, first + columns, place, last, window, masked, kind
-        )
+        at = count + i
+        here = at % kind.stages
+        before = (at - 1) % kind.stages
+        key = (end - 1 - i) * keys + columns
+        factor, unit = _scales_of(end - 1 - i, log2_scale, scales, kind)
+        left = _left(p, v_buffer, kind)
+        if kind.tiles.ahead:
+            output = output * gl.convert_layout(decay, kind.output_row)[:, None]
+            pending_output = warpgroup_mma(left, _value(v_buffer, before, kind), output, is_async=True)
+            shifted, row_max, decay = _shift(scores, row_max, factor, cap, key, place, last, window, masked, kind)
+            # After the last tile, scores of whatever is there are computed, and not used.
+            ahead = (at + 1) % kind.stages
+            mbarrier.wait(k_full.index(ahead), ((at + 1) // kind.stages) & 1, pred=i + 1 < tiles)
+            pending = _scores(q_tile, k_buffer, ahead, kind)
+            # Wanted in the next step; but no instruction that follows passes a wait, and the product is to start now.
+            mbarrier.wait(v_full.index(here), (at // kind.stages) & 1)
+            p = gl.exp2(shifted)
+            row_sum = row_sum * decay + gl.sum(p, 1)
+            output = warpgroup_mma_wait(1, deps=[pending_output])
+            mbarrier.arrive(v_empty.index(before), count=1)
+            scores = warpgroup_mma_wait(0, deps=[pending])
+            mbarrier.arrive(k_empty.index(ahead), count=1, pred=i + 1 < tiles)
+        else:
+            if kind.tiles.turns:
+                output = output * gl.convert_layout(decay, kind.output_row)[:, None]
+                mbarrier.wait(turns.index(warpgroup), (turn + i - 1 + (warpgroup == 0)) & 1)
+            mbarrier.wait(k_full.index(here), (at // kind.stages) & 1)
+            pending = _scores(q_tile, k_buffer, here, kind)
+            if not kind.tiles.turns:
+                output = output * gl.convert_layout(decay, kind.output_row)[:, None]
+            mbarrier.wait(v_full.index(before), ((at - 1) // kind.stages) & 1)
+            pending_output = warpgroup_mma(left, _value(v_buffer, before, kind), output, is_async=True)
+            if kind.tiles.turns:
+                mbarrier.arrive(turns.index((warpgroup + 1) % kind.groups), count=1)
+            product = warpgroup_mma_wait(1, deps=[pending])
+            mbarrier.arrive(k_empty.index(here), count=1)
+            shifted, row_max, decay = _shift(product, row_max, factor, cap, key, place, last, window, masked, kind)
+            p = gl.exp2(shifted)
+            row_sum = row_sum * decay + gl.sum(p, 1)
+            output = warpgroup_mma_wait(0, deps=[pending_output])
+            mbarrier.arrive(v_empty.index(before), count=1)
         if kind.fp8:
             decay = decay * (v_unit / unit)
             v_unit = unit
-        output = warpgroup_mma_wait(0, deps=[pending_output])
-        mbarrier.arrive(v_empty.index(before), count=1)
-    return output, p, row_max, row_sum, decay, v_unit
+    return output, scores, p, row_max, row_sum, decay, v_unit
 
 
 @gluon.jit
@@ -294,91 +333,102 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
     """Computes 64 of the queries of each tile."""
     out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, turns = barriers
     tokens_q, _, _, heads, ratio = tokens
-    q_scale, k_scale, v_scale = scales
+    q_scale, k_scale, v_scale, ticket = scales
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block = strides
     width: gl.constexpr = kind.width
-    programs = gl.num_programs(0)
-    q_tile = q_buffer.index(warpgroup)
     keys: gl.constexpr = kind.block_kv
-    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
     columns = gl.arange(0, keys, kind.column)
+    q_tile = q_buffer.index(warpgroup)
     count = 0
     queries = 0
-    for step in range(0, (total + programs - 1) // programs):
-        index = _round(step, programs)
-        if index < total:
-            block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, places, kind)
-            begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
-            first_row = block * kind.block_q + warpgroup * 64
-            first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
-            row_max = gl.full([64], -1e30, gl.float32, kind.row)
-            row_sum = gl.full([64], 0.0, gl.float32, kind.row)
-            output = gl.zeros([64, width], gl.float32, kind.output)
-            v_unit = 1.0
-            if end > begin:
-                k_at = k_scale
-                v_at = v_scale
-                factor = log2_scale
-                first_factor = log2_scale
-                if kind.fp8:
-                    kv_head = head // ratio
-                    q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
-                    k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
-                    v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
-                    # A warpgroup may lie beyond the last query.
-                    row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
-                    factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
-                    last_block = (end - 1) * kind.block_kv // SCALE_ROWS
-                    first_factor = factor * gl.load(k_at + last_block * k_block)
-                    v_unit = gl.load(v_at + last_block * v_block)
-                place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
-                last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
-                if kind.causal:
-                    last = gl.minimum(last, place)
-                elif kind.windowed:
-                    last = gl.minimum(last, place + window - 1)
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, places, kind)
+        begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        first_row = block * kind.block_q + warpgroup * 64
+        first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
+        row_max = gl.full([64], -1e30, gl.float32, kind.row)
+        row_sum = gl.full([64], 0.0, gl.float32, kind.row)
+        output = gl.zeros([64, width], gl.float32, kind.output)
+        v_unit = 1.0
+        if end > begin:
+            k_at = k_scale
+            v_at = v_scale
+            factor = log2_scale
+            if kind.fp8:
+                kv_head = head // ratio
+                q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
+                k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
+                v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
+                # A warpgroup may lie beyond the last query.
+                row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
+                factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
+            per_tile = (k_at, v_at, k_block, v_block)
+            first_factor, unit = _scales_of(end - 1, factor, per_tile, kind)
+            v_unit = unit
+            place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
+            last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
+            if kind.causal:
+                last = gl.minimum(last, place)
+            elif kind.windowed:
+                last = gl.minimum(last, place + window - 1)
 
-                slot = count % kind.stages
-                mbarrier.wait(q_full, queries & 1)
-                mbarrier.wait(k_full.index(slot), (count // kind.stages) & 1)
-                pending = warpgroup_mma(
-                    q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                scores = warpgroup_mma_wait(0, deps=[pending])
-                mbarrier.arrive(k_empty.index(slot), count=1)
-                p, row_max, row_sum, decay = _softmax(
-                    scores, row_max, row_sum, first_factor, cap, (end - 1) * kind.block_kv + columns, place, last,
-                    window, True, kind,
-                )  # fmt: skip
-                tiles = end - begin
-                masked_first = gl.maximum(end - whole_end, 1)
+            tiles = end - begin
+            slot = count % kind.stages
+            mbarrier.wait(q_full, queries & 1)
+            mbarrier.wait(k_full.index(slot), (count // kind.stages) & 1)
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            mbarrier.arrive(k_empty.index(slot), count=1)
+            shifted, row_max, decay = _shift(
+                scores, row_max, first_factor, cap, (end - 1) * keys + columns, place, last, window, True, kind
+            )
+            p = gl.exp2(shifted)
+            row_sum = gl.sum(p, 1)
+            if kind.tiles.ahead:
+                slot = (count + 1) % kind.stages
+                mbarrier.wait(k_full.index(slot), ((count + 1) // kind.stages) & 1, pred=tiles > 1)
+                scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+                mbarrier.arrive(k_empty.index(slot), count=1, pred=tiles > 1)
+                mbarrier.wait(v_full.index(count % kind.stages), (count // kind.stages) & 1)
+            masked_first = gl.maximum(end - whole_end, 1)
+            masked_last = tiles
+            if kind.windowed:
                 masked_last = gl.maximum(end - whole_begin, masked_first)
-                for part in gl.static_range(3):
-                    low = 1
-                    high = masked_first
-                    if part == 1:
-                        low = masked_first
-                        high = masked_last
-                    if part == 2:
-                        low = masked_last
-                        high = tiles
-                    if part < 2 or kind.windowed:
-                        output, p, row_max, row_sum, decay, v_unit = _steps(
-                            low, high, end, count, (output, p, row_max, row_sum, decay, v_unit), q_tile,
-                            (k_buffer, v_buffer), (k_full, k_empty, v_full, v_empty), (k_at, v_at, k_block, v_block),
-                            factor, cap, place, last, window, part != 1, kind,
-                        )  # fmt: skip
-                mbarrier.arrive(q_empty, count=1)
-                count += tiles
-                queries += 1
-                final = (count - 1) % kind.stages
-                phase = ((count - 1) // kind.stages) & 1
-                pending_output = _add_values(output, p, decay, v_buffer, v_full, final, phase, kind)
-                output = warpgroup_mma_wait(0, deps=[pending_output])
-                mbarrier.arrive(v_empty.index(final), count=1)
-            _finish(out, lse, output, row_max, row_sum, v_unit, first_token, first_row, seq_q, kind)
+            state = (output, scores, p, row_max, row_sum, decay, v_unit)
+            for part in gl.static_range(3):
+                low = 1
+                high = masked_first
+                if part == 1:
+                    low = masked_first
+                    high = masked_last
+                if part == 2:
+                    low = masked_last
+                    high = tiles
+                if part < 2 or kind.windowed:
+                    state = _steps(
+                        low, high, tiles, end, count, count - queries, state, q_tile, (k_buffer, v_buffer),
+                        (k_full, k_empty, v_full, v_empty), turns, per_tile, factor, cap, place, last, window,
+                        part != 1, warpgroup, kind,
+                    )  # fmt: skip
+            output, scores, p, row_max, row_sum, decay, v_unit = state
+            mbarrier.arrive(q_empty, count=1)
+            count += tiles
+            slot = (count - 1) % kind.stages
+            left = _left(p, v_buffer, kind)
+            output = output * gl.convert_layout(decay, kind.output_row)[:, None]
+            mbarrier.wait(v_full.index(slot), ((count - 1) // kind.stages) & 1)
+            pending_output = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
+            output = warpgroup_mma_wait(0, deps=[pending_output])
+            mbarrier.arrive(v_empty.index(slot), count=1)
+            queries += 1
+        _finish(out, lse, output, row_max, row_sum, v_unit, first_token, first_row, seq_q, kind)
+        mbarrier.wait(ticket_full, taken & 1)
+        index = gl.max(ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(ticket_empty, count=1)
+        taken += 1
 
 
 @gluon.jit
@@ -408,7 +458,7 @@ _INTEGERS = (
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def attention_hopper(
-    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv,
+    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
     tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
 ):  # fmt: skip
@@ -424,6 +474,14 @@ def attention_hopper(
     k_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(groups):
+        mbarrier.init(turns.index(i), count=1)
+    mbarrier.init(ticket_full, count=1)
+    mbarrier.init(ticket_empty, count=groups)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=groups)
     for i in gl.static_range(stages):
@@ -432,13 +490,13 @@ def attention_hopper(
         mbarrier.init(k_empty.index(i), count=groups)
         mbarrier.init(v_empty.index(i), count=groups)
     buffers = (q_buffer, k_buffer, v_buffer)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, turns)
     places = (cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
     tokens = (tokens_q, tokens_kv, tokens_v, heads, ratio)
-    scales = (q_scale, k_scale, v_scale)
+    scales = (q_scale, k_scale, v_scale, ticket)
     strides = (q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block)
     given = (out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap)
-    produce = (q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total)
+    produce = (q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket)
     if groups == 2:
         gl.warp_specialize(
             [(_consume, (given, 0, kind)), (_consume, (given, 1, kind)), (_produce, (produce, kind))],
@@ -553,7 +611,7 @@ def attend(
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     attention_hopper[min(programs, total),](
         tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
-        *(scales or (out, out, out)), *(cu_seqlens or (None, None)),
+        *(scales or (out, out, out)), *(cu_seqlens or (None, None)), torch.zeros(1, dtype=torch.int32, device=q.device),
         tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
         window or 0, *strides, softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
         Kind(tiles, dim, fp8, causal, window is not None, softcap > 0, cu_seqlens is not None, lse is not None),
