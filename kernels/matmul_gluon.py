@@ -15,6 +15,10 @@ there is no last wave of half-empty SMs, and the fetching warp is at the next ti
 stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; whichever arrives last
 adds them up in order. Results are the same in every run.
 
+With `overlap`, a program starts when the kernel before it still runs ("programmatic dependent launch"): it fetches its
+first words and waits for the other kernel before it reads x or writes. A weight must thus not be written by a kernel
+that lets its successor start early, which only this one does.
+
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
 tests/kernels/test_matmul_gluon.py repeats the arithmetic in PyTorch and reads the PTX; the values are tested on a GPU.
 """
@@ -35,6 +39,15 @@ from quant.kernels.tiles import GluonTiles
 
 # Triton 3.6 calls it thread_barrier.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+_WAIT_FOR_KERNEL = gl.constexpr("griddepcontrol.wait; // $0")
+_LET_NEXT_START = gl.constexpr("griddepcontrol.launch_dependents; // $0")
+
+
+@gluon.jit
+def _order(instruction: gl.constexpr):
+    gl.inline_asm_elementwise(instruction, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -78,27 +91,54 @@ def _advance(slot, phase, stages: gl.constexpr):
 
 
 @gluon.jit
+def _next_unit(tile, k, steps, depth: gl.constexpr):
+    k += depth
+    over = k >= steps * depth
+    return gl.where(over, tile + 1, tile), gl.where(over, 0, k)
+
+
+@gluon.jit
+def _before(slot, stages: gl.constexpr):
+    return gl.where(slot == 0, stages - 1, slot - 1)
+
+
+@gluon.jit
 def _produce(
     x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
-    stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr,
+    stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     block_m: gl.constexpr = x_desc.block_type.shape[0]
+    nbytes: gl.constexpr = depth * (block_m * 128 + panels * 2304)
     begin, end, _, _ = _span(units)
     tiles_m = gl.cdiv(M, block_m)
     tile = begin // steps
     k = (begin - tile * steps) * depth
     slot = begin * 0
     phase = slot + 1
+    if overlap:
+        _order(_LET_NEXT_START)
+        # The first stages: the weight at once, x when it is there.
+        head = gl.minimum(end, begin + stages)
+        w_tile = tile + 0
+        w_k = k + 0
+        for unit in range(begin, head):
+            bar = full.index(unit - begin)
+            mbarrier.expect(bar, nbytes)
+            _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, unit - begin, w_tile, w_k, tiles_m, tiles_k, panels)
+            w_tile, w_k = _next_unit(w_tile, w_k, steps, depth)
+        _order(_WAIT_FOR_KERNEL)
+        for unit in range(begin, head):
+            _fetch_x(x_desc, x_ring, full.index(unit - begin), unit - begin, tile, k, tiles_m, depth)
+            tile, k = _next_unit(tile, k, steps, depth)
+            slot, phase = _advance(slot, phase, stages)
+        begin = head
     for _ in range(begin, end):
         mbarrier.wait(empty.index(slot), phase)
         bar = full.index(slot)
-        mbarrier.expect(bar, depth * (block_m * 128 + panels * 2304))
+        mbarrier.expect(bar, nbytes)
         _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, tile, k, tiles_m, tiles_k, panels)
         _fetch_x(x_desc, x_ring, bar, slot, tile, k, tiles_m, depth)
-        k += depth
-        over = k >= steps * depth
-        tile = gl.where(over, tile + 1, tile)
-        k = gl.where(over, 0, k)
+        tile, k = _next_unit(tile, k, steps, depth)
         slot, phase = _advance(slot, phase, stages)
 
 
@@ -192,6 +232,7 @@ def _collect(
 def _consume(
     x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps, units,
     stages: gl.constexpr, depth: gl.constexpr, block_m: gl.constexpr, split: gl.constexpr, has_bias: gl.constexpr,
+    overlap: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -202,15 +243,16 @@ def _consume(
     begin, end, each, rest = _span(units)
     tiles_m = gl.cdiv(M, block_m)
     scale = gl.load(global_scale).to(gl.float32) * DECODED
+    if overlap:
+        _order(_WAIT_FOR_KERNEL)
     unit = begin
     slot = begin * 0
-    phase = slot
+    phase = begin * 0
     while unit < end:
         tile = unit // steps
         start = unit - tile * steps
         count = gl.minimum(steps - start, end - unit)
         acc = gl.zeros((rows, block_m), gl.float32, layout)
-        before = slot
         for step in range(count):
             mbarrier.wait(full.index(slot), phase)
             for d in gl.static_range(depth):
@@ -219,11 +261,10 @@ def _consume(
                 # The product before this one has read its operands; this one goes on while the next are decoded.
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 if d == 0:
-                    mbarrier.arrive(empty.index(before), count=1, pred=step > 0)
-            before = slot
+                    mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
             slot, phase = _advance(slot, phase, stages)
         acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(before), count=1)
+        mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
         unit += count
         n = tile // tiles_m * rows
         m = tile % tiles_m * block_m
@@ -245,7 +286,7 @@ def _consume(
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
 def linear_kernel(
     x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
-    has_bias: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr,
+    has_bias: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
     fetcher_registers: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make an output tile, `split` is whether programs share one."""
@@ -265,9 +306,9 @@ def linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps,
-                        units, stages, depth, block_m, split, has_bias)),
+                        units, stages, depth, block_m, split, has_bias, overlap)),
             (_produce, (x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
-                        stages, depth, panels)),
+                        stages, depth, panels, overlap)),
         ],
         [1],
         [fetcher_registers],
@@ -306,8 +347,8 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
         TensorDescriptor(weight.codes, [N * K // 2048, 256], [256, 1], [2 * depth, 256], flat),
         TensorDescriptor(weight.scale, [N * K // 4096, 64], [64, 1], [depth, 64], flat),
         weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, count * steps,
-        has_bias=bias is not None, stages=tiles.stages, depth=depth, split=split, **registers(tiles),
-        num_warps=tiles.warps,
+        has_bias=bias is not None, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
+        **registers(tiles), num_warps=tiles.warps, launch_pdl=tiles.overlap,
     )  # fmt: skip
     return y
 

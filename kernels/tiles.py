@@ -47,6 +47,7 @@ class GluonTiles:
         resident: programs on one SM at a time, which share its registers and its shared memory.
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
+        overlap: whether it may start, and fetch of the weight, before the kernel before it has ended.
     """
 
     block_m: int
@@ -55,6 +56,7 @@ class GluonTiles:
     resident: int = 1
     depth: int = 2
     stages: int = 4
+    overlap: bool = True
 
 
 @dataclass(frozen=True)

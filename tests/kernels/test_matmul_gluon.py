@@ -32,7 +32,7 @@ def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool) -
     }
     types |= {"global_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
     options = matmul_gluon.registers(tiles)
-    constants = {"has_bias": split, "stages": tiles.stages, "depth": depth, "split": split}
+    constants = {"has_bias": split, "stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
     constants["fetcher_registers"] = options.pop("fetcher_registers")
     names = kernel.arg_names
     types = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
@@ -60,6 +60,7 @@ def test_weights_go_from_registers_into_wgmma(block_m: int, warps: int, resident
     assert "cp.async.bulk.tensor.2d" in kernel.ptx and "ld.shared.v4" in kernel.ptx
     # A product is in flight while the next operand is decoded.
     assert "wgmma.wait_group.sync.aligned 1;" in kernel.ptx
+    assert ("griddepcontrol.wait" in kernel.ptx) is split
     assert kernel.shared * resident <= 227 << 10
     assert assemble(kernel).spilled == 0
 
