@@ -335,8 +335,9 @@ class PagedKVCache:
             raise ValueError(f"KV cache: sequences {list(sequences)}: one is named twice")
         if self.format is not None and self.format.global_scale and not self._has_scale[layer]:
             for name, x in (("k_scale", k), ("v_scale", v)):
-                assert self._scales is not None
-                self._scales[name][layer] = first_scale(x, self.format)
+                scale = first_scale(x, self.format)
+                assert self._scales is not None and scale is not None
+                self._scales[name][layer] = scale
             self._has_scale[layer] = True
         starts = [self.length(sequence, layer) for sequence in sequences]
         self._reserve(sequences, starts, k.shape[2])

@@ -29,6 +29,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ class _Message:
             return _Keys(views[0], views[1])
         if not self.format.global_scale:
             return _Keys(views[0], views[2], views[1], views[3])
-        k, v = (_exact(*views[i : i + 3], self.format).to(dtype) for i in (0, 3))
+        k, v = (_exact(views[i : i + 3], self.format).to(dtype) for i in (0, 3))
         return _Keys(k, v)
 
 
@@ -166,8 +167,9 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
     return torch.stack(codes), torch.stack(blocks), scale
 
 
-def _exact(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, format: Format) -> torch.Tensor:
-    rows = zip(codes, blocks, scale, strict=True)
+def _exact(parts: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
+    """The values of a piece from its codes, block scales and global scales."""
+    rows = zip(*parts, strict=True)
     return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows])
 
 
@@ -271,7 +273,7 @@ class _Queries:
 def _attention(
     q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    scales = {"q_scale": q_scale, "k_scale": keys.k_scale, "v_scale": keys.v_scale}
+    scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": keys.k_scale, "v_scale": keys.v_scale}
     if q.is_cuda:
         return attention(q, keys.k, keys.v, **scales, causal=causal, softmax_scale=scale, return_lse=True)
     return reference(

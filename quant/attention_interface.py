@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -246,20 +247,18 @@ def _dense(
     kernel = q.is_cuda and (fp8 or dtype is not torch.float32)
     if kernel and room != dim:
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
-    if kernel and fp8 and dtype is not torch.float32:
-        return quantize_attention(q, k, v).attend(**options, dtype=dtype)[..., :dim]  # type: ignore[arg-type]
-    scales = {}
-    if fp8:
-        (q, scales["q_scale"]), (k, scales["k_scale"]), (v, scales["v_scale"]) = (
-            quantize_blocks(q),
-            quantize_blocks(k),
-            quantize_blocks(v),
-        )
+    out: torch.Tensor
     if kernel:
-        # The kernels write 16 bit; their FP8 operands are no better than that.
-        out = attention(q, k, v, **scales, **options, dtype=torch.bfloat16 if dtype is torch.float32 else dtype)
+        # The kernels read and write 16 bit; FP8 operands are no better than that.
+        half = torch.bfloat16 if dtype is torch.float32 else dtype
+        q, k, v = (x.to(half) for x in (q, k, v))
+        attend = quantize_attention(q, k, v).attend if fp8 else partial(attention, q, k, v)
+        out = attend(**options, dtype=half)
         return out[..., :dim].to(dtype)
-    return reference(q, k, v, **scales, **options, dtype=dtype, round_p=fp8)[0]
+    if fp8:
+        (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
+    out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
+    return out
 
 
 def _masked(
@@ -281,7 +280,8 @@ def _masked(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask.bool()[:, :, None], -torch.inf)
-    return (scores.softmax(-1).nan_to_num(0.0) @ v.float()[:, :, None]).flatten(1, 2).to(dtype)
+    out: torch.Tensor = scores.softmax(-1).nan_to_num(0.0) @ v.float()[:, :, None]
+    return out.flatten(1, 2).to(dtype)
 
 
 def _dequantized(x: torch.Tensor) -> torch.Tensor:

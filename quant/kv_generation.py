@@ -211,11 +211,11 @@ def _attention_modules(model: nn.Module) -> list[nn.Module]:
             f"{type(model).__name__}: layers that share or keep something other than keys and values "
             f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"
         )
-    found = {
-        module.layer_idx: module
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and hasattr(module, "is_causal")
-    }
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "is_causal"):
+            found[index] = module
     if sorted(found) != list(range(text.num_hidden_layers)):
         raise UserError(f"{type(model).__name__}: found attention of {len(found)} of {text.num_hidden_layers} layers")
     return [found[index] for index in range(text.num_hidden_layers)]

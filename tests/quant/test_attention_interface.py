@@ -249,19 +249,21 @@ def run(command: Any, *arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose plan and scales have the KV cache in FP8."""
-    out = tmp_path_factory.mktemp("attention") / "out"
-    result = run(quantize_command, BASE, "--format", "fp8_channel", "--kv-cache", "fp8", "--out", out, "--quiet")
+    """A checkpoint whose plan has attention and the KV cache in FP8, with calibrated scales."""
+    folder = tmp_path_factory.mktemp("attention")
+    recipe = folder / "recipe.toml"
+    recipe.write_text('weight = "fp8_channel"\nactivation = "fp8_token"\nattention = "fp8"\nkv_cache = "fp8"\n')
+    result = run(quantize_command, BASE, "--recipe", recipe, "--out", folder / "out", "--quiet")
     assert result.exit_code == 0, result.output
-    return out
+    return folder / "out"
 
 
 def test_generate_follows_the_plan_and_the_options(checkpoint: Path) -> None:
     written = {}
     for name, options in {
         "plan": (),
-        "fp8": ("--kv-cache", "fp8"),
-        "16bit": ("--kv-cache", "16bit"),
+        "fp8": ("--kv-cache", "fp8", "--attention", "fp8"),
+        "16bit": ("--kv-cache", "16bit", "--attention", "16bit"),
         "nvfp4": ("--kv-cache", "nvfp4", "--attention", "fp8"),
     }.items():
         result = run(
@@ -272,7 +274,8 @@ def test_generate_follows_the_plan_and_the_options(checkpoint: Path) -> None:
         written[name] = json.loads(result.stdout)
     assert written["plan"]["tokens"] == written["fp8"]["tokens"]
     assert [written[n]["kv_cache"] for n in written] == ["fp8", "fp8", "16bit", "nvfp4"]
-    assert written["nvfp4"]["attention"] == "fp8" and written["16bit"]["kv_cache_bytes"] is None
+    assert [written[n]["attention"] for n in written] == ["fp8", "fp8", "16bit", "fp8"]
+    assert written["16bit"]["kv_cache_bytes"] is None
     # One page a sequence and three to spare, of 64 tokens, K and V of two layers and two heads of 32.
     assert written["fp8"]["kv_cache_bytes"] == 4 * 64 * 2 * 2 * 2 * 32
     assert written["nvfp4"]["kv_cache_bytes"] == 4 * 64 * 2 * 2 * 2 * (16 + 2)
@@ -285,7 +288,7 @@ def test_evaluate_with_the_options(checkpoint: Path, tmp_path: Path) -> None:
     for kv_cache in ("16bit", "fp8", "nvfp4"):
         result = run(
             main, "evaluate", checkpoint, "--text", text, "--samples", 2, "--seqlen", 48, "--kv-cache", kv_cache,
-            "--baseline", checkpoint, "--json",
+            "--attention", "16bit", "--baseline", checkpoint, "--json",
         )  # fmt: skip
         assert result.exit_code == 0, result.output
         found[kv_cache] = json.loads(result.stdout)
