@@ -26,6 +26,7 @@ from torch import nn
 from quant.export import compressed_tensors as layout
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.embedding import QuantEmbedding
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -82,7 +83,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         model: with `QuantLinear` and `QuantExperts` in place.
         dtype: the model's dtype, for float scales.
     """
-    quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts)}
+    quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts | QuantEmbedding)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor] = {}
     seen: set[tuple[object, ...]] = set()
@@ -109,7 +110,7 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
     """`plan` with what the model's quantized linears really do at run time: input scale, rotation, branch."""
     found = []
     for layer in plan.quantized:
-        if layer.kind != "experts":
+        if layer.kind not in ("experts", "embedding"):
             module = model.get_submodule(layer.name)
             assert isinstance(module, QuantLinear)
             parts = module.parts

@@ -135,12 +135,13 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
         pairs.setdefault((layer.weight, layer.activation), []).append(layer)
     layouts = {_LAYOUTS[weight.name] for weight, _ in pairs}
     groups = {}
+    tables = [layer for layer in plan.quantized if layer.kind == "embedding"]
     for index, ((weight, activation), layers) in enumerate(pairs.items()):
         groups[f"group_{index}"] = {
             "format": _LAYOUTS[weight.name],
             "input_activations": _activation_arguments(activation) if activation else None,
             "output_activations": None,
-            "targets": ["Linear"] if len(pairs) == 1 else _targets(layers),
+            "targets": ["Linear"] if len(pairs) == 1 and not tables else _targets(layers),
             "weights": _weight_arguments(weight),
         }
     return {
@@ -199,6 +200,9 @@ def runtime_warnings(plan: Plan) -> list[str]:
         for what, problem, names in kinds
         if names
     ]
+    tables = [m.name for m in plan.quantized if m.kind == "embedding"]
+    if tables:
+        warnings.append(f"{_counted(tables)} quant.load: other runtimes take embeddings in 16 bit only")
     experts = [m.name for m in plan.quantized if m.kind == "experts"]
     if experts:
         warnings.append(

@@ -31,6 +31,8 @@ from quant.calibration.statistics import static_input_scale
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.embedding import QuantEmbedding
+from quant.kernels.embedding import takes as why_not_embedding
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts, experts_forward
 from quant.planning import check_plan_fits, make_plan
 from quant.recipes.layers import find_layers
@@ -403,13 +405,22 @@ def install_weight(
     input_scale: torch.Tensor | None,
     parts: RunTimeParts | None = None,
 ) -> None:
-    """Puts a `QuantLinear` or `QuantExperts` in the place of the layer's weight. A bias stays as it is."""
+    """Puts a quantized module in the place of the layer's weight. A bias stays as it is.
+
+    Raises:
+        UserError: an embedding that does more than look up.
+    """
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)
     new: nn.Module
     if layer.kind == "experts":
         new = QuantExperts(weight, layer.activation, input_scale, dtype=parent.get_parameter(last).dtype)
         delattr(parent, last)
+    elif layer.kind == "embedding":
+        table = parent.get_submodule(last)
+        if why := why_not_embedding(table):
+            raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
+        new = QuantEmbedding(weight, next(table.parameters()).dtype)
     else:
         bias = getattr(parent.get_submodule(last), "bias", None)
         new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts or RunTimeParts()))

@@ -127,13 +127,13 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
         raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
     matched = [layer for layer in named if layer.kind in QUANTIZABLE]
     if not matched:
-        # A head is quantized only by its own name, never as one of many that a glob happens to match.
-        matched = [layer for layer in named if layer.kind == "head" or setting.weight is None]
+        # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
+        matched = [layer for layer in named if layer.kind in ("head", "embedding") or setting.weight is None]
     if not matched:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
             f"--set {setting.text!r}: matches only layers of kind {kinds} ({_some(layer.name for layer in named)}); "
-            "formats are for linear layers, fused experts and output heads"
+            "formats are for linear layers, fused experts, output heads and embeddings"
         )
     return matched
 

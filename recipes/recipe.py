@@ -5,7 +5,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms and vision towers stay in 16 bit;
-    3. the recipe's rules, in the order of the file;
+    3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -174,7 +174,9 @@ def resolve(
         if not any(fnmatchcase(layer.name, glob) for layer in layers):
             names = ", ".join(layer.name for layer in layers[:3])
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
-    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe, only) for layer in layers]))
+    quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
+    broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
+    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe, only, broad) for layer in layers]))
     how = {"guard": recipe.guard} if recipe.guard else {}
     if recipe.observer != "absmax":
         how["observer"] = recipe.observer
@@ -188,7 +190,7 @@ def resolve(
     return plan
 
 
-def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str]) -> LayerPlan:
+def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collection[str]) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     if layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
@@ -196,11 +198,15 @@ def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str]) -> LayerPlan:
         if any(fnmatchcase(layer.name, glob) for glob in globs):
             choice = Rule("*", KEEP, KEEP, recipe.solver, reason)
     for rule in recipe.rules:
-        if fnmatchcase(layer.name, rule.match):
+        # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
+        meant = layer.kind != "embedding" or rule.match not in broad or rule.weight in (None, KEEP)
+        if meant and fnmatchcase(layer.name, rule.match):
             choice = _override(choice, rule, recipe)
     if only and choice.weight != KEEP and not any(fnmatchcase(layer.name, glob) for glob in only):
         choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
     weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
+    if layer.kind == "embedding":
+        activation = None  # its input is a number of a row
     reason = choice.reason or ""
     if weight is not None and (why := obstacle(layer, weight, activation)):
         weight, reason = None, why
@@ -232,8 +238,10 @@ def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
 
 def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | None:
     """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
-    if layer.kind not in (*QUANTIZABLE, "head"):
+    if layer.kind not in (*QUANTIZABLE, "head", "embedding"):
         return f"{weight} is for linear layers; this is a layer of kind {layer.kind!r}"
+    if layer.kind == "embedding" and activation is not None:
+        return f"the input of an embedding is a number of a row, which {activation} cannot round"
     if layer.tied_to is not None:
         return f"tied to {layer.tied_to}, which is stored once and in 16 bit"
     if layer.obstacle is not None:

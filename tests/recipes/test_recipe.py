@@ -119,10 +119,18 @@ def test_a_rule_may_bring_back_what_the_house_keeps() -> None:
     assert gate.weight is None and "kind 'other'" in gate.reason
 
 
+def test_an_embedding_is_quantized_by_a_rule_of_its_own_and_by_no_other() -> None:
+    layers = [*LAYERS[:-1], Layer("head", "head", (100, 64))]
+    assert resolve(layers, NVFP4.with_rules(Rule("*", "mxfp8"))).by_name["embed"].weight is None
+    table = resolve(layers, NVFP4.with_rules(Rule("embed*", "fp8_channel"))).by_name["embed"]
+    assert (table.weight, table.activation) == (FORMATS["fp8_channel"], None) and "embed*" in table.reason
+    tied = resolve(LAYERS, NVFP4.with_rules(Rule("embed", "fp8_channel"))).by_name["embed"]
+    assert tied.weight is None and tied.reason == "its weight is also that of head"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("embed", "nvfp4 is for linear layers; this is a layer of kind 'embedding'"),
         ("0.norm", "kind 'norm'"),
         ("conv", "kind 'conv'"),
         ("head", "tied to embed, which is stored once and in 16 bit"),
