@@ -171,12 +171,12 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     if tiles:
         scale_shape = weight.format.scale_shape(weight.shape)
         second = weight.scale if weight.global_scale is None else weight.global_scale
-        block_n, block_k = 64, 128 if block_m <= 64 else 64
+        block_n, block_k, warps = weight_tile(block_m)
         grouped_linear_kernel[triton.cdiv(N, block_n), tiles](
             x, weight.codes, weight.scale, second, offsets, y, experts, N, K, x.stride(0), scale_shape[-2],
             scale_shape[-1], weight.codes.shape[-1], **layout(weight.format),
             has_global=weight.global_scale is not None, width=triton.next_power_of_2(experts), block_m=block_m,
-            block_n=block_n, block_k=block_k, num_warps=4 if block_m <= 64 else 8, num_stages=3,
+            block_n=block_n, block_k=block_k, num_warps=warps, num_stages=3,
         )  # fmt: skip
     return y
 
@@ -223,6 +223,11 @@ def block_rows(tokens: int, experts: int) -> int:
     """Rows of a tile: what an expert gets on average, so that little of a tile is empty."""
     mean = -(-tokens // max(experts, 1))
     return min(max(triton.next_power_of_2(mean), 16), 128)
+
+
+def weight_tile(block_m: int) -> tuple[int, int, int]:
+    """Output features and step along K of a tile of 16-bit rows, and its warps: as much as registers hold."""
+    return 32 if block_m == 16 else 64, 128 if block_m <= 32 else 64, 4 if block_m <= 64 else 8
 
 
 def most_tiles(tokens: int, experts: int, block_m: int) -> int:

@@ -155,13 +155,13 @@ def compile_aligned(
 
 @pytest.mark.parametrize("arch", [90, 100, 120])
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int8"])
-@pytest.mark.parametrize("block_m", [16, 128])
+@pytest.mark.parametrize("block_m", [16, 64, 128])
 def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: int) -> None:
     form, kernel = FORMATS[format], kernels.grouped_linear_kernel
-    block_n, block_k = 64, 128 if block_m <= 64 else 64
+    block_n, block_k, warps = kernels.weight_tile(block_m)
     constants = {**kernels.layout(form), "has_global": form.global_scale, "width": 64}
     constants |= {"block_m": block_m, "block_n": block_n, "block_k": block_k}
     code = {"nvfp4": "*u8", "int8": "*i8"}.get(format, "*fp8e4nv")
     scale = {"nvfp4": "*fp8e4nv", "mxfp8": "*u8"}.get(format, "*fp32")
     types = {"x": "*bf16", "codes": code, "scale": scale, "global_scale": "*fp32", "offsets": "*i32", "y": "*bf16"}
-    assert assemble(compile_aligned(kernel, types, constants, arch, 4 if block_m <= 64 else 8)).spilled == 0
+    assert assemble(compile_aligned(kernel, types, constants, arch, warps)).spilled == 0
