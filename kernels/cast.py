@@ -27,6 +27,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import divided, global_scale_of
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import current
 from quant.kernels.matmul import decode_scale
 
 FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
@@ -277,6 +278,7 @@ def quantize_rows(
 ) -> BlockScaledTensor:
     """One launch of the kernel for any `source`; `kernels/fused.py` names its arguments."""
     _check(x, format, source, second, norm_weight, hadamard)
+    _check_scales(x, format, scale, global_scale)
     rows = _contiguous_rows(x)
     other = rows if second is None else _contiguous_rows(second)
     tokens, columns = rows.shape
@@ -384,6 +386,29 @@ def _check(
         raise ValueError(f"{what}: weight is {list(norm_weight.shape)} on {norm_weight.device}, expected [{columns}]")
     if norm_weight is not None and not norm_weight.is_contiguous():
         raise ValueError(f"{what}: weight is not contiguous")
+
+
+def _check_scales(
+    x: torch.Tensor, format: Format, scale: torch.Tensor | None, global_scale: torch.Tensor | None
+) -> None:
+    """The static scales, and whether the GPU can convert to E4M3."""
+    what = f"x {list(x.shape)} to {format}"
+    for name, tensor in (("scale", scale), ("global_scale", global_scale)):
+        if tensor is None:
+            continue
+        if tensor.numel() != 1 or not tensor.dtype.is_floating_point:
+            raise ValueError(
+                f"{what}: {name} is {list(tensor.shape)} {tensor.dtype}, expected one floating-point number"
+            )
+        if tensor.device != x.device:
+            raise ValueError(f"{what}: {name} is on {tensor.device}, x on {x.device}")
+    if scale is not None and format.block != (0, 0):
+        raise ValueError(f"{what}: a static scale is for formats of one scale a tensor; {format} measures its own")
+    if global_scale is not None and not format.global_scale:
+        raise ValueError(f"{what}: {format} has no global scale")
+    needs_fp8 = torch.float8_e4m3fn in (format.element.torch_dtype, format.scale.torch_dtype)
+    if x.is_cuda and needs_fp8 and not current(x.device.index or 0).has_fp8:
+        raise ValueError(f"{what}: {torch.cuda.get_device_name(x.device)} has no FP8, which starts with capability 8.9")
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:

@@ -141,3 +141,11 @@ def test_mistakes_name_the_argument() -> None:
         fused.rmsnorm_quantize(x, torch.ones(100), 1e-6, FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="the second input is"):
         fused.swiglu_quantize(x, x[:4], FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match=r"global_scale is \[2\] torch\.float32, expected one floating-point number"):
+        cast.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="scale is on meta, x on cpu"):
+        cast.quantize(x, FORMATS["fp8"], scale=torch.ones((), device="meta"))
+    with pytest.raises(ValueError, match="fp8_token measures its own"):
+        cast.quantize(x, FORMATS["fp8_token"], scale=STATIC)
+    with pytest.raises(ValueError, match="mxfp8 has no global scale"):
+        cast.quantize(x, FORMATS["mxfp8"], global_scale=STATIC)
