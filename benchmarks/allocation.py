@@ -154,7 +154,7 @@ def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, d
     nbytes = numel = 0
     for name, module in model.named_modules():
         weights = getattr(module, "weight_quantizer", None)
-        if weights is None or "lm_head" in name:
+        if weights is None or "lm_head" in name or not isinstance(module, nn.Linear):
             continue
         shape = tuple(module.weight.shape)
         numel += shape[0] * shape[1]

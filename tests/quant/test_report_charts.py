@@ -123,7 +123,10 @@ def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
     assert "round 2 of 2" in html and f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in html
     worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
     assert "outcome of round 2 of 3" in charts.rounds(replace(record, rounds=(*record.rounds, worse)))
-    assert cells(html, "R1")[6] == "2: model.layers.3.mlp.down_proj, model.layers.9.mlp.down_proj"
+    assert cells(html, "R1")[6] == "2: 3.mlp.down_proj, 9.mlp.down_proj"
+    names = [f"model.layers.{name}" for name in ("5.self_attn.q_proj", "5.self_attn.k_proj", "17.mlp.up_proj")]
+    several = replace(record, rounds=(replace(record.rounds[0], changed=tuple(names)),))
+    assert cells(charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
 
 
 def test_heat_follows_the_scores_and_rings_follow_the_plan(rich_report: Rich) -> None:
