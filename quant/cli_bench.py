@@ -47,7 +47,9 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
     click.echo(found["gpu"])
     for name, entry in found.get("ceilings", {}).items():
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
-        click.echo(f"  {name}: {entry['rate'] / 1e12:.3g} {entry['unit']}{share}")
+        rate = entry["rate"] / 1e12
+        digits = 0 if rate >= 100 else 2
+        click.echo(f"  {name}: {rate:.{digits}f} {entry['unit']}{share}")
     _print_matmuls(found.get("matmuls", []))
 
 
