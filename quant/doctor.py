@@ -90,4 +90,11 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
     out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}; {gpu['tuned_shapes']} tuned shapes")
     now = gpu["readings"]
     if now:
-        out.print("  now: " + ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in now.items()))
+        out.print("  now: " + ", ".join(_reading(name, value) for name, value in now.items()))
+
+
+def _reading(name: str, value: float) -> str:
+    """`power_watts` and 123.4 as "power 123 W"."""
+    units = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}
+    what, _, unit = name.rpartition("_")
+    return f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}"

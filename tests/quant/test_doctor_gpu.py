@@ -97,7 +97,9 @@ def test_what_is_printed(nvml: SimpleNamespace, capsys: pytest.CaptureFixture[st
     assert "driver 580.1" in printed
     assert "NVIDIA H100 80GB HBM3, sm_90, 132 SMs, 50 MiB L2, 79 GiB" in printed
     assert "3.35 TB/s; TFLOP/s bf16 989" in printed
-    assert "power watts 78" in printed and "GPUs 0-1: NVLink" in printed
+    assert (
+        "power 78 W, power limit 700 W" in printed and "memory used 5 GiB" in printed and "GPUs 0-1: NVLink" in printed
+    )
 
 
 def test_without_nvml_the_rest_is_there(nvml: SimpleNamespace) -> None:
