@@ -12,12 +12,12 @@ is written, which is all that sharing a prompt among continuations takes.
 
     format       a token of a head                                       scales
     None         dim · 2 bytes                                           none
-    fp8          dim bytes, E4M3                                         one a KV head, calibrated
+    fp8          dim bytes, E4M3                                         one a KV head, calibrated or of what came first
     fp8_token    dim + 4 bytes, E4M3                                     one a token and head, found on writing
-    nvfp4        dim / 2 + dim / 16 bytes, E2M1 and E4M3 block scales    one a KV head, calibrated or of what came first
+    nvfp4        dim / 2 + dim / 16 bytes, E2M1 and E4M3 block scales    the same
 
-Codes and scales are those of `quant.formats`, bit for bit. An NVFP4 scale that nobody calibrated is set by the first
-tokens, with room for sixteen times their magnitude: block scales have 17 binades, so nothing is lost by that.
+Codes and scales are those of `quant.formats`, bit for bit. A scale that nobody calibrated is set by the first tokens,
+with room for sixteen times their magnitude: E4M3, of elements or of block scales, has 17 binades, so that costs little.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
 PAGE_SIZES = (16, 32, 64)
 MAX_DIM = 256
 HEADROOM = 16.0
-"""How much larger than the first tokens later ones may be, under an NVFP4 scale that was not calibrated."""
+"""How much larger than the first tokens later ones may be, under a scale that was not calibrated."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,9 +158,13 @@ def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None)
 
 def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
     """Scales float32 `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
-    if format is None or not format.global_scale:
+    if format is None or format.name == "fp8_token":
         return None
-    return global_scale_of(x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM, format)
+    amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
+    if format.global_scale:
+        return global_scale_of(amax, format)
+    scale = divided(amax, format.element.max)
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
 
 
 class PagedKVCache:
@@ -173,7 +177,7 @@ class PagedKVCache:
         format: one of `KV_FORMATS`; None keeps `dtype`.
         pages: how many there are at first.
         page_size: tokens of a page, one of `PAGE_SIZES`.
-        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; `fp8` needs them, `nvfp4` finds its own.
+        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes those of the first tokens.
         grow: whether more pages are made when all are taken.
         dtype: BF16 or FP16, of a cache that is not quantized.
         device: where it is.
@@ -225,13 +229,11 @@ class PagedKVCache:
                 raise ValueError(f"KV cache in {self.format or '16 bit'}: {', '.join(named)} given, but it has none")
             return None
         shape, scales = (self.layers, self.kv_heads), {}
-        measured = self.format.global_scale and k_scale is None and v_scale is None
+        measured = k_scale is None and v_scale is None
         for name, scale in given.items():
             scale = torch.ones(shape) if measured else scale
             if scale is None:
-                raise ValueError(
-                    f"KV cache in {self.format}: {name} is missing; calibrate it, or use fp8_token, which needs none"
-                )
+                raise ValueError(f"KV cache in {self.format}: {name} is missing; give both scales or none")
             if tuple(scale.shape) != shape or not bool((scale > 0).all() and scale.isfinite().all()):
                 raise ValueError(
                     f"KV cache: {name} {list(scale.shape)} must be [layers, kv_heads] = {list(shape)}, positive"
@@ -333,10 +335,10 @@ class PagedKVCache:
             raise ValueError(f"KV cache on {self.device}: k is on {k.device}, v on {v.device}")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"KV cache: sequences {list(sequences)}: one is named twice")
-        if self.format is not None and self.format.global_scale and not self._has_scale[layer]:
+        if self._scales is not None and not self._has_scale[layer]:
             for name, x in (("k_scale", k), ("v_scale", v)):
                 scale = first_scale(x, self.format)
-                assert self._scales is not None and scale is not None
+                assert scale is not None
                 self._scales[name][layer] = scale
             self._has_scale[layer] = True
         starts = [self.length(sequence, layer) for sequence in sequences]

@@ -8,7 +8,7 @@
 transformers 5 asks `AttentionInterface` for the function that attends, by name, and hands it q, k and v as they are
 used. Two names are ours:
 
-    quant_fp8     q, k and v rounded to E4M3 with a scale for each 128 tokens of a head, probabilities too
+    quant_fp8     q, k, v and the probabilities in E4M3
     quant_16bit   attention in 16 bit, over a quantized cache
 
 Keys and values are first rounded to the format of the KV cache, if there is one: by a `QuantizedKVCache` that the
@@ -20,14 +20,19 @@ a whole text sees the same keys and values as decoding token by token. What atte
     padding or another mask       plain PyTorch on the rounded operands
 
 Scales come from the model's `k_scale` and `v_scale` buffers, which `quantize --kv-cache fp8` calibrates and a
-checkpoint keeps; without them FP8 takes a scale for each token and head, and NVFP4 one that the first tokens give.
+checkpoint keeps. Without them a cache takes those that its first tokens give, and q and k are turned first:
+
+    q' = q / c · H,    k' = k · c · H,    c = (mean q² / mean k²)^¼ for each channel of a KV head
+
+which leaves every score as it was, for H is an orthonormal Hadamard matrix. c shares out each channel's magnitude
+between the two, as SmoothQuant does between a layer and its input, and H spreads what stands out over the whole head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -36,11 +41,14 @@ from torch.nn.functional import pad
 
 from quant.errors import UserError
 from quant.extras import require
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import encode
 from quant.formats.scaling import divided
 from quant.kernels.attention import DIMS, attention
 from quant.kernels.attention_quantize import quantize_attention
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
+from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.kv_cache import first_scale, kv_format, round_kv
 from quant.kernels.ring_attention import quantize_blocks
 
@@ -135,11 +143,38 @@ def scales_of(module: nn.Module, format: Format, kv_heads: int) -> tuple[torch.T
     return found[0], found[1]
 
 
-def cache_format(module: nn.Module, format: Format | None) -> Format | None:
-    """`format`, but `fp8_token` where `fp8` was asked for and nothing is calibrated."""
-    if format is not None and format.name == "fp8" and getattr(module, "k_scale", None) is None:
-        return FORMATS["fp8_token"]
-    return format
+def is_calibrated(module: nn.Module) -> bool:
+    """Whether an attention module has scales of its keys and values, which are those of keys as they are."""
+    return isinstance(getattr(module, "k_scale", None), torch.Tensor)
+
+
+def balance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """c of the module docstring, float32 `[kv_heads, dim]`, from q `[batch, heads, …, dim]` and k of KV heads."""
+    mean_q = q.float().unflatten(1, (k.shape[1], -1)).square().mean((0, 2, 3))
+    mean_k = k.float().square().mean((0, 2))
+    c = (mean_q / mean_k) ** 0.25
+    return torch.where((c > 2.0**-16) & (c < 2.0**16), c, torch.ones_like(c))
+
+
+def turn_q(q: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """q' of the module docstring."""
+    grouped = q.float().unflatten(1, (len(c), -1)) / c[:, None, None]
+    return (grouped.flatten(1, 2) @ _hadamard(q.shape[3], q.device)).to(q.dtype)
+
+
+def turn_k(k: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """k' of the module docstring."""
+    return ((k.float() * c[:, None]) @ _hadamard(k.shape[3], k.device)).to(k.dtype)
+
+
+def turn_back(k: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """k from k'."""
+    return ((k.float() @ _hadamard(k.shape[3], k.device)) / c[:, None]).to(k.dtype)
+
+
+@lru_cache(maxsize=8)
+def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
+    return hadamard_transform(torch.eye(dim)).to(device)
 
 
 def _mask(
@@ -209,36 +244,56 @@ def _attend(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     layer = getattr(k, "quant_layer", None)
     if layer is not None:
-        layer.taken()
+        q = layer.write(q, k, v)
         if layer.length > k.shape[2] and mask is None:
             out = layer.attend(q, softmax_scale=scaling, window=sliding_window, softcap=softcap)
             return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
-        k, v = layer.read(k.dtype)
+        (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
-        k, v = _rounded(module, k, v)
+        q, k, v, scales = _rounded(module, q, k, v, fp8)
     options = {"softmax_scale": scaling, "softcap": softcap}
     if mask is not None:
         out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
     else:
         # A window is a causal mask's; what is not causal sees everything.
-        out = _dense(q, k, v, fp8, causal=causal, window=sliding_window if causal else None, **options)
+        window = sliding_window if causal else None
+        out = _dense(q, k, v, scales if fp8 else None, fp8, causal=causal, window=window, **options)
     return out.transpose(1, 2).contiguous()
 
 
-def _rounded(module: nn.Module, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """k and v as a cache in the config's format would give them back."""
-    format = cache_format(module, kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None)))
+KVScales = tuple[torch.Tensor, torch.Tensor]
+
+
+def _rounded(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
+    """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
+    format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
+    if (format is not None or fp8) and not is_calibrated(module):
+        c = balance(q, k)
+        q, k = turn_q(q, c), turn_k(k, c)
     if format is None:
-        return k, v
-    scales = scales_of(module, format, k.shape[1]) if format.name != "fp8_token" else (None, None)
+        return q, k, v, None
+    scales = None if format.name == "fp8_token" else scales_of(module, format, k.shape[1])
     k_scale, v_scale = scales or (first_scale(k, format), first_scale(v, format))
-    return round_kv(k, format, k_scale), round_kv(v, format, v_scale)
+    k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
+    return q, k, v, (k_scale, v_scale) if format.name == "fp8" and k_scale is not None and v_scale is not None else None
 
 
 def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, *, softmax_scale: float | None, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: KVScales | None,
+    fp8: bool,
+    *,
+    softmax_scale: float | None,
+    **options: Any,
 ) -> torch.Tensor:
-    """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8."""
+    """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8.
+
+    `scales` are those of k and v that are in E4M3 already: their codes are found again, and nothing is rounded twice.
+    """
     dim, dtype = q.shape[3], q.dtype
     options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
     room = next((known for known in DIMS if known >= dim), None)
@@ -252,13 +307,29 @@ def _dense(
         # The kernels read and write 16 bit; FP8 operands are no better than that.
         half = torch.bfloat16 if dtype is torch.float32 else dtype
         q, k, v = (x.to(half) for x in (q, k, v))
-        attend = quantize_attention(q, k, v).attend if fp8 else partial(attention, q, k, v)
+        given = None if scales is None else _scales_of_heads(q, *scales)
+        attend = quantize_attention(q, k, v, scales=given).attend if fp8 else partial(attention, q, k, v)
         out = attend(**options, dtype=half)
         return out[..., :dim].to(dtype)
-    if fp8:
+    if fp8 and scales is not None:
+        names = ("q_scale", "k_scale", "v_scale")
+        options |= zip(names, _scales_of_heads(q, *scales), strict=True)
+        q, k, v = (
+            encode(x.float() / options[name][..., None, None], E4M3) for x, name in zip((q, k, v), names, strict=True)
+        )
+    elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
     return out
+
+
+def _scales_of_heads(
+    q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales `[batch, heads]` of q, measured, and of k and v, as they are."""
+    q_scale = divided(q.abs().amax((2, 3)).float(), E4M3.max)
+    q_scale = torch.where(q_scale > 0, q_scale, torch.ones_like(q_scale))
+    return q_scale, *(scale.expand(len(q), -1).contiguous() for scale in (k_scale, v_scale))
 
 
 def _masked(

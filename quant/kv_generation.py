@@ -5,8 +5,9 @@
         model.generate(ids, past_key_values=cache)
 
 Each layer keeps its pages (`quant.kernels.kv_cache`). Under an attention of ours (`quant.attention_interface`), a
-layer hands the new keys and values on as they are, marked with itself, and attention reads the pages. Under any other
-attention it hands out the whole cache, dequantized, as other quantized caches of transformers do: slower, and right.
+layer hands the new keys and values on as they are, marked with itself; attention, which has the queries, lets it write
+them, and reads the pages. Under any other attention it writes at once and hands out the whole cache, dequantized, as
+other quantized caches of transformers do: slower, and without what balancing keys with queries gains.
 
 Beam search and `num_return_sequences` fork sequences, so what they share is stored once.
 """
@@ -19,7 +20,16 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from quant.attention_interface import IMPLEMENTATIONS, KV_CACHES, cache_format, scales_of
+from quant.attention_interface import (
+    IMPLEMENTATIONS,
+    KV_CACHES,
+    balance,
+    is_calibrated,
+    scales_of,
+    turn_back,
+    turn_k,
+    turn_q,
+)
 from quant.errors import UserError
 from quant.formats.format import Format
 from quant.kernels.kv_cache import PagedKVCache, kv_format
@@ -47,7 +57,8 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self._pages: PagedKVCache | None = None
         self._sequences: list[int] = []
         self._waiting = False
-        self.format = cache_format(module, format)
+        self._balance: torch.Tensor | None = None
+        self.format = format
         self.length = 0
 
     @property
@@ -92,18 +103,36 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 f"{type(self._module).__name__} changes keys between cache and attention, which then did not see the "
                 "cache; generate with --attention 16bit --kv-cache 16bit"
             )
-        self._pages.append(0, self._sequences, key_states, value_states)
         self.length += key_states.shape[2]
         if self._config._attn_implementation not in IMPLEMENTATIONS:
+            keys = key_states if self._balance is None else turn_k(key_states, self._balance)
+            self._pages.append(0, self._sequences, keys, value_states)
             return self.read(key_states.dtype)
         self._waiting = True
         marked = key_states.view_as(key_states)
         marked.quant_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
-    def taken(self) -> None:
-        """Attention has found its way here."""
+    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Writes the new keys and values, turned as queries will be; gives the new queries, turned."""
+        assert self._pages is not None
         self._waiting = False
+        if self.length == k.shape[2] and not is_calibrated(self._module):
+            self._balance = balance(q, k)
+        if self._balance is not None:
+            q, k = turn_q(q, self._balance), turn_k(k, self._balance)
+        self._pages.append(0, self._sequences, k, v)
+        return q
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of K and V, where they are in FP8 with one a head."""
+        assert self._pages is not None and self.format is not None
+        if self.format.name != "fp8":
+            return None
+        pages = self._pages.layer(0)
+        assert pages.k_scale is not None and pages.v_scale is not None
+        return pages.k_scale, pages.v_scale
 
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
         """Causal attention of the newest tokens over the pages."""
@@ -114,6 +143,11 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
+        k, v = self.read_turned(dtype)
+        return k if self._balance is None else turn_back(k, self._balance), v
+
+    def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, keys as they are multiplied by what `write` gives."""
         assert self._pages is not None
         read = [self._pages.read(0, sequence) for sequence in self._sequences]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
@@ -132,7 +166,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._pages, self._sequences, self.length = None, [], 0
+        self._pages, self._sequences, self.length, self._balance = None, [], 0, None
         self.is_initialized = self._waiting = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -175,7 +209,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
     Args:
         model: of transformers; its calibrated scales are used where it has any.
-        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head, calibrated or not.
+        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head.
         page_size: tokens of a page: 16, 32 or 64.
 
     Raises:

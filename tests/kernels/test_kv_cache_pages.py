@@ -124,16 +124,17 @@ def test_cropped_tokens_are_written_again() -> None:
     assert torch.equal(cache.read(0, b)[0], round_kv(k[0].float(), cache.format, None))
 
 
-def test_a_scale_of_the_first_tokens_leaves_room() -> None:
+@pytest.mark.parametrize(("name", "largest_value"), [("fp8", 448), ("nvfp4", 6 * 448)])
+def test_a_scale_of_the_first_tokens_leaves_room(name: str, largest_value: int) -> None:
     """The same whether tokens come at once or one by one, and sixteen times larger ones do not saturate."""
     x = tokens(1, 2, 20, 32)
     x[:, :, 0] = torch.randn(1, 2, 32).to(torch.bfloat16)
-    cache = PagedKVCache(1, 2, 32, format=FORMATS["nvfp4"])
+    cache = PagedKVCache(1, 2, 32, format=FORMATS[name])
     a = cache.add()
     cache.append(0, [a], x[:, :, :1], x[:, :, :1])
     cache.append(0, [a], 15.9 * x[:, :, :1], x[:, :, 1:2])
-    scale = first_scale(x[:, :, :1], FORMATS["nvfp4"])
-    torch.testing.assert_close(scale, x[0, :, 0].abs().amax(-1).float() * 16 / (6 * 448))
+    scale = first_scale(x[:, :, :1], FORMATS[name])
+    torch.testing.assert_close(scale, x[0, :, 0].abs().amax(-1).float() * 16 / largest_value)
     got = cache.read(0, a)[0]
     assert torch.equal(got[:, :1], round_kv(x[0, :, :1].float(), cache.format, scale))
     largest = (15.9 * x[0, :, :1]).abs().amax(-1).float()
@@ -167,7 +168,10 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
         (lambda: PagedKVCache(1, 2, 512), "head dimension 512"),
         (lambda: PagedKVCache(1, 2, 64, page_size=48), "pages of 48 tokens; known: 16, 32, 64"),
         (lambda: PagedKVCache(1, 2, 64, format=FORMATS["mxfp8"]), "no format mxfp8; known: fp8, fp8_token, nvfp4"),
-        (lambda: PagedKVCache(1, 2, 64, format=FORMATS["fp8"]), "k_scale is missing; calibrate it, or use fp8_token"),
+        (
+            lambda: PagedKVCache(1, 2, 64, format=FORMATS["fp8"], v_scale=torch.ones(1, 2)),
+            "k_scale is missing; give both",
+        ),
         (lambda: PagedKVCache(0, 2, 64), "0 layers"),
         (lambda: PagedKVCache(1, 2, 64, dtype=torch.float32), "torch.float32; a cache that is not quantized"),
         (lambda: kv_format("int3"), "no KV cache in 'int3'; known"),
