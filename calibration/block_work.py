@@ -27,7 +27,7 @@ from quant.calibration.group import Group, Settings, Solved, StandIn, set_module
 from quant.calibration.guard import promote, relative_error
 from quant.calibration.lowrank import lowrank_branch, residual_weight
 from quant.calibration.rotation import rotate_weight, rotation_block
-from quant.calibration.solver import GroupInputs, Solver, get_pipeline, solve_group, with_supported_solver
+from quant.calibration.solver import Gptq, GroupInputs, Solver, get_pipeline, solve_group, with_supported_solver
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, token_weights
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
@@ -378,6 +378,9 @@ class BlockWork:
                 )
             if stats is None:
                 group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
+            elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
+                found_in = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
+                group.notes.append(f"{found_in}: a singular second moment, damped; more text would do better")
             self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
 
     def _drift(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:

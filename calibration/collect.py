@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.data import check_ids
 from quant.calibration.observer import Observer
 from quant.kernels.linear import experts_forward
 
@@ -35,8 +36,10 @@ def collect_input_amax(
         Float32 scalars by name.
 
     Raises:
-        ValueError: an input holds NaN or infinity (the layer and the row are named), or a layer was never called.
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the layer and the row are
+            named); a layer that was never called.
     """
+    check_ids(rows, model)
     amax: dict[str, torch.Tensor] = {}
     row_index = 0
 

@@ -201,14 +201,22 @@ def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
 
 
-def _check_vocabulary(ids: torch.Tensor, size: int, name: str) -> None:
+def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tokenizer") -> None:
     low, high = (int(n) for n in torch.aminmax(ids))
     if low < 0 or high >= size:
         bad = high if high >= size else low
         raise ValueError(
-            f"{name}: token id {bad} is outside the tokenizer's vocabulary of {size}; "
+            f"{name}: token id {bad} is outside the {owner}'s vocabulary of {size}; "
             "the ids were made with another tokenizer"
         )
+
+
+def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
+    """Raises ValueError where `rows` holds token ids that `model` has no embedding for."""
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find() if callable(find) else None, "weight", None)
+    if isinstance(weight, torch.Tensor) and rows.numel() and not rows.is_floating_point():
+        _check_vocabulary(rows, len(weight), "calibration rows", "model")
 
 
 def _check_size(samples: int | None, seqlen: int) -> None:

@@ -32,6 +32,7 @@ from torch import nn
 
 from quant.calibration.block_work import BlockWork
 from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, streamed
+from quant.calibration.data import check_ids
 from quant.calibration.experts import ExpertsWork
 from quant.calibration.group import Settings, Solved, gather
 from quant.calibration.rotation_merge import merge_rotations
@@ -65,10 +66,11 @@ def solve_sequentially(
         progress: called as `progress(layers done, layers in all)`.
 
     Raises:
-        ValueError: an input holds NaN or infinity (layer and row are named); a layer that no token reached and that
-            has no likes; a solver that does not support a format.
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
+            layer that no token reached and that has no likes; a solver that does not support a format.
     """
     check_solvers(plan)
+    check_ids(rows, model)
     walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress)
     with torch.no_grad(), _without_cache(model), quick_products():
         walk.run()

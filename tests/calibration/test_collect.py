@@ -110,3 +110,13 @@ def test_experts_see_the_tokens_routed_to_them() -> None:
             gate, up = (x[token].double() @ block.experts.gate_up_proj[expert].double().T).chunk(2)
             inner = torch.maximum(inner, (nn.functional.silu(gate) * up).abs().max())
     torch.testing.assert_close(amax[f"{path}.down_proj"].double(), inner, rtol=1e-5, atol=0)
+
+
+def test_a_token_outside_the_vocabulary_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="token id 50 is outside the model's vocabulary of 50"):
+        collect_input_amax(model, ["model.layers.0.mlp.up_proj"], torch.tensor([[1, 50, 3]]))
