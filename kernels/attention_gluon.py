@@ -166,7 +166,7 @@ def _produce(given, kind: gl.constexpr):
     """Copies what the consumers will want, as soon as there is room for it."""
     q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, _ = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, _turns = barriers
     tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
