@@ -11,6 +11,8 @@ theirs but for the last bit of a reciprocal root or an exponential.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import triton
 import triton.language as tl
@@ -178,7 +180,7 @@ def rotate_and_store(
     return q
 
 
-def _check(name: str, x: torch.Tensor, arguments: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
+def _check(name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
     for what, (tensor, shape) in arguments.items():

@@ -141,7 +141,7 @@ def _on_gpu(
     if whole and gpu.has_fp8 and matmul_grouped.takes_fp8(weight.format, activation):
         rows = cast.quantize(x, activation, scale=scale)
         return matmul_grouped.grouped_fp8(rows, weight, offsets, x.dtype)
-    if whole and gpu.has_block_scales and matmul_scaled.takes(weight, activation):
+    if whole and gpu.has_block_scales and matmul_scaled.takes(weight.format, activation):
         rows = cast.quantize(x, activation, global_scale=second)
         return matmul_scaled.scaled_linear(rows, weight, None, x.dtype, offsets=offsets)
     return matmul_grouped.grouped_linear(dispatch._round(x, activation, input_scale), weight, offsets)
