@@ -124,7 +124,7 @@ def main(gigabytes: float, name: str, target: str, json_file: Path | None) -> No
     model, size = build(gigabytes, FORMATS[name])
     inputs = {"x": GraphInput(torch.zeros(2, WIDTH, dtype=torch.float16), ("tokens", WIDTH))}
     shapes = "tokens=1:16:16"
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         path, engine = Path(folder, "model.onnx"), Path(folder, "model.engine")
         steps: dict[str, Callable[[], Any]] = {
             "ONNX file": lambda: export_onnx(model, path, inputs=inputs, shapes=shapes),

@@ -243,8 +243,9 @@ class _Error:
         self.difference = self.reference = 0.0
 
     def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
-        self.difference += float((found.double() - expected.double()).square().sum())
-        self.reference += float(expected.double().square().sum())
+        if not torch.equal(found, expected):
+            self.difference += float((found.double() - expected.double()).square().sum())
+        self.reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
 
     @property
     def relative(self) -> float:
