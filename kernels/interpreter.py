@@ -39,6 +39,8 @@ _ARITHMETIC = (
 @contextmanager
 def interpreted() -> Iterator[None]:
     """Inside, `kernel[grid](…)` is interpreted on the CPU."""
+    # First: what Gluon took over from a language that is replaced, it would keep for good.
+    import triton.experimental.gluon.language  # noqa: F401
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
