@@ -26,6 +26,7 @@ from quant.calibration.gptq import corrected_weight, factorize
 from quant.calibration.group import Group, Settings, Solved, StandIn, set_module, weight_of
 from quant.calibration.guard import promote, relative_error
 from quant.calibration.lowrank import lowrank_branch, residual_weight
+from quant.calibration.products import quick_products
 from quant.calibration.rotation import rotate_weight, rotation_block
 from quant.calibration.solver import Gptq, GroupInputs, Solver, get_pipeline, solve_group, with_supported_solver
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, token_weights
@@ -106,8 +107,9 @@ class BlockWork:
 
     def _outputs(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         out = []
-        for self.clock[0], call in enumerate(calls):
-            out.append(output_of(self.block(*call.args, **call.kwargs)))
+        with quick_products():
+            for self.clock[0], call in enumerate(calls):
+                out.append(output_of(self.block(*call.args, **call.kwargs)))
         return out
 
     def _remember(self, batches: int) -> None:
@@ -306,7 +308,7 @@ class BlockWork:
 
         hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, sums, pairs, strict=True)}
         if judged or any(group.pipeline.needs_moment for group in stage):
-            with _hooks(self.block, hooks):
+            with quick_products(), _hooks(self.block, hooks):
                 for self.clock[0], call in enumerate(calls):
                     with suppress(Stop):
                         self.block(*call.args, **call.kwargs)

@@ -72,32 +72,8 @@ def solve_sequentially(
     check_solvers(plan)
     check_ids(rows, model)
     walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress)
-    with torch.no_grad(), _without_cache(model), quick_products():
+    with torch.no_grad(), _without_cache(model):
         walk.run()
-
-
-@contextmanager
-def quick_products() -> Iterator[None]:
-    """Within it, float32 matrix products on a CPU are oneDNN's, where these are as exact as the usual ones.
-
-    PyTorch uses MKL, which does not use AVX-512 on CPUs that are not Intel's: half of their speed. It asks oneDNN
-    only where products may round their inputs to bfloat16, and oneDNN does that on CPUs with units for it alone. So
-    a product is tried, and where it has lost digits, all stays as it was.
-    """
-    matmul = getattr(torch.backends.mkldnn, "matmul", None)
-    if matmul is None or not torch.backends.mkldnn.is_available():
-        yield
-        return
-    before = matmul.fp32_precision
-    x = torch.linspace(1, 2, 256 * 256).view(256, 256)
-    matmul.fp32_precision = "bf16"
-    exact = x.double() @ x.double()
-    if float(((x @ x) - exact).norm() / exact.norm()) > 1e-6:
-        matmul.fp32_precision = before
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from functools import reduce
 import torch
 from torch.nn.functional import pad
 
+from quant.calibration.products import usual_products
 from quant.formats.format import Format
 from quant.formats.scaling import divided, global_scale_of
 from quant.formats.tensor import fake_quantize
@@ -150,7 +151,8 @@ def token_weights(x: torch.Tensor, limit: float) -> torch.Tensor:
 
 def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
     x = pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width)).transpose(0, 1)
-    return x.mT @ x
+    with usual_products():
+        return x.mT @ x
 
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:

@@ -14,7 +14,8 @@ from quant.calibration.awq import channel_scale, search_scale
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fold import apply_fold, find_fold, modules_in_order
 from quant.calibration.group import Settings, Solved
-from quant.calibration.sequential import quick_products, solve_sequentially
+from quant.calibration.products import quick_products
+from quant.calibration.sequential import solve_sequentially
 from quant.calibration.solver import TRANSFORMS, GroupInputs, get_pipeline, solve_group
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS
