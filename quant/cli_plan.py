@@ -251,6 +251,8 @@ def _short_group(layer: LayerPlan) -> str:
 def _print_diff(changes: list[Change], before: dict[str, Any], after: dict[str, Any]) -> None:
     from rich.table import Table
 
+    from quant.report import megabytes
+
     out = _console()
     if changes:
         table = Table(title=None)
@@ -273,7 +275,8 @@ def _print_diff(changes: list[Change], before: dict[str, Any], after: dict[str, 
     out.print(f"bits a quantized weight: {before['effective_bits']:.4f} → {after['effective_bits']:.4f}")
     out.print(f"bits a weight of all linear layers: {before['bits_linear']:.4f} → {after['bits_linear']:.4f}")
     change = after["bytes"] - before["bytes"]
-    out.print(f"weights: {before['bytes'] / 1e6:,.1f} MB → {after['bytes'] / 1e6:,.1f} MB ({change / 1e6:+,.1f} MB)")
+    sign = "+" if change >= 0 else "−"
+    out.print(f"weights: {megabytes(before['bytes'])} → {megabytes(after['bytes'])} ({sign}{megabytes(abs(change))})")
     for key, label in (("kv_cache", "KV cache"), ("attention", "attention")):
         if before[key] != after[key]:
             out.print(f"{label}: {before[key] or '16 bit'} → {after[key] or '16 bit'}")

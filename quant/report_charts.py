@@ -197,7 +197,7 @@ def pareto(record: AllocationRecord) -> str:
     chosen = record.chosen
     curve = [(p.bits, p.kl_predicted, p.kl_measured) for p in record.curve]
     sizes = [b for b, *_ in curve] + [u.bits for u in record.uniform] + [chosen.bits]
-    low, high = min(sizes) - 0.4, max(sizes) + 0.4
+    low, high = min(sizes) - 0.6, max(sizes) + 0.4
     x = Axis(low, high, tuple(t for t in linear(sizes).ticks if low <= t <= high))
     losses = [v for _, predicted, measured in curve for v in (predicted, measured) if v is not None]
     y = logarithmic([*losses, *(u.kl for u in record.uniform), chosen.kl_measured, chosen.kl_predicted])
