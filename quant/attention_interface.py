@@ -19,8 +19,8 @@ a whole text sees the same keys and values as decoding token by token. What atte
     behind what is in a cache     `quant.kernels.decode_attention`, on the pages; queries in 16 bit, as its dots are
     padding or another mask       plain PyTorch on the rounded operands
 
-Scales come from the model's `k_scale` and `v_scale` buffers, which `quantize --kv-cache fp8` calibrates and a
-checkpoint keeps. Without them a cache takes those that its first tokens give, and q and k are turned first:
+Scales of FP8 come from the model's `k_scale` and `v_scale` buffers, which `quantize --kv-cache fp8` calibrates and a
+checkpoint keeps. Otherwise a cache takes scales that its first tokens give, and q and k are turned first:
 
     q' = q / c · H,    k' = k · c · H,    c = (mean q² / mean k²)^¼ for each channel of a KV head
 
@@ -59,6 +59,8 @@ ATTENTIONS = ("fp8", "16bit")
 """What --attention takes."""
 KV_CACHES = ("fp8", "nvfp4", "16bit")
 """What --kv-cache takes where a model runs."""
+
+KVScales = tuple[torch.Tensor, torch.Tensor]
 
 
 def register() -> None:
@@ -126,26 +128,22 @@ def _config(model: nn.Module) -> Any:
     return config.get_text_config()
 
 
-def scales_of(module: nn.Module, format: Format, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Calibrated scales of an attention module's K and V, float32 `[kv_heads]`; None where it has none.
+def is_calibrated(module: nn.Module, format: Format | None) -> bool:
+    """Whether an attention module has scales for a cache in `format`: checkpoints keep those of FP8."""
+    return format is not None and format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
-    The buffers hold amax / 448, as checkpoints do, one for all heads or one a head.
-    """
+
+def scales_of(module: nn.Module, format: Format, kv_heads: int) -> KVScales | None:
+    """Calibrated scales of an attention module's K and V, float32 `[kv_heads]`; None where it has none."""
+    if not is_calibrated(module, format):
+        return None
     found = []
     for name in ("k_scale", "v_scale"):
-        scale = getattr(module, name, None)
-        if not isinstance(scale, torch.Tensor):
-            return None
+        scale = getattr(module, name)
         if scale.numel() not in (1, kv_heads):
             raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
-        scale = scale.float().flatten().expand(kv_heads)
-        found.append(divided(scale, format.element.max) if format.global_scale else scale)
+        found.append(scale.float().flatten().expand(kv_heads))
     return found[0], found[1]
-
-
-def is_calibrated(module: nn.Module) -> bool:
-    """Whether an attention module has scales of its keys and values, which are those of keys as they are."""
-    return isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
 def balance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -261,21 +259,17 @@ def _attend(
     return out.transpose(1, 2).contiguous()
 
 
-KVScales = tuple[torch.Tensor, torch.Tensor]
-
-
 def _rounded(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
     """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
-    if (format is not None or fp8) and not is_calibrated(module):
+    if (format is not None or fp8) and not is_calibrated(module, format):
         c = balance(q, k)
         q, k = turn_q(q, c), turn_k(k, c)
     if format is None:
         return q, k, v, None
-    scales = None if format.name == "fp8_token" else scales_of(module, format, k.shape[1])
-    k_scale, v_scale = scales or (first_scale(k, format), first_scale(v, format))
+    k_scale, v_scale = scales_of(module, format, k.shape[1]) or (first_scale(k, format), first_scale(v, format))
     k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
     return q, k, v, (k_scale, v_scale) if format.name == "fp8" and k_scale is not None and v_scale is not None else None
 

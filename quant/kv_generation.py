@@ -75,7 +75,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 "stays in 16 bit (--kv-cache 16bit)"
             )
         assert self.format is not None
-        scales = scales_of(self._module, self.format, kv_heads) if self.format.name != "fp8_token" else None
+        scales = scales_of(self._module, self.format, kv_heads)
         k_scale, v_scale = (None, None) if scales is None else (scale[None] for scale in scales)
         self._pages = PagedKVCache(
             1,
@@ -117,7 +117,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes the new keys and values, turned as queries will be; gives the new queries, turned."""
         assert self._pages is not None
         self._waiting = False
-        if self.length == k.shape[2] and not is_calibrated(self._module):
+        if self.length == k.shape[2] and not is_calibrated(self._module, self.format):
             self._balance = balance(q, k)
         if self._balance is not None:
             q, k = turn_q(q, self._balance), turn_k(k, self._balance)

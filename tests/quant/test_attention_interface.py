@@ -112,22 +112,26 @@ def test_turning_leaves_scores(model: nn.Module) -> None:
 
 
 def test_calibrated_scales_are_used(model: nn.Module) -> None:
-    """One scale a tensor in layer 0, one a head in layer 1; NVFP4's are a sixth of those that checkpoints hold."""
+    """Those that checkpoints hold: one a tensor in layer 0, one a head in layer 1. They are not NVFP4's."""
+    plain = {}
+    for name in ("fp8", "nvfp4"):
+        with quantized_attention(model, kv_cache=name):
+            plain[name] = logits_of(model, IDS, use_cache=False)
     for layer, size in zip(model.model.layers, (1, 2), strict=True):  # type: ignore[union-attr, arg-type]
         layer.self_attn.register_buffer("k_scale", torch.rand(size) * 0.01 + 0.005)
         layer.self_attn.register_buffer("v_scale", torch.rand(size) * 0.01 + 0.005)
-    for name, divisor in (("fp8", 1), ("nvfp4", 6)):
 
-        def change(module: Any, q: Any, k: Any, v: Any, name: str = name, divisor: int = divisor) -> Any:
-            scales = [(scale / divisor).expand(2) for scale in (module.k_scale, module.v_scale)]
-            return q, *(round_kv(x, FORMATS[name], scale) for x, scale in zip((k, v), scales, strict=True))
+    def change(module: Any, q: Any, k: Any, v: Any) -> Any:
+        scales = [scale.expand(2) for scale in (module.k_scale, module.v_scale)]
+        return q, *(round_kv(x, FORMATS["fp8"], scale) for x, scale in zip((k, v), scales, strict=True))
 
-        expected = by_hand(model, IDS, change)
-        with quantized_attention(model, kv_cache=name):
-            got = logits_of(model, IDS, use_cache=False)
-            cached = step_by_step(model, IDS, name)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(cached, expected, rtol=1e-4, atol=1e-4)
+    expected = by_hand(model, IDS, change)
+    with quantized_attention(model, kv_cache="fp8"):
+        for got in (logits_of(model, IDS, use_cache=False), step_by_step(model, IDS, "fp8")):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.equal(expected, plain["fp8"])
+    with quantized_attention(model, kv_cache="nvfp4"):
+        assert torch.equal(logits_of(model, IDS, use_cache=False), plain["nvfp4"])
 
 
 def test_nvfp4_finds_its_scale_in_the_first_tokens(model: nn.Module) -> None:
