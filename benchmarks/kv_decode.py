@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from _table import machine, show, versions, write_json
+from gemm import warm_up
 
 from quant.kernels.decode_attention import paged_attention, paged_reference
 from quant.kernels.kv_cache import KVPages, encode_kv, kv_format, token_bytes
@@ -146,6 +147,7 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
+    warm_up()
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
