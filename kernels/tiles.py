@@ -105,7 +105,9 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     """
     rows, columns = shape
     if prepacked and tokens <= GLUON_MOST:
-        return gluon_tiles(min(max(8, bucket(tokens)), 128), 8, 2 if tokens <= FEW else 1, hardware)
+        block_m = min(max(8, bucket(tokens)), 128)
+        warps, resident = (4, 3) if tokens <= 32 else (8, 1)
+        return gluon_tiles(block_m, warps, resident, hardware)
     if tokens > FEW:
         return DENSE
     block_m = max(16, bucket(tokens))
@@ -121,7 +123,7 @@ def candidates(
     if prepacked:
         block_m = max(8, bucket(tokens))
         for size in {min(block_m, 64), min(block_m, 128), min(block_m, 256)}:
-            for warps, resident in ((4, 4), (4, 2), (8, 2), (8, 1), (16, 1)):
+            for warps, resident in ((4, 4), (4, 3), (4, 2), (8, 2), (8, 1)):
                 # Sums take block_m / 2 registers a thread, of which there are 64 K on an SM.
                 launch = gluon_tiles(size, warps, resident, hardware)
                 if warps * resident * size <= 8 * 256 and launch.stages >= 2:
