@@ -7,17 +7,19 @@ One producer warp copies tiles into shared memory (TMA); each of two or three co
                  P = 2^(S · scale − m + 8)    m: largest score of the row so far
                  O = O · decay + P V          wgmma, P from registers
 
-Order of a step: scores of tile j are issued, then P V of the tile before; while the tensor cores do the latter, the
-CUDA cores take the softmax of the former. Keys pass from the last to the first, so that the tiles that a mask
-crosses come first and the long loop has none (a window has some at its end, too).
+Order of a step: P V of the tile before is issued, then the maximum of this tile's scores is found, then the scores of
+the next tile are issued, and while they are computed the exponentials of this one are taken: tensor cores and CUDA
+cores both have work throughout. Keys pass from the last to the first, so that the tiles that a mask crosses come
+first and the long loop has none (a window has some at its end, too).
 
 P leaves the first wgmma in the accumulator's layout, of which a thread holds 2 neighbours of every 8 columns; FP8
 operands want 4 of every 16. The columns of P are therefore taken in another order, which costs nothing, and V's keys
 are stored in that order: `lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma must be K-major. 16-bit
 operands need neither.
 
-Programs stay, one on each SM, and take tiles of queries in turn. Causal tiles go from long to short, and every other
-round in reverse, which evens out what each program gets. Heads are taken in groups whose K and V fit the L2 cache.
+Programs stay, one on each SM, and take tiles of queries from a counter, the producer a tile ahead of the consumers;
+causal tiles go from long to short, which leaves little to wait for at the end. Heads are taken in groups whose K and V
+fit the L2 cache.
 
 Gluon has no interpreter: the PTX is compiled on any machine by `tests/kernels/test_attention_gluon.py`; the values
 are tested on a GPU.
@@ -56,15 +58,13 @@ class HopperTiles:
     block_kv: int
     stages: int
     registers: int = 240
-    ahead: bool = False
-    turns: bool = False
 
 
 _TILES = {
-    (64, 1): HopperTiles(3, 128, 4, 160),
-    (128, 1): HopperTiles(2, 128, 3, ahead=True),
-    (256, 1): HopperTiles(2, 128, 2),
-    (64, 2): HopperTiles(2, 128, 3),
+    (64, 1): HopperTiles(2, 128, 4),
+    (128, 1): HopperTiles(2, 128, 3),
+    (256, 1): HopperTiles(2, 64, 4),
+    (64, 2): HopperTiles(2, 128, 2),
     (128, 2): HopperTiles(2, 128, 2),
     (256, 2): HopperTiles(2, 64, 2),
 }
@@ -166,7 +166,7 @@ def _produce(given, kind: gl.constexpr):
     """Copies what the consumers will want, as soon as there is room for it."""
     q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, _turns = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty = barriers
     tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
     groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
@@ -234,18 +234,16 @@ def _shift(scores, row_max, factor, cap, key, place, last, window, masked: gl.co
 
 
 @gluon.jit
-def _left(p, v_buffer, kind: gl.constexpr):
-    """P, rounded where it is, as the left operand of P V."""
+def _add_values(output, p, decay, v_buffer, slot, kind: gl.constexpr):
+    """Issues output · decay + P V, P being rounded where it is."""
     p = p.to(v_buffer.dtype)
     if kind.fp8:
         keys: gl.constexpr = kind.block_kv
         p = p.reshape([64, keys // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([64, keys])
-    return gl.convert_layout(p, kind.left, assert_trivial=True)
-
-
-@gluon.jit
-def _value(v_buffer, slot, kind: gl.constexpr):
-    return v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+    left = gl.convert_layout(p, kind.left, assert_trivial=True)
+    output = output * gl.convert_layout(decay, kind.output_row)[:, None]
+    value = v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+    return warpgroup_mma(left, value, output, is_async=True)
 
 
 @gluon.jit
@@ -262,70 +260,40 @@ def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
 
 
 @gluon.jit
-def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
-    """Issues Q Kᵀ."""
-    keys: gl.constexpr = kind.block_kv
-    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
-    return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _steps(
-    low, high, tiles, end, count, turn, state, q_tile, buffers, barriers, turns, scales, log2_scale, cap,
-    place, last, window, masked: gl.constexpr, warpgroup: gl.constexpr, kind: gl.constexpr,
+    low, high, end, count, state, q_tile, buffers, barriers, scales, log2_scale, cap, place, last, window,
+    masked: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles low ≤ i < high in, counted from the last one; P V of tile i − 1 is done in step i."""
-    output, scores, p, row_max, row_sum, decay, v_unit = state
+    """Takes tiles low ≤ i < high in, counted from the last one: neither the first that is taken nor the final one."""
+    output, p, decay, scores, row_max, row_sum, factor, unit, v_unit = state
     k_buffer, v_buffer = buffers
     k_full, k_empty, v_full, v_empty = barriers
     keys: gl.constexpr = kind.block_kv
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
     columns = gl.arange(0, keys, kind.column)
     for i in range(low, high):
-        at = count + i
-        here = at % kind.stages
-        before = (at - 1) % kind.stages
+        before = (count + i - 1) % kind.stages
+        here = (count + i) % kind.stages
+        ahead = (count + i + 1) % kind.stages
         key = (end - 1 - i) * keys + columns
-        factor, unit = _scales_of(end - 1 - i, log2_scale, scales, kind)
-        left = _left(p, v_buffer, kind)
-        if kind.tiles.ahead:
-            output = output * gl.convert_layout(decay, kind.output_row)[:, None]
-            pending_output = warpgroup_mma(left, _value(v_buffer, before, kind), output, is_async=True)
-            shifted, row_max, decay = _shift(scores, row_max, factor, cap, key, place, last, window, masked, kind)
-            # After the last tile, scores of whatever is there are computed, and not used.
-            ahead = (at + 1) % kind.stages
-            mbarrier.wait(k_full.index(ahead), ((at + 1) // kind.stages) & 1, pred=i + 1 < tiles)
-            pending = _scores(q_tile, k_buffer, ahead, kind)
-            # Wanted in the next step; but no instruction that follows passes a wait, and the product is to start now.
-            mbarrier.wait(v_full.index(here), (at // kind.stages) & 1)
-            p = gl.exp2(shifted)
-            row_sum = row_sum * decay + gl.sum(p, 1)
-            output = warpgroup_mma_wait(1, deps=[pending_output])
-            mbarrier.arrive(v_empty.index(before), count=1)
-            scores = warpgroup_mma_wait(0, deps=[pending])
-            mbarrier.arrive(k_empty.index(ahead), count=1, pred=i + 1 < tiles)
-        else:
-            if kind.tiles.turns:
-                output = output * gl.convert_layout(decay, kind.output_row)[:, None]
-                mbarrier.wait(turns.index(warpgroup), (turn + i - 1 + (warpgroup == 0)) & 1)
-            mbarrier.wait(k_full.index(here), (at // kind.stages) & 1)
-            pending = _scores(q_tile, k_buffer, here, kind)
-            if not kind.tiles.turns:
-                output = output * gl.convert_layout(decay, kind.output_row)[:, None]
-            mbarrier.wait(v_full.index(before), ((at - 1) // kind.stages) & 1)
-            pending_output = warpgroup_mma(left, _value(v_buffer, before, kind), output, is_async=True)
-            if kind.tiles.turns:
-                mbarrier.arrive(turns.index((warpgroup + 1) % kind.groups), count=1)
-            product = warpgroup_mma_wait(1, deps=[pending])
-            mbarrier.arrive(k_empty.index(here), count=1)
-            shifted, row_max, decay = _shift(product, row_max, factor, cap, key, place, last, window, masked, kind)
-            p = gl.exp2(shifted)
-            row_sum = row_sum * decay + gl.sum(p, 1)
-            output = warpgroup_mma_wait(0, deps=[pending_output])
-            mbarrier.arrive(v_empty.index(before), count=1)
+        pending_output = _add_values(output, p, decay, v_buffer, before, kind)
+        shifted, row_max, decay = _shift(scores, row_max, factor, cap, key, place, last, window, masked, kind)
+        mbarrier.wait(k_full.index(ahead), ((count + i + 1) // kind.stages) & 1)
+        pending = warpgroup_mma(q_tile, k_buffer.index(ahead).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        # Early for its own sake, but the compiler issues nothing of what follows before the product above.
+        mbarrier.wait(v_full.index(here), ((count + i) // kind.stages) & 1)
+        p = gl.exp2(shifted)
+        row_sum = row_sum * decay + gl.sum(p, 1)
         if kind.fp8:
             decay = decay * (v_unit / unit)
             v_unit = unit
-    return output, scores, p, row_max, row_sum, decay, v_unit
+            factor, unit = _scales_of(end - 2 - i, log2_scale, scales, kind)
+        mbarrier.wait(v_full.index(here), ((count + i) // kind.stages) & 1)
+        output = warpgroup_mma_wait(1, deps=[pending_output])
+        scores = warpgroup_mma_wait(0, deps=[pending])
+        mbarrier.arrive(v_empty.index(before), count=1)
+        mbarrier.arrive(k_empty.index(ahead), count=1)
+    return output, p, decay, scores, row_max, row_sum, factor, unit, v_unit
 
 
 @gluon.jit
@@ -333,14 +301,15 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
     """Computes 64 of the queries of each tile."""
     out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, turns = barriers
+    q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty = barriers
     tokens_q, _, _, heads, ratio = tokens
     q_scale, k_scale, v_scale, ticket = scales
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block = strides
     width: gl.constexpr = kind.width
-    keys: gl.constexpr = kind.block_kv
-    columns = gl.arange(0, keys, kind.column)
     q_tile = q_buffer.index(warpgroup)
+    keys: gl.constexpr = kind.block_kv
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    columns = gl.arange(0, keys, kind.column)
     count = 0
     queries = 0
     taken = 0
@@ -376,28 +345,32 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
             elif kind.windowed:
                 last = gl.minimum(last, place + window - 1)
 
-            tiles = end - begin
+            final = end - begin - 1
             slot = count % kind.stages
             mbarrier.wait(q_full, queries & 1)
             mbarrier.wait(k_full.index(slot), (count // kind.stages) & 1)
-            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            pending = warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, deps=[pending])
             mbarrier.arrive(k_empty.index(slot), count=1)
             shifted, row_max, decay = _shift(
                 scores, row_max, first_factor, cap, (end - 1) * keys + columns, place, last, window, True, kind
             )
+            # Where there is no second tile, its scores are computed of what is there, and never used.
+            ahead = (count + 1) % kind.stages
+            mbarrier.wait(k_full.index(ahead), ((count + 1) // kind.stages) & 1, pred=final > 0)
+            pending = warpgroup_mma(q_tile, k_buffer.index(ahead).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(v_full.index(slot), (count // kind.stages) & 1)
             p = gl.exp2(shifted)
             row_sum = gl.sum(p, 1)
-            if kind.tiles.ahead:
-                slot = (count + 1) % kind.stages
-                mbarrier.wait(k_full.index(slot), ((count + 1) // kind.stages) & 1, pred=tiles > 1)
-                scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
-                mbarrier.arrive(k_empty.index(slot), count=1, pred=tiles > 1)
-                mbarrier.wait(v_full.index(count % kind.stages), (count // kind.stages) & 1)
-            masked_first = gl.maximum(end - whole_end, 1)
-            masked_last = tiles
+            second_factor, second_unit = _scales_of(gl.maximum(end - 2, begin), factor, per_tile, kind)
+            scores = warpgroup_mma_wait(0, deps=[pending])
+            mbarrier.arrive(k_empty.index(ahead), count=1, pred=final > 0)
+
+            masked_first = gl.minimum(gl.maximum(end - whole_end, 1), final)
+            masked_last = final
             if kind.windowed:
-                masked_last = gl.maximum(end - whole_begin, masked_first)
-            state = (output, scores, p, row_max, row_sum, decay, v_unit)
+                masked_last = gl.minimum(gl.maximum(end - whole_begin, masked_first), final)
+            state = (output, p, decay, scores, row_max, row_sum, second_factor, second_unit, v_unit)
             for part in gl.static_range(3):
                 low = 1
                 high = masked_first
@@ -406,23 +379,34 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                     high = masked_last
                 if part == 2:
                     low = masked_last
-                    high = tiles
+                    high = final
                 if part < 2 or kind.windowed:
                     state = _steps(
-                        low, high, tiles, end, count, count - queries, state, q_tile, (k_buffer, v_buffer),
-                        (k_full, k_empty, v_full, v_empty), turns, per_tile, factor, cap, place, last, window,
-                        part != 1, warpgroup, kind,
+                        low, high, end, count, state, q_tile, (k_buffer, v_buffer),
+                        (k_full, k_empty, v_full, v_empty), per_tile, factor, cap, place, last, window,
+                        part != 1, kind,
                     )  # fmt: skip
-            output, scores, p, row_max, row_sum, decay, v_unit = state
+            output, p, decay, scores, row_max, row_sum, last_factor, last_unit, v_unit = state
             mbarrier.arrive(q_empty, count=1)
-            count += tiles
-            slot = (count - 1) % kind.stages
-            left = _left(p, v_buffer, kind)
-            output = output * gl.convert_layout(decay, kind.output_row)[:, None]
-            mbarrier.wait(v_full.index(slot), ((count - 1) // kind.stages) & 1)
-            pending_output = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
+            if final > 0:
+                slot = (count + final - 1) % kind.stages
+                pending_output = _add_values(output, p, decay, v_buffer, slot, kind)
+                shifted, row_max, decay = _shift(
+                    scores, row_max, last_factor, cap, begin * keys + columns, place, last, window, True, kind
+                )
+                mbarrier.wait(v_full.index((count + final) % kind.stages), ((count + final) // kind.stages) & 1)
+                p = gl.exp2(shifted)
+                row_sum = row_sum * decay + gl.sum(p, 1)
+                if kind.fp8:
+                    decay = decay * (v_unit / last_unit)
+                    v_unit = last_unit
+                output = warpgroup_mma_wait(0, deps=[pending_output])
+                mbarrier.arrive(v_empty.index(slot), count=1)
+            slot = (count + final) % kind.stages
+            pending_output = _add_values(output, p, decay, v_buffer, slot, kind)
             output = warpgroup_mma_wait(0, deps=[pending_output])
             mbarrier.arrive(v_empty.index(slot), count=1)
+            count += final + 1
             queries += 1
         _finish(out, lse, output, row_max, row_sum, v_unit, first_token, first_row, seq_q, kind)
         mbarrier.wait(ticket_full, taken & 1)
@@ -477,9 +461,6 @@ def attention_hopper(
     ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [groups, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(groups):
-        mbarrier.init(turns.index(i), count=1)
     mbarrier.init(ticket_full, count=1)
     mbarrier.init(ticket_empty, count=groups)
     mbarrier.init(q_full, count=1)
@@ -490,7 +471,7 @@ def attention_hopper(
         mbarrier.init(k_empty.index(i), count=groups)
         mbarrier.init(v_empty.index(i), count=groups)
     buffers = (q_buffer, k_buffer, v_buffer)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty, turns)
+    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty, ticket_full, ticket_empty)
     places = (cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
     tokens = (tokens_q, tokens_kv, tokens_v, heads, ratio)
     scales = (q_scale, k_scale, v_scale, ticket)

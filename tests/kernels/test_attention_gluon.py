@@ -91,7 +91,7 @@ def test_compiles_to_concurrent_wgmma_with_room_in_registers(dim: int, options: 
     # C7510 and its like: ptxas found that products may not overlap, and waits after each.
     assert "serialized" not in said
     # Around the loop over keys, not in it.
-    assert sum(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= 512
+    assert sum(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= 1024
 
 
 def test_keys_of_v_stand_in_the_order_of_p() -> None:
