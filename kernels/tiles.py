@@ -3,7 +3,7 @@
 Three ways to multiply by a quantized weight:
 
     Tiles       the portable kernel (kernels/matmul.py): any format, any shape
-    GluonTiles  Hopper's NVFP4 kernel (kernels/matmul_gluon.py): a prepacked weight and few tokens
+    GluonTiles  Hopper's kernel (kernels/matmul_gluon.py): a prepacked NVFP4 or MXFP4 weight, up to hundreds of tokens
     DENSE       write W in 16 bit, then the library's matmul: right for many tokens, where W is small beside the work
 """
 
@@ -76,6 +76,14 @@ FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
 GLUON_MOST = 512
 """Up to so many tokens Hopper's kernel is the first guess for a prepacked weight; beyond, it is `DENSE`."""
+GLUON_LAUNCHES = {
+    8: ((8, 2, 4), (4, 4, 2), (4, 3, 2), (8, 2, 2), (8, 1, 2), (16, 1, 2)),
+    16: ((4, 3, 2), (4, 4, 2), (8, 2, 4), (8, 2, 2), (8, 1, 2), (16, 1, 2)),
+    64: ((8, 1, 2), (4, 2, 2), (8, 2, 2), (16, 1, 2)),
+    128: ((8, 1, 2), (4, 2, 2)),
+    256: ((8, 1, 2),),
+}
+"""(warps, resident, depth) by block_m: what has run on an H100 and agreed with float64; no search leaves this list."""
 PREFILL = 512
 """Beyond so many tokens an FP8 product is worth rewriting an NVFP4 weight for, where 8-bit activations are allowed."""
 _SHARED_BYTES = 227 << 10
@@ -105,8 +113,8 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     """
     rows, columns = shape
     if prepacked and tokens <= GLUON_MOST:
-        block_m = min(max(8, bucket(tokens)), 128)
-        warps, resident = (4, 3) if tokens <= 32 else (8, 1)
+        block_m = next(size for size in (8, 16, 64, 128) if tokens <= size or size == 128)
+        warps, resident = (4, 3) if block_m <= 16 else (8, 1)
         return gluon_tiles(block_m, warps, resident, hardware)
     if tokens > FEW:
         return DENSE
@@ -121,13 +129,11 @@ def candidates(
     rows, columns = shape
     found: list[Choice] = [guess(format, tokens, shape, hardware, prepacked)]
     if prepacked:
-        block_m = max(8, bucket(tokens))
-        for size in {min(block_m, 64), min(block_m, 128), min(block_m, 256)}:
-            for warps, resident in ((4, 4), (4, 3), (4, 2), (8, 2), (8, 1)):
-                # Sums take block_m / 2 registers a thread, of which there are 64 K on an SM.
-                launch = gluon_tiles(size, warps, resident, hardware)
-                if warps * resident * size <= 8 * 256 and launch.stages >= 2:
-                    found.append(launch)
+        least = next(size for size in GLUON_LAUNCHES if tokens <= size or size == 256)
+        for block_m, launches in GLUON_LAUNCHES.items():
+            # Smaller tiles than the tokens need read W more than once, which may be less than what they save.
+            if min(64, least) <= block_m <= least:
+                found += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
     elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):

@@ -71,9 +71,10 @@ def test_every_prepacked_code_at_every_scale() -> None:
     weight = BlockScaledTensor(codes, scale, FORMATS["nvfp4"], (128, 128), torch.ones((), device="cuda"))
     packed, exact = prepack(weight), weight.dequantize(torch.bfloat16)
     eye = torch.eye(128, device="cuda", dtype=torch.bfloat16)
-    launches = ((8, 1, 4), (16, 2, 4), (16, 1, 8), (64, 1, 4), (64, 2, 8), (128, 1, 4), (256, 1, 8))
-    for choice in (tiles.GluonTiles(block_m, programs, warps, stages=2) for block_m, programs, warps in launches):
-        assert torch.equal(dispatch.run(eye, packed, None, choice), exact.T)
+    for block_m, launches in tiles.GLUON_LAUNCHES.items():
+        for warps, resident, depth in launches:
+            choice = tiles.gluon_tiles(block_m, warps, resident, current(), depth)
+            assert torch.equal(dispatch.run(eye, packed, None, choice), exact.T)
     assert torch.equal(dispatch.dequantize(packed, torch.bfloat16), exact)
 
 
