@@ -173,9 +173,10 @@ def rotate_and_store(
             raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
     q = qkv.new_empty(batch, heads, 1, dim)
     if batch:
+        # Unfused: an FMA would keep a product as it is that the modules round before they add it.
         rotate_kernel[heads + 2 * kv_heads, batch](
             qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
-            page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1,
+            page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return q
 

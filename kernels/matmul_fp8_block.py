@@ -6,7 +6,7 @@ The tensor core sums one step's products from zero; the step is then scaled and 
 where the scales belong and what keeps the sum exact, for Hopper's FP8 products are added with few bits beyond FP16's.
 A row's scale and a square's are each one number a step, so scaling costs one multiply-add an element and step.
 
-On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and half as fast again. It wants
+On Hopper, cuBLASLt of CUDA 12.9 and later has the same product, written for that chip and 1.6 times as fast. It wants
 the scales of x by columns, and squares in multiples of four along K: otherwise it reads them from wrong places without
 a word. So what it takes is narrow, and its first product in a process is compared with the kernel's.
 """

@@ -124,3 +124,19 @@ def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, An
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     compiled = compile_kernel(kernel, signature, constants, arch=arch, num_warps=warps, num_stages=1)
     assert assemble(compiled).spilled == 0
+
+
+def test_the_rotation_has_no_fused_products() -> None:
+    """Compiled as it is launched; with fusion, the rounding of a product before the sum is lost."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}
+    kinds = {"table": "*i32", "lengths": "*i32", **dict.fromkeys(POINTERS, "*bf16")}
+    types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source, target = ASTSource(kernel, types, constexprs=values), GPUTarget("cuda", 90, 32)
+    for fused in (True, False):
+        options = {"num_warps": 1, "enable_fp_fusion": fused}
+        assert ("fma.rn" in triton.compile(source, target=target, options=options).asm["ptx"]) is fused

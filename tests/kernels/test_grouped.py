@@ -46,7 +46,7 @@ def by_tokens(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: t
     form = module.down_proj.activation_format
 
     def seen(x: torch.Tensor) -> torch.Tensor:
-        return (fake_quantize(x[None], form)[0] if form else x).double()
+        return (fake_quantize(x[None].float(), form)[0] if form else x).double()
 
     for token, choices in enumerate(index.tolist()):
         for slot, expert in enumerate(choices):
@@ -110,7 +110,8 @@ def test_on_a_gpu(format: str, activation: str | None, tokens: int) -> None:
     index[0, 1] = EXPERTS
     y = linear.experts_forward(module, hidden, index, weights)
     expected = by_tokens(module, hidden, index, weights)
-    assert float((y.double() - expected).norm() / expected.norm()) < 1e-2
+    # A last bit of an inner value moves some of its 8-bit codes to a neighbour, 6% away.
+    assert float((y.double() - expected).norm() / expected.norm()) < (4e-2 if activation else 1e-2)
 
 
 @pytest.mark.gpu
