@@ -172,7 +172,8 @@ def turn_back(k: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=8)
 def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    return hadamard_transform(torch.eye(dim)).to(device)
+    rotation: torch.Tensor = hadamard_transform(torch.eye(dim)).to(device)
+    return rotation
 
 
 def _mask(
@@ -323,7 +324,7 @@ def _scales_of_heads(
     """Scales `[batch, heads]` of q, measured, and of k and v, as they are."""
     q_scale = divided(q.abs().amax((2, 3)).float(), E4M3.max)
     q_scale = torch.where(q_scale > 0, q_scale, torch.ones_like(q_scale))
-    return q_scale, *(scale.expand(len(q), -1).contiguous() for scale in (k_scale, v_scale))
+    return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
 
 
 def _masked(
