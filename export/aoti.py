@@ -22,7 +22,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,7 +78,8 @@ def export_aoti(
         `path`.
 
     Raises:
-        ValueError: there is no such device, the name is wrong, or the model does not export; nothing is written.
+        ValueError: there is no such device, the name is wrong, the model does not export, or the C++ compiler cannot
+            make a library that torch loads; nothing is written.
     """
     path = Path(path)
     if path.suffix != ".pt2":
@@ -102,6 +105,7 @@ def export_aoti(
             raise ValueError(
                 f"{path}: AOTInductor did not compile it (it needs a C++ compiler, g++ or $CXX): {text[:600]}"
             ) from error
+        _check_library(Path(made), path)
         os.replace(made, path)
     return path
 
@@ -143,6 +147,28 @@ def lowered(
 def load_aoti(path: str | Path) -> Callable[..., Any]:
     """A package as a function of the model's inputs."""
     return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+
+
+def _check_library(made: Path, path: Path) -> None:
+    """Raises ValueError where the compiler has put a C++ library of its own into the package.
+
+    Two copies of libstdc++ in one process do not agree on its locales, and the package crashes while it is loaded.
+    """
+    if sys.platform != "linux":
+        return
+    with zipfile.ZipFile(made) as archive:
+        for name in (name for name in archive.namelist() if name.endswith(".so")):
+            with archive.open(name) as file:
+                end = b""
+                while chunk := file.read(1 << 24):
+                    if any(library in end + chunk for library in (b"libstdc++.so", b"libc++.so")):
+                        break
+                    end = chunk[-16:]
+                else:
+                    raise ValueError(
+                        f"{path}: the C++ compiler links libstdc++ statically, and such a package crashes where torch "
+                        "loads it; set CXX to a compiler that has libstdc++.so, such as the system's g++"
+                    )
 
 
 def _settings(device: torch.device) -> dict[str, Any]:

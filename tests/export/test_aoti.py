@@ -177,6 +177,21 @@ def test_bad_input(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
+def test_a_compiler_with_a_static_cpp_library(tmp_path: Path) -> None:
+    """Loading what it makes would crash this process."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    (tmp_path / "out").mkdir()
+    options = {"cpp.cxx": (str(compiler),)}
+    with pytest.raises(ValueError, match=r"links libstdc\+\+ statically.*set CXX"):
+        export_aoti(
+            nn.Linear(8, 8), tmp_path / "out" / "m.pt2", {"input": torch.ones(1, 8)}, device="cpu", options=options
+        )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 @pytest.mark.gpu
 def test_gpu_package_with_fp8_matmul_and_attention(tmp_path: Path) -> None:
     """On a GPU: `_scaled_mm` and our Triton kernel in the package, against the oracle on the CPU."""
