@@ -34,7 +34,8 @@ CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_
 
 # Files of Triton kernels, which load triton with themselves; whoever calls them imports them inside a function.
 TRITON_FILES: set[str] = {
-    "calibration/block_search_triton.py",
+    "calibration/gptq_triton.py",
+    "calibration/rounding_triton.py",
     "kernels/attention_triton.py",
     "kernels/decode_attention_triton.py",
     "kernels/kv_cache_triton.py",
