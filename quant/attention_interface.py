@@ -156,7 +156,7 @@ def balance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 def turn_q(q: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """q' of the module docstring."""
-    grouped = q.float().unflatten(1, (len(c), -1)) / c[:, None, None]
+    grouped: torch.Tensor = q.float().unflatten(1, (len(c), -1)) / c[:, None, None]
     return (grouped.flatten(1, 2) @ _hadamard(q.shape[3], q.device)).to(q.dtype)
 
 
