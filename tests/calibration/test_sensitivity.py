@@ -341,7 +341,8 @@ def test_units_add_up_in_one_order() -> None:
 
 
 _RANK = """
-import json, sys, torch
+import json, sys, time, torch
+from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from quant.calibration.units import run_units, total
 from quant.calibration.sensitivity_scores import score_groups
@@ -379,7 +380,10 @@ groups = groups_of(make_plan(model, "fp8").quantized)
 allowed = dict.fromkeys(groups, parse_candidates("nvfp4,fp8"))
 found = {}
 for method in ("fisher", "kl", "output"):
-    found[method] = [g.scores for g in score_groups(model, groups, allowed, rows, method=method).groups]
+    if os.environ.get("RANK") == "1":
+        time.sleep(0.5)  # the other rank would have written its first results
+    path = Path(sys.argv[2]) / f"{method}.json"
+    found[method] = [g.scores for g in score_groups(model, groups, allowed, rows, method=method, path=path).groups]
 if os.environ.get("RANK", "0") == "0":
     print(json.dumps(found))
 """
@@ -390,10 +394,11 @@ def test_one_rank_and_two_give_the_same_bits(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
     script = [sys.executable, "-c", _RANK, root]
-    alone = subprocess.run(script, capture_output=True, text=True, check=True, env=environment)
+    one, two = [*script, str(tmp_path / "one")], [*script, str(tmp_path / "two")]
+    alone = subprocess.run(one, capture_output=True, text=True, check=True, env=environment)
     ranks = [
         subprocess.Popen(
-            script, stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank), "WORLD_SIZE": "2"}
+            two, stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank), "WORLD_SIZE": "2"}
         )
         for rank in range(2)
     ]
