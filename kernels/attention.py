@@ -68,11 +68,43 @@ def tiles_for(dim: int, arch: int, itemsize: int = 1) -> Tiles:
 
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[False] = False, **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    v_laid_out: bool = False,
+    return_lse: Literal[False] = False,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor: ...
 @overload
 def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_lse: Literal[True], **options: Any
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    causal: bool = False,
+    window: int | None = None,
+    softcap: float | None = None,
+    softmax_scale: float | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    v_laid_out: bool = False,
+    return_lse: Literal[True],
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
@@ -364,18 +396,24 @@ def _attention(
     out = q.new_empty(q.shape, dtype=dtype)
     lse = q.new_empty(q.shape[:3] if with_lse else 0, dtype=torch.float32)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "softcap": softcap,
+        "softmax_scale": softmax_scale,
+        "cu_seqlens": packed,
+        "max_seqlen_q": max_seqlen_q,
+    }
     if hopper:
         from quant.kernels import attention_gluon
 
         if scales is not None and not v_laid_out:
             v = attention_gluon.lay_out_v(v, cu_seqlens_k)
-        attend = attention_gluon.attend
+        attention_gluon.attend(q, k, v, scales, out, lse if with_lse else None, **options)
     else:
-        from quant.kernels.attention_triton import attend
-    attend(
-        q, k, v, scales, out, lse if with_lse else None, causal=causal, window=window, softcap=softcap,
-        softmax_scale=softmax_scale, cu_seqlens=packed, max_seqlen_q=max_seqlen_q,
-    )  # fmt: skip
+        from quant.kernels import attention_triton
+
+        attention_triton.attend(q, k, v, scales, out, lse if with_lse else None, **options)
     return out, lse
 
 

@@ -26,7 +26,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 
@@ -105,19 +105,23 @@ class AttentionOperands:
                 "attention with a soft cap: smoothing K shifts the scores, and a cap is no longer the same; "
                 "quantize with smooth_k=False"
             )
-        out, lse = attention(
-            self.q, self.k, self.v, q_scale=self.q_scale, k_scale=self.k_scale, v_scale=self.v_scale,
-            v_laid_out=self.v_laid_out, causal=causal, window=window, softcap=softcap, softmax_scale=softmax_scale,
-            cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k, max_seqlen_q=self.max_seqlen_q,
-            return_lse=True, dtype=dtype,
-        ) if return_lse else (attention(
-            self.q, self.k, self.v, q_scale=self.q_scale, k_scale=self.k_scale, v_scale=self.v_scale,
-            v_laid_out=self.v_laid_out, causal=causal, window=window, softcap=softcap, softmax_scale=softmax_scale,
-            cu_seqlens_q=self.cu_seqlens_q, cu_seqlens_k=self.cu_seqlens_k, max_seqlen_q=self.max_seqlen_q,
-            dtype=dtype,
-        ), None)  # fmt: skip
-        if lse is None:
-            return out
+        given: dict[str, Any] = {
+            "q_scale": self.q_scale,
+            "k_scale": self.k_scale,
+            "v_scale": self.v_scale,
+            "v_laid_out": self.v_laid_out,
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "softmax_scale": softmax_scale,
+            "cu_seqlens_q": self.cu_seqlens_q,
+            "cu_seqlens_k": self.cu_seqlens_k,
+            "max_seqlen_q": self.max_seqlen_q,
+            "dtype": dtype,
+        }
+        if not return_lse:
+            return attention(self.q, self.k, self.v, **given)
+        out, lse = attention(self.q, self.k, self.v, return_lse=True, **given)
         if self.score_shift is not None:
             lse = lse + self.score_shift * (1 / math.sqrt(self.q.shape[3]) if softmax_scale is None else softmax_scale)
         return out, lse
@@ -298,8 +302,9 @@ def _quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
     if work.laid_out:
         v = lay_out_v(v, work.cu_seqlens_k)
     return AttentionOperands(
-        q, k, v, *steps, work.laid_out, shift, work.cu_seqlens_q, work.cu_seqlens_k, work.max_seqlen_q
-    )
+        q, k, v, steps[0], steps[1], steps[2], work.laid_out, shift, work.cu_seqlens_q, work.cu_seqlens_k,
+        work.max_seqlen_q,
+    )  # fmt: skip
 
 
 def _check(

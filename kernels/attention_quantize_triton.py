@@ -248,9 +248,10 @@ def quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
     steps = _new_scales(work) if scales is None else [_per_head(s, x) for s, x in zip(scales, (q, k, v), strict=True)]
     shift = None if work.mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _launch(work, codes, steps, shift, static=scales is not None, measure=False)
+    q_scale, k_scale, v_scale = steps if scales is None else scales
     return AttentionOperands(
-        *codes, *(steps if scales is None else scales), work.laid_out, shift, work.cu_seqlens_q, work.cu_seqlens_k,
-        work.max_seqlen_q,
+        codes[0], codes[1], codes[2], q_scale, k_scale, v_scale, work.laid_out, shift, work.cu_seqlens_q,
+        work.cu_seqlens_k, work.max_seqlen_q,
     )  # fmt: skip
 
 
