@@ -49,8 +49,11 @@ It reads the checkpoint as it is (compressed-tensors).
 
 
 def _trtllm(directory: Path, plan: Plan | None) -> str:
-    layers = [layer for layer in plan.quantized if layer.weight is not None] if plan else []
-    used = {(layer.weight.name, layer.activation.name if layer.activation else None) for layer in layers}
+    used = {
+        (layer.weight.name, layer.activation.name if layer.activation else None)
+        for layer in (plan.quantized if plan else ())
+        if layer.weight is not None
+    }
     unread = [weight + (f" with {inputs} inputs" if inputs else " weights alone") for weight, inputs in used - _TRTLLM]
     if unread:
         body = f"""It does not read {", ".join(sorted(unread))} from such a checkpoint. It reads nvfp4, fp8_channel with

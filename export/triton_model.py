@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 ENGINE_FILE = "model.engine"
 DEVICE = "cuda"
@@ -68,11 +69,11 @@ class TritonPythonModel:
         server = self.server
         try:
             given = {name: server.get_input_tensor_by_name(request, name) for name in self.inputs}
-            tensors = {name: torch.from_dlpack(x.to_dlpack()).to(self.device) for name, x in given.items()}
+            tensors = {name: from_dlpack(x.to_dlpack()).to(self.device) for name, x in given.items()}
             outputs = self.run(tensors)
         except (RuntimeError, ValueError) as error:
             return server.InferenceResponse(output_tensors=[], error=server.TritonError(str(error)))
-        made = [server.Tensor.from_dlpack(name, torch.to_dlpack(x)) for name, x in outputs.items()]
+        made = [server.Tensor.from_dlpack(name, to_dlpack(x)) for name, x in outputs.items()]
         return server.InferenceResponse(output_tensors=made)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
