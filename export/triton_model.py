@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.dlpack import from_dlpack, to_dlpack
+from torch.utils.dlpack import from_dlpack
 
 ENGINE_FILE = "model.engine"
 DEVICE = "cuda"
@@ -73,7 +73,7 @@ class TritonPythonModel:
             outputs = self.run(tensors)
         except (RuntimeError, ValueError) as error:
             return server.InferenceResponse(output_tensors=[], error=server.TritonError(str(error)))
-        made = [server.Tensor.from_dlpack(name, to_dlpack(x)) for name, x in outputs.items()]
+        made = [server.Tensor.from_dlpack(name, x.__dlpack__()) for name, x in outputs.items()]
         return server.InferenceResponse(output_tensors=made)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
