@@ -36,6 +36,8 @@ CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_
 TRITON_FILES: set[str] = {
     "calibration/gptq_triton.py",
     "calibration/rounding_triton.py",
+    "kernels/attention_gluon.py",
+    "kernels/attention_quantize_triton.py",
     "kernels/attention_triton.py",
     "kernels/decode_attention_triton.py",
     "kernels/kv_cache_triton.py",
