@@ -20,6 +20,7 @@ from quant import api, checkpoint, console
 from quant.allocation import Allocation, allocate
 from quant.allocation_request import AllocationRequest
 from quant.allocation_space import Goal
+from quant.attention_interface import quantized_attention
 from quant.calibration.data import calibration_rows, token_rows
 from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate
@@ -215,9 +216,11 @@ def _run_model(
         plan = quantized.plan
         evaluation = None
         if eval_rows is not None:
-            evaluation = evaluate(
-                model, eval_rows, baseline, progress=lambda done, total: progress("evaluate", done, total)
-            )
+            attention, cache = (format.name if format else None for format in (plan.attention, plan.kv_cache))
+            with quantized_attention(model, attention=attention, kv_cache=cache):
+                evaluation = evaluate(
+                    model, eval_rows, baseline, progress=lambda done, total: progress("evaluate", done, total)
+                )
     del baseline
     tokenizer = _tokenizer_if_any(source)
     report = _report(job, source, plan, quantized.layers, bytes_before, evaluation)

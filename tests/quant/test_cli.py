@@ -361,6 +361,22 @@ def test_evaluate_against_arithmetic_of_its_own(tmp_path: Path) -> None:
     assert itself["kl"] == pytest.approx(0, abs=1e-9) and itself["top1"] == 1
 
 
+def test_a_cache_of_the_plan_counts_in_its_own_evaluation(tmp_path: Path) -> None:
+    ids = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    (tmp_path / "recipe.toml").write_text('weight = "mxfp4"\nkv_cache = "fp8"\n')
+    text = ("--eval", tmp_path / "ids.safetensors", "--eval-samples", 3, "--seqlen", 24)
+    given = ("--recipe", tmp_path / "recipe.toml", "--calib", tmp_path / "ids.safetensors", "--calib-samples", 3)
+    result = quantize_base(tmp_path / "out", *given, *text)
+    assert result.exit_code == 0, result.stderr
+    reported = json.loads((tmp_path / "out" / "report.json").read_text())["evaluation"]["kl"]
+    again = ("--baseline", BASE, "--text", tmp_path / "ids.safetensors", "--samples", 3, "--seqlen", 24, "--json")
+    with_cache = json.loads(run(main, "evaluate", tmp_path / "out", *again).stdout)["kl"]
+    without = json.loads(run(main, "evaluate", tmp_path / "out", *again, "--kv-cache", "16bit").stdout)["kl"]
+    assert reported == pytest.approx(with_cache, rel=1e-3)
+    assert abs(without - with_cache) > 0.01 * without
+
+
 def test_evaluate_refuses_what_it_cannot_run(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "bare.safetensors")
     save_file({"ids": torch.zeros(1, 8, dtype=torch.long)}, tmp_path / "ids.safetensors")
