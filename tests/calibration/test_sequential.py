@@ -391,10 +391,10 @@ def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch
 
 
 def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
-    assert get_pipeline("awq+gptq").transforms[0].share < get_pipeline("awq").transforms[0].share == 1.0
+    assert get_pipeline("awq+gptq").transforms[0].inputs_alone and not get_pipeline("awq").transforms[0].inputs_alone
     x, weight = torch.randn(200, 64) * torch.logspace(-1, 1, 64), torch.randn(96, 64)
     inputs = GroupInputs(x, torch.ones(200), x.abs().mean(0), x.abs().amax(0))
-    found = replace(TRANSFORMS["awq"], share=0.0)(weight, inputs, NVFP4, NVFP4, None)
+    found = replace(TRANSFORMS["awq"], inputs_alone=True)(weight, inputs, NVFP4, NVFP4, None)
     errors = {}
     for power in range(10):
         scale = channel_scale(inputs.mean_abs, weight, power / 10, 0.0, None)
