@@ -28,7 +28,15 @@ from torch import nn
 
 from quant.export.audit import Finding, audit, failures
 from quant.export.engine_codes import held_codes, stored_codes
-from quant.export.engine_graph import as_profiles, check_graph, label_nodes, layer_of, load_graph, make_profiles
+from quant.export.engine_graph import (
+    ATTENTION,
+    as_profiles,
+    check_graph,
+    label_nodes,
+    layer_of,
+    load_graph,
+    make_profiles,
+)
 from quant.export.engine_process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine_shapes import format_profile
 from quant.export.engine_targets import choose_backend, resolve_target
@@ -158,7 +166,8 @@ def build_engine(
     model = load_graph(onnx_path)
     check_graph(model, chosen_target)
     profiles = make_profiles(model, shapes)
-    layers = tuple(dict.fromkeys(filter(None, map(layer_of, model.graph.node))))
+    attends = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
+    layers = tuple(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
     attention_nodes = label_nodes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
