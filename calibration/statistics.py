@@ -21,9 +21,9 @@ import torch
 from torch.nn.functional import pad
 
 from quant.calibration.products import usual_products
+from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import divided, global_scale_of
-from quant.formats.tensor import fake_quantize
 
 
 @dataclass(eq=False)
@@ -190,6 +190,4 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
         from quant.calibration.rounding_triton import fake_quantize_nvfp4
 
         return fake_quantize_nvfp4(x, input_scale)
-    if activation.global_scale:
-        return fake_quantize(x, activation, global_scale=input_scale)
-    return fake_quantize(x, activation, scale=input_scale)
+    return tensor.round_activation(x, activation, input_scale)

@@ -216,6 +216,13 @@ def fake_quantize(
     return _from_blocks(values, *rows.shape).reshape(x.shape).to(x.dtype)
 
 
+def round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """`fake_quantize` with a layer's input scale: the second level where the format has one, else the scale itself."""
+    if format.global_scale:
+        return fake_quantize(x, format, global_scale=input_scale)
+    return fake_quantize(x, format, scale=input_scale)
+
+
 def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
     """Largest magnitude of each matrix, float32 of shape `weight.shape[:-2]`.
 

@@ -41,6 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from quant.kernels.attention_quantize_triton import order_of_keys
 from quant.kernels.attention_reference import SCALE_BLOCK
 
 _RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
@@ -522,12 +523,6 @@ def _lay_out_v_kernel(
         tile = tl.load(v + (head * tokens + start + key)[:, None] * dim + d[None, :], mask=inside, other=0.0)
         at = (head * dim + d)[:, None] * padded + (column + position)[None, :]
         tl.store(out + at, tl.trans(tile), mask=(d < dim)[:, None])
-
-
-@triton.jit
-def order_of_keys(position):
-    """The key at each position of a laid-out V: of 16, pairs 0 4, 1 5, 2 6, 3 7 stand together."""
-    return position // 16 * 16 + position % 4 // 2 * 8 + position % 16 // 4 * 2 + position % 2
 
 
 def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: int | None = None) -> torch.Tensor:

@@ -304,13 +304,15 @@ def launch_in_graph(
     return out
 
 
+def _arch_of(x):
+    major, minor = torch.cuda.get_device_capability(x.device)
+    return 10 * major + minor
+
+
 def _launch_of(q, k, v, scales, out, lse, causal, softmax_scale, arch):
     """Grid, run-time arguments and compile-time ones."""
     batch, heads, seq_q, dim = q.shape
-    if arch is None:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        arch = 10 * major + minor
-    tiles = tiles_for(dim, arch)
+    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
     constants = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -351,12 +353,9 @@ def attend(
     """
     if not out.numel():
         return
-    if arch is None:
-        major, minor = torch.cuda.get_device_capability(q.device)
-        arch = 10 * major + minor
     batch, heads, tokens_q, dim = q.shape
     kv_heads, tokens_kv = k.shape[1:3]
-    tiles = tiles_for(dim, arch, q.dtype.itemsize)
+    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch, q.dtype.itemsize)
     sequences = batch if cu_seqlens is None else len(cu_seqlens[0]) - 1
     grid = (triton.cdiv(max_seqlen_q, tiles.block_q), heads, sequences)
     strides = [n for scale in scales for n in scale.stride()] if scales else [0] * 9

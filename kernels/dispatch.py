@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import linear as dense_linear
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize, round_activation
 from quant.kernels import hardware, tiles, tune
 
 _FLOATS = (torch.float16, torch.bfloat16)
@@ -230,7 +230,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """`fake_quantize`, in two passes where there is a kernel: to codes, and back."""
+    """`round_activation`, in two passes where there is a kernel: to codes, and back."""
     from quant.kernels import cast, matmul
 
     columns = x.shape[-1]
@@ -239,6 +239,4 @@ def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) ->
         first, second = (None, input_scale) if format.global_scale else (input_scale, None)
         codes = cast.quantize(x, format, scale=first, global_scale=second)
         return matmul.dequantize(codes, x.dtype).view(x.shape)
-    if format.global_scale:
-        return fake_quantize(x, format, global_scale=input_scale)
-    return fake_quantize(x, format, scale=input_scale)
+    return round_activation(x, format, input_scale)

@@ -24,7 +24,7 @@ from torch.nn.functional import linear
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.attention import has_fp8_tensor_cores
 from quant.kernels.fp8_gemm import fp8_linear_fused, takes
 
@@ -153,7 +153,7 @@ def _linear(
         weight = restore(weight)
         codes, scale = weight.codes, weight.scale
     if activation:
-        x = _round_activation(x, FORMATS[activation], input_scale)
+        x = round_activation(x, FORMATS[activation], input_scale)
     dense = _cache.get(weight, x.dtype)
     if dense is not None:
         return linear(x, dense, bias)
@@ -167,12 +167,6 @@ def _linear(
         piece = replace(weight, codes=codes[start:stop], scale=part, shape=(stop - start, x.shape[-1]))
         out[..., start:stop] = linear(x, piece.dequantize(x.dtype), None if bias is None else bias[start:stop])
     return out
-
-
-def _round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    if format.global_scale:
-        return fake_quantize(x, format, global_scale=input_scale)
-    return fake_quantize(x, format, scale=input_scale)
 
 
 def _register(format: Format) -> None:

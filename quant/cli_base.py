@@ -28,9 +28,8 @@ def attention_options(model: str, attention: str | None, kv_cache: str | None) -
     if file.is_file() and None in (attention, kv_cache):
         from quant.recipes.plan import Plan
 
-        plan = Plan.load(file)
-        attention = attention or (plan.attention.name if plan.attention else None)
-        kv_cache = kv_cache or (plan.kv_cache.name if plan.kv_cache else None)
+        planned = Plan.load(file).run_time
+        attention, kv_cache = attention or planned["attention"], kv_cache or planned["kv_cache"]
     return {"attention": attention, "kv_cache": kv_cache}
 
 

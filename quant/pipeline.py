@@ -216,8 +216,7 @@ def _run_model(
         plan = quantized.plan
         evaluation = None
         if eval_rows is not None:
-            attention, cache = (format.name if format else None for format in (plan.attention, plan.kv_cache))
-            with quantized_attention(model, attention=attention, kv_cache=cache):
+            with quantized_attention(model, **plan.run_time):
                 evaluation = evaluate(
                     model, eval_rows, baseline, progress=lambda done, total: progress("evaluate", done, total)
                 )

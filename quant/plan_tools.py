@@ -270,8 +270,7 @@ def totals(plan: Plan) -> dict[str, Any]:
         "effective_bits": plan.effective_bits,
         "bits_linear": bits_per_weight(own),
         "bytes": plan.nbytes,
-        "kv_cache": plan.kv_cache.name if plan.kv_cache else None,
-        "attention": plan.attention.name if plan.attention else None,
+        **plan.run_time,
     }
 
 

@@ -168,13 +168,20 @@ class Plan:
         new = {layer.name: layer for layer in layers}
         return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
 
+    @property
+    def run_time(self) -> dict[str, str | None]:
+        """Names of the formats of the KV cache and of attention's operands; None is 16 bit."""
+        return {
+            "kv_cache": self.kv_cache.name if self.kv_cache else None,
+            "attention": self.attention.name if self.attention else None,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready form, as in the module docstring."""
         return {
             "schema_version": SCHEMA_VERSION,
             "layers": [layer.to_dict() for layer in self.layers],
-            "kv_cache": self.kv_cache.name if self.kv_cache else None,
-            "attention": self.attention.name if self.attention else None,
+            **self.run_time,
             "target": self.target,
             "provenance": self.provenance,
         }
