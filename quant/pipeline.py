@@ -30,11 +30,15 @@ from quant.extras import versions
 from quant.load_huggingface import load_tokenizer
 from quant.load_state import call_factory
 from quant.loading import Source, open_model
-from quant.planning import check_plan_fits, fusion_warnings, make_plan
+from quant.plan_tools import Problem, read_plan, refuse
+from quant.planning import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, get_recipe
 from quant.report import LayerResult, Report, kv_cache_of, peak_rss, print_summary, render_html
+
+# A plan as it was read, and what could not be read of it.
+PlanFile = tuple[Plan, list[Problem]]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     return _run_model(job, source, plan, quiet, loaded - started)
 
 
-def _recipe(job: Job) -> Recipe | Plan:
+def _recipe(job: Job) -> Recipe | PlanFile:
     given = [job.format_name, job.recipe_file, job.plan_file]
     if sum(g is not None for g in given) != 1:
         raise UserError("give exactly one of --format, --recipe and --plan")
@@ -111,7 +115,7 @@ def _recipe(job: Job) -> Recipe | Plan:
             raise UserError(
                 "--plan says everything already: edit it instead of using --solver, --kv-cache, --include, --exclude"
             )
-        return Plan.load(job.plan_file)
+        return read_plan(job.plan_file)
     if job.recipe_file is not None:
         recipe = Recipe.load(job.recipe_file)
     else:
@@ -120,14 +124,15 @@ def _recipe(job: Job) -> Recipe | Plan:
     return replace(recipe, kv_cache=job.kv_cache) if job.kv_cache else recipe
 
 
-def _plan(job: Job, source: Source, recipe: Recipe | Plan) -> Plan:
-    if isinstance(recipe, Plan):
+def _plan(job: Job, source: Source, recipe: Recipe | PlanFile) -> Plan:
+    if not isinstance(recipe, Recipe):
         if source.model is not None:
             layers = find_layers(source.model)
         else:
             layers = layers_of_state_dict(_shapes(source))
-        check_plan_fits(recipe, layers)
-        return recipe
+        plan, problems = recipe
+        refuse(plan, problems, layers)
+        return plan
     model = source.model if source.model is not None else _shapes(source)
     provenance = {
         "model": source.name,

@@ -2,7 +2,7 @@
 
     edit       GLOB=FORMAT[:SOLVER][@INPUT], in order, the last one that matches wins, as in a recipe
     diff       layers whose format, input, solver or place changed, and the bytes of both
-    validate   everything that is wrong with a plan, all at once, from shapes alone
+    validate   everything that is wrong with a plan, all at once, from shapes alone; `quantize --plan` asks it first
 
 Members of a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that
 would split a group is refused with the members it left out.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -27,7 +28,7 @@ from quant.formats.format import Format, get_format
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.recipes.recipe import KEEP, QUANTIZABLE, obstacle, presets
-from quant.recipes.targets import Target
+from quant.recipes.targets import TARGETS, Target
 
 _SIXTEEN = (KEEP, "16bit")
 
@@ -358,6 +359,26 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
     return found
 
 
+def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` cannot be executed on a model: one line with every problem and every place.
+
+    Args:
+        plan, problems: as `read_plan` gives them.
+        layers: of the model.
+    """
+    unread = {problem.where for problem in problems}
+    found = validate(plan, layers, TARGETS.get(plan.target or ""))
+    alike: dict[tuple[str, str], list[str]] = {}
+    for problem in (*problems, *(problem for problem in found if problem.where not in unread)):
+        alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    if alike:
+        listed = "; ".join(
+            f"{_places(where)}: {what}{f' ({remedy})' if remedy else ''}" for (what, remedy), where in alike.items()
+        )
+        count = counted(sum(map(len, alike.values())), "problem")
+        raise UserError(f"the plan does not fit this model, {count}: {listed}")
+
+
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
     have = {layer.name: layer for layer in layers}
     found = []
@@ -459,6 +480,14 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
             what = f"{target.name} merges these, and {members[0].weight} then needs one global scale for all"
             found.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
     return followed
+
+
+def _places(names: Sequence[str], limit: int = 8) -> str:
+    """All of `names`; blocks of a model repeat, so of many names those that differ by numbers alone are one."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    alike = Counter(re.sub(r"\d+", "*", name) for name in names)
+    return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())
 
 
 def _some(names: Iterable[str], limit: int = 8) -> str:

@@ -257,7 +257,7 @@ def test_nan_weights_name_the_layer_and_the_count(model: Path, tmp_path: Path) -
         (("--recipe", "{tmp}/absent.toml"), "absent.toml"),
         (("--plan", "{tmp}/absent.json"), "absent.json"),
         (("--recipe", "{tmp}/key.toml"), "unknown key(s) wieght; known keys: name, weight"),
-        (("--plan", "{tmp}/key.toml"), "not a valid plan"),
+        (("--plan", "{tmp}/key.toml"), "not a plan"),
         ((), "exactly one of --format, --recipe and --plan"),
         (("--format", "mxfp8", "--recipe", "x"), "exactly one of --format, --recipe and --plan"),
         (("--plan", "x", "--exclude", "*"), "--plan says everything already"),
@@ -279,7 +279,20 @@ def test_a_plan_for_another_model(tmp_path: Path) -> None:
     plan = make_plan(torch.nn.Sequential(torch.nn.Linear(32, 32)), "nvfp4a16", run=lambda m: m(torch.zeros(1, 32)))
     plan.save(tmp_path / "plan.json")
     line = refused(quantize_base(tmp_path / "out", "--plan", tmp_path / "plan.json"))
-    assert "does not fit this model" in line and not (tmp_path / "out").exists()
+    assert "0: is not in the model" in line and "model.layers.*.mlp.up_proj" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_with_mistakes_in_two_layers(tmp_path: Path) -> None:
+    """Both are named, the one that cannot be read and the one that no solver knows, before any text is read."""
+    assert quantize_base(tmp_path / "out", "--format", "nvfp4a16").exit_code == 0
+    file = tmp_path / "out" / "plan.json"
+    fields = json.loads(file.read_text())
+    first, second = [layer for layer in fields["layers"] if layer["weight"]][:2]
+    first["weight"], second["solver"] = "nvfp5", "magic"
+    file.write_text(json.dumps(fields))
+    line = refused(quantize_base(tmp_path / "again", "--plan", file, "--calib", tmp_path / "absent.txt"))
+    assert f"{first['name']}: unknown format 'nvfp5'" in line and f"{second['name']}: unknown solver 'magic'" in line
 
 
 def test_a_destination_that_is_not_empty(tmp_path: Path) -> None:

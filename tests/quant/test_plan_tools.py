@@ -25,6 +25,7 @@ from quant.plan_tools import (
     input_of,
     parse_setting,
     read_plan,
+    refuse,
     set_kv_cache,
     totals,
     validate,
@@ -307,6 +308,26 @@ def test_another_models_plan_names_missing_extra_and_reshaped() -> None:
         "model.layers.1.mlp.down_proj": "is not in the model",
         "extra": "is in the model and not in the plan",
     }
+
+
+def test_refusing_names_every_problem_and_every_place() -> None:
+    plan = plan_of(*block(0), *block(1), target="vllm")
+    layers = layers_of(plan)
+    refuse(plan, [], layers)
+    refuse(replace(plan, target="h100"), [], layers)  # a GPU runs what its runtime runs
+    down = "model.layers.1.mlp.down_proj"
+    bad = plan.replace_layers([replace(plan.by_name[down], solver="magic")])
+    unread = [Problem("model.norm", "unknown field(s) wieght", "mend the entry")]
+    with pytest.raises(UserError) as caught:
+        refuse(bad, unread, [m for m in layers if m.name != "lm_head"])
+    message = str(caught.value)
+    assert message.startswith("the plan does not fit this model, 3 problems: model.norm: unknown field(s) wieght (mend")
+    assert "; lm_head: is not in the model (" in message
+    assert f"; {down}: unknown solver 'magic'" in message
+    many = plan_of(*(m for i in range(12) for m in block(i, "mxfp6")), target="vllm")
+    with pytest.raises(UserError) as caught:
+        refuse(many, [], layers_of(many))
+    assert "model.layers.*.mlp.down_proj (12 layers)" in str(caught.value) and "layers.3" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
