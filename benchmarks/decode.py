@@ -27,7 +27,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.kernels.decode_attention import paged_attention
-from quant.kernels.decoder_step import add_rmsnorm, rotate_and_store, swiglu
+from quant.kernels.decoder_step import add_rmsnorm, greedy, rotate_and_store, swiglu
 from quant.kernels.kv_cache import KVPages
 from quant.kernels.linear import QuantLinear
 from quant.kernels.prepack import prepack, why_not
@@ -102,11 +102,11 @@ def step_of(
     where = Where(context, table, lengths, cos, sin)
 
     def step() -> torch.Tensor:
-        x, residual = embedding[tokens], None
+        x, residual = nn.functional.embedding(tokens, embedding), None
         for layer in stack:
             x, residual = layer(x, residual, where)
         logits = head(add_rmsnorm(x, residual, norm, 1e-5)[0])
-        tokens.copy_(logits.argmax(-1))
+        tokens.copy_(greedy(logits))
         return logits  # type: ignore[no-any-return]
 
     shapes = [((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN)]

@@ -44,8 +44,10 @@ def tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: in
     warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2
     # Decoding E2M1 takes more programs on an SM to keep memory busy than waiting for FP8 does. They are all there at
     # once, each with four tiles or more: parts that begin when others end would leave the GPU half empty at the end.
+    # With fewer programs than SMs, tiles read one after the other are what takes time: then two programs an SM.
     on_an_sm = 8 if pages.format is not None and pages.format.global_scale else 4
-    splits = max(1, min(on_an_sm * sms // programs, max_length // (4 * 32), 128))
+    parts = max(max_length // (4 * 32), min(2 * sms // programs, max_length // 64))
+    splits = max(1, min(on_an_sm * sms // programs, parts, 128))
     return DecodeTiles(block_m, 32, warps, 3, splits)
 
 

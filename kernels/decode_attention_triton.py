@@ -34,6 +34,7 @@ import triton.language as tl
 
 from quant.kernels.decode_attention import DecodeTiles
 from quant.kernels.kv_cache import KVPages
+from quant.kernels.overlap import overlap_options, start_next, wait_for_previous
 
 # Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.
 _E4M3 = tl.constexpr("""{
@@ -105,9 +106,12 @@ def attend_kernel(
     q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
     kind: tl.constexpr, per_token: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, asm: tl.constexpr,
     dim: tl.constexpr, width: tl.constexpr, group: tl.constexpr, page: tl.constexpr,
-    block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """See the module docstring. `width`: units of a token's row, as a power of two; `out`: FP32 where `splits` > 1."""
+    if overlap:
+        start_next()
+        wait_for_previous()
     pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
     units: tl.constexpr = dim // pieces
     padded: tl.constexpr = width != units
@@ -251,22 +255,34 @@ def attend_kernel(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def reduce_kernel(parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr):
-    """Joins the parts `[batch, splits, rows, dim]` of one row; `rows` counts heads times new tokens."""
+def reduce_kernel(
+    parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr
+):
+    """Joins the parts `[batch, splits, rows, dim]` of one row; `rows` counts heads times new tokens.
+
+    `most`: `splits` as a power of two. Parts are read many at once, for this kernel is over when one read is.
+    """
+    if overlap:
+        start_next()
+        wait_for_previous()
+    at_once: tl.constexpr = most if most < 32 else 32
     row = tl.program_id(0)
     batch = tl.program_id(1)
     column = tl.arange(0, width)
     line = batch.to(tl.int64) * splits * rows + row
-    top = float("-inf")
-    for part in range(splits):
-        top = tl.maximum(top, tl.load(lses + line + part * rows))
+    part = tl.arange(0, most)
+    top = tl.max(tl.load(lses + line + part * rows, mask=part < splits, other=float("-inf")), 0)
     total = 0.0
     value = tl.zeros([width], tl.float32)
-    for part in range(splits):
-        weight = tl.math.exp2((tl.load(lses + line + part * rows) - top) * 1.4426950408889634)
-        total += weight
-        values = tl.load(parts + (line + part * rows) * dim + column, mask=column < dim, other=0.0)
-        value += weight * values
+    for first in tl.static_range(0, most, at_once):
+        part = first + tl.arange(0, at_once)
+        there = part < splits
+        lse = tl.load(lses + line + part * rows, mask=there, other=float("-inf"))
+        weight = tl.math.exp2((lse - top) * 1.4426950408889634)
+        total += tl.sum(weight, 0)
+        at = (line + part * rows)[:, None] * dim + column[None, :]
+        values = tl.load(parts + at, mask=there[:, None] & (column < dim)[None, :], other=0.0)
+        value += tl.sum(weight[:, None] * values, 0)
     at = (batch.to(tl.int64) * rows + row) * dim + column
     tl.store(out + at, (value / total).to(out.dtype.element_ty), mask=column < dim)
 
@@ -296,6 +312,7 @@ def launch(
     if splits > 1:
         parts = torch.empty((batch, splits, heads, new, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((batch, splits, heads, new), dtype=torch.float32, device=q.device)
+    overlap = overlap_options(q)
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
     attend_kernel[splits, pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
@@ -304,9 +321,12 @@ def launch(
         softmax_scale, softcap or 0.0, window or 0,
         kind=kind, per_token=per_token, capped=softcap is not None, windowed=window is not None, asm=asm,
         dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
-        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps,
+        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps, **overlap,
     )  # fmt: skip
     if splits > 1:
-        width = triton.next_power_of_2(dim)
-        reduce_kernel[heads * new, batch](parts, lses, out, heads * new, splits, dim=dim, width=width, num_warps=1)
+        width, most = triton.next_power_of_2(dim), triton.next_power_of_2(splits)
+        reduce_kernel[heads * new, batch](
+            parts, lses, out, heads * new, splits,
+            dim=dim, width=width, most=most, num_warps=min(max(min(most, 32) * width // 1024, 1), 4), **overlap,
+        )  # fmt: skip
     return out

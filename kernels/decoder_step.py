@@ -3,10 +3,12 @@
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
     rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
+    greedy             the column of the largest logit of each row
 
 A step that decodes one token reads every weight once and is over in a millisecond or two, in which some hundreds of
-kernels start. Every intermediate is rounded to 16 bit where the modules of transformers round it, so the values are
-theirs but for the last bit of a reciprocal root or an exponential.
+kernels start, each before the one before it has ended (`kernels/overlap.py`). Every intermediate is rounded to 16 bit
+where the modules of transformers round it, so the values are theirs but for the last bit of a reciprocal root or an
+exponential.
 """
 
 from __future__ import annotations
@@ -18,18 +20,25 @@ import triton
 import triton.language as tl
 
 from quant.kernels.kv_cache import KVPages
+from quant.kernels.overlap import overlap_options, start_next, wait_for_previous
 
 MAX_HIDDEN = 32768
 
 
 @triton.jit
-def add_rmsnorm_kernel(x, residual, weight, hidden, out, K, eps, add: tl.constexpr, width: tl.constexpr):
+def add_rmsnorm_kernel(
+    x, residual, weight, hidden, out, K, eps, add: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
+):
     """One row."""
+    if overlap:
+        start_next()
     row = tl.program_id(0).to(tl.int64) * K
     column = tl.arange(0, width)
     inside = column < K
     dtype: tl.constexpr = x.dtype.element_ty
     scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if overlap:
+        wait_for_previous()
     value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
     if add:
         value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
@@ -41,8 +50,11 @@ def add_rmsnorm_kernel(x, residual, weight, hidden, out, K, eps, add: tl.constex
 
 
 @triton.jit
-def swiglu_kernel(both, out, K, width: tl.constexpr):
+def swiglu_kernel(both, out, K, width: tl.constexpr, overlap: tl.constexpr):
     """One piece of a row."""
+    if overlap:
+        start_next()
+        wait_for_previous()
     row = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * width + tl.arange(0, width)
     inside = column < K
@@ -56,9 +68,12 @@ def swiglu_kernel(both, out, K, width: tl.constexpr):
 @triton.jit
 def rotate_kernel(
     qkv, cos, sin, q, k, v, table, lengths, table_stride, heads, kv_heads,
-    page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+    page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence. cos, sin: [batch, dim], the two halves alike."""
+    if overlap:
+        start_next()
+        wait_for_previous()
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     half: tl.constexpr = dim // 2
     column = tl.arange(0, width)
@@ -91,6 +106,42 @@ def rotate_kernel(
             tl.store(v + place + half + column, high.to(dtype), mask=inside)
 
 
+@triton.jit
+def _first_largest(value, place):
+    """The largest value and the first place of it; NaN counts as infinity."""
+    value = tl.where(value == value, value, float("inf"))
+    top = tl.max(value, axis=0)
+    return top, tl.min(tl.where(value == top, place, 2147483647), axis=0)
+
+
+@triton.jit
+def largest_of_pieces_kernel(logits, tops, places, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one piece of a row."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    value = tl.load(logits + row * K + column, mask=column < K, other=float("-inf")).to(tl.float32)
+    top, place = _first_largest(value, column)
+    tl.store(tops + row * pieces + tl.program_id(0), top)
+    tl.store(places + row * pieces + tl.program_id(0), place)
+
+
+@triton.jit
+def largest_of_row_kernel(tops, places, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one row's pieces."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, width)
+    value = tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
+    place = tl.load(places + row * pieces + piece, mask=piece < pieces, other=2147483647)
+    _, first = _first_largest(value, place)
+    tl.store(out + row, first.to(out.dtype.element_ty))
+
+
 def add_rmsnorm(
     x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +165,7 @@ def add_rmsnorm(
         width = triton.next_power_of_2(columns)
         add_rmsnorm_kernel[len(x),](
             x, x if residual is None else residual, weight, hidden, out, columns, eps,
-            add=residual is not None, width=width, num_warps=min(max(width // 256, 1), 16),
+            add=residual is not None, width=width, num_warps=min(max(width // 256, 1), 16), **overlap_options(x),
         )  # fmt: skip
     return out, hidden
 
@@ -134,7 +185,8 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
     tokens, columns = both.shape[0], both.shape[1] // 2
     out = both.new_empty(tokens, columns)
     if out.numel():
-        swiglu_kernel[triton.cdiv(columns, 1024), tokens](both, out, columns, width=1024, num_warps=4)
+        grid = (triton.cdiv(columns, 1024), tokens)
+        swiglu_kernel[grid](both, out, columns, width=1024, num_warps=4, **overlap_options(both))
     return out
 
 
@@ -177,8 +229,36 @@ def rotate_and_store(
         rotate_kernel[heads + 2 * kv_heads, batch](
             qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
             page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
+            **overlap_options(qkv),
         )  # fmt: skip
     return q
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The first column of the largest logit of each row, int64 `[tokens]`; NaN counts as infinity.
+
+    Args:
+        logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.
+
+    Raises:
+        ValueError: another shape or dtype, or not contiguous.
+    """
+    _check("greedy", logits, {"logits": (logits, logits.shape)})
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"greedy: logits is {list(logits.shape)}, expected [tokens, vocabulary]")
+    tokens, columns = logits.shape
+    out = torch.empty(tokens, dtype=torch.int64, device=logits.device)
+    if tokens:
+        # At most 1024 pieces, which the second kernel reads at once.
+        width = max(1024, triton.next_power_of_2(triton.cdiv(columns, 1024)))
+        pieces = triton.cdiv(columns, width)
+        tops = torch.empty(tokens, pieces, dtype=torch.float32, device=logits.device)
+        places = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
+        overlap = overlap_options(logits)
+        largest_of_pieces_kernel[pieces, tokens](logits, tops, places, columns, pieces, width=width, **overlap)
+        wide = triton.next_power_of_2(pieces)
+        largest_of_row_kernel[(tokens,)](tops, places, out, pieces, width=wide, num_warps=1, **overlap)
+    return out
 
 
 def _check(name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:

@@ -48,6 +48,7 @@ TRITON_FILES: set[str] = {
     "kernels/nvfp4_gluon.py",
     "kernels/cast.py",
     "kernels/decoder_step.py",
+    "kernels/overlap.py",
     "kernels/embedding_triton.py",
     "kernels/fused.py",
     "kernels/matmul_grouped.py",

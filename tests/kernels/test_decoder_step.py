@@ -48,6 +48,18 @@ def check_swiglu(device: str, dtype: torch.dtype) -> None:
         nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
 
 
+def check_greedy(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 128256), (3, 1000), (2, 5)):
+        logits = torch.randn(tokens, columns, device=device).to(dtype)  # rounded, so that the largest is there twice
+        logits[0, columns // 2] = logits[0].max()
+        assert torch.equal(kernels.greedy(logits), logits.argmax(-1))
+    logits = torch.zeros(4, 2500, device=device, dtype=dtype)
+    logits[1, 7:] = float("-inf")
+    logits[2] = float("-inf")
+    logits[3, 2000:] = float("nan")
+    assert kernels.greedy(logits).tolist() == [0, 0, 0, 2000]
+
+
 def check_rotation(device: str, dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -73,7 +85,7 @@ def check_rotation(device: str, dtype: torch.dtype) -> None:
         assert bool((pages.k[~written] == 7).all()) and bool((pages.v[~written] == 7).all())
 
 
-CHECKS = pytest.mark.parametrize("check", [check_norm, check_swiglu, check_rotation])
+CHECKS = pytest.mark.parametrize("check", [check_norm, check_swiglu, check_greedy, check_rotation])
 
 
 @CHECKS
@@ -107,7 +119,8 @@ def test_mistakes_name_the_argument() -> None:
         kernels.rotate_and_store(x, x, x, pages, x, x)
 
 
-POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "qkv", "cos", "sin", "q", "k", "v")
+POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "logits", "qkv", "cos", "sin", "q", "k", "v")
+OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "places": "*i32"}
 
 
 @pytest.mark.parametrize("arch", [90, 100, 120])
@@ -116,14 +129,28 @@ POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "qkv", "cos", "s
     [
         (kernels.add_rmsnorm_kernel, {"add": True, "width": 4096}, 16),
         (kernels.swiglu_kernel, {"width": 1024}, 4),
+        (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
+        (kernels.largest_of_row_kernel, {"width": 128}, 1),
         (kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}, 1),
     ],
 )
 def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
-    types = {"eps": "fp32", "table": "*i32", "lengths": "*i32", **dict.fromkeys(POINTERS, "*bf16")}
+    types = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
+    constants = {**constants, "overlap": True}
     signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
     compiled = compile_kernel(kernel, signature, constants, arch=arch, num_warps=warps, num_stages=1)
     assert assemble(compiled).spilled == 0
+    # Nothing that another kernel of the step writes is read, and nothing written, before it has ended.
+    before, after = compiled.ptx.split("griddepcontrol.wait", 1)
+    assert "griddepcontrol.launch_dependents" in before and "st.global" not in before and "st.global" in after
+    assert ("ld.global" in before) is (kernel is kernels.add_rmsnorm_kernel)
+
+
+def test_older_gpus_get_no_instruction_that_they_lack() -> None:
+    signature = {"both": "*bf16", "out": "*bf16", "K": "i32"}
+    constants = {"width": 1024, "overlap": False}
+    compiled = compile_kernel(kernels.swiglu_kernel, signature, constants, arch=89, num_warps=4, num_stages=1)
+    assert "griddepcontrol" not in compiled.ptx and assemble(compiled).spilled == 0
 
 
 def test_the_rotation_has_no_fused_products() -> None:
@@ -132,8 +159,8 @@ def test_the_rotation_has_no_fused_products() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}
-    kinds = {"table": "*i32", "lengths": "*i32", **dict.fromkeys(POINTERS, "*bf16")}
+    kernel, constants = kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64, "overlap": True}
+    kinds = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
     types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source, target = ASTSource(kernel, types, constexprs=values), GPUTarget("cuda", 90, 32)
