@@ -36,15 +36,15 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
     held = dict.fromkeys(codes, False)
     by_word: dict[int, list[tuple[str, int, int]]] = {}
     for name, array in codes.items():
-        for index, row in enumerate(_first_rows(array, bits[name])):
-            word, offset = _rare_word(row)
+        for index, head in enumerate(_heads(array, bits[name])):
+            word, offset = _rare_word(head)
             by_word.setdefault(word, []).append((name, index, offset))
     with Path(engine).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as blob:
         for place, word in _places(blob, by_word.keys()):
             for name, index, offset in by_word[word]:
                 start = place - offset
-                first = _first_rows(codes[name], bits[name])[index].tobytes()
-                if not held[name] and start >= 0 and blob[start : start + len(first)] == first:
+                head = _heads(codes[name], bits[name])[index].tobytes()
+                if not held[name] and start >= 0 and blob[start : start + len(head)] == head:
                     held[name] = _lies_at(blob, start, _layouts(codes[name], bits[name])[index])
     return held
 
@@ -109,16 +109,21 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
     return [array, turned[:, 0::2] | (turned[:, 1::2] << 4)]
 
 
-def _first_rows(array: np.ndarray, bits: int) -> list[np.ndarray]:
-    """The first row of each of `_layouts`, without making them."""
-    column = array[:, 0] if bits == 8 else array[:, 0] & 15
+def _heads(array: np.ndarray, bits: int) -> list[np.ndarray]:
+    """What each of `_layouts` begins with: its first row, which is all that merging leaves together.
+
+    Of a matrix with rows shorter than a word, as the transposed one of a classifier with three classes, all of it.
+    """
+    if array.shape[1] < 4 or array.shape[0] * bits // 8 < 4:
+        return [layout.reshape(-1) for layout in _layouts(array, bits)]
     if bits == 8:
-        return [array[0], column]
+        return [array[0], array[:, 0]]
+    column = array[:, 0] & 15
     return [array[0], column[0::2] | (column[1::2] << 4)] if len(column) % 2 == 0 else [array[0]]
 
 
 def _rare_word(row: np.ndarray) -> tuple[int, int]:
-    """An aligned word of a row with as many different bytes as any near its start, and its offset."""
+    """An aligned word with as many different bytes as any near the start of `row`, and its offset."""
     data = row[: min(len(row), 4096) // 4 * 4]
     words = np.ascontiguousarray(data).reshape(-1, 4)
     ordered = np.sort(words, axis=1)

@@ -87,3 +87,20 @@ def test_minilm(tmp_path: Path, recipe: str, word: str) -> None:
     assert {row["name"] for row in receipt["audit"]} >= {layer.name for layer in plan.quantized}
     assert words(receipt)[word, word] == len(receipt["engine"]["layers"]) >= 36
     assert receipt["codes_found"] == receipt["engine"]["layers"] and not receipt["codes_not_found"]
+
+
+@pytest.mark.parametrize(("recipe", "target", "word"), [("fp8", "sm89", "fp8"), ("nvfp4", "rtx5090", "fp4")])
+def test_image_model(tmp_path: Path, recipe: str, target: str, word: str) -> None:
+    import transformers
+
+    config = transformers.ViTConfig(
+        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, num_labels=3
+    )
+    model = transformers.ViTForImageClassification(config).eval().half()
+    images = torch.randn(2, 3, 224, 224, dtype=torch.float16)
+    plan = quantize(model, recipe, images, run=lambda model: model(images)).plan
+    receipt = export_engine(model, tmp_path / "model.engine", target=target, plan=plan)
+    assert receipt["passed"]
+    # Six linears a block and the classifier; no plan was made for what attention multiplies.
+    assert words(receipt)[word, word] == 37 == len(receipt["codes_found"])
+    assert not receipt["codes_not_found"]

@@ -297,9 +297,12 @@ def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch:
 
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("turned", [False, True])
-def test_codes_are_found_where_they_lie_and_nowhere_else(tmp_path: Path, bits: int, turned: bool) -> None:
+@pytest.mark.parametrize("shape", [(48, 64), (2, 384)], ids=["rows", "two-classes"])
+def test_codes_are_found_where_they_lie_and_nowhere_else(
+    tmp_path: Path, bits: int, turned: bool, shape: tuple[int, int]
+) -> None:
     random = np.random.default_rng(0)
-    values = random.integers(0, 1 << bits, (48, 64)).astype(np.uint8)
+    values = random.integers(0, 1 << bits, shape).astype(np.uint8)
 
     def packed(array: np.ndarray) -> np.ndarray:
         return array if bits == 8 else array[:, 0::2] | (array[:, 1::2] << 4)
@@ -308,7 +311,7 @@ def test_codes_are_found_where_they_lie_and_nowhere_else(tmp_path: Path, bits: i
     stored = packed(values.T if turned else values).tobytes()
     engine.write_bytes(random.bytes(1004) + stored + random.bytes(997))
     changed = packed(values).copy()
-    changed[47, 3] ^= 1
+    changed[-1, 3] ^= 1
     codes = {"same": packed(values), "changed": changed}
     assert held_codes(engine, codes, {"same": bits, "changed": bits}) == {"same": True, "changed": False}
 
