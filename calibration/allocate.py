@@ -135,12 +135,15 @@ def check_feasible(problem: Problem, limits: Mapping[str, float]) -> None:
 
 
 def pareto(problem: Problem, resource: str, points: int = 25) -> list[np.ndarray]:
-    """Best choices for `points` limits of `resource`, evenly spaced from the smallest to the least lossy's."""
+    """Best choices for `points` limits of `resource` from the smallest to the least lossy's.
+
+    They lie closer near the smallest, where a curve bends most and where budgets are.
+    """
     low = smallest(problem, resource)
     unbounded = problem.scores.argmin(axis=1)
     high = max(problem.total(resource, unbounded), low)
     found: dict[tuple[int, ...], np.ndarray] = {}
-    for limit in np.linspace(low, high, points):
+    for limit in low + (high - low) * np.linspace(0, 1, points) ** 2:
         choice = solve(problem, {resource: float(limit) * (1 + 1e-12)})
         found.setdefault(tuple(choice), choice)
     return list(found.values())

@@ -213,7 +213,7 @@ def pareto(record: AllocationRecord) -> str:
         lines.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
     drawn: list[str] = []
     rows: list[tuple[str, Sequence[Any]]] = []
-    labels = []
+    named = []
     for i, (bits, predicted, measured) in enumerate(curve):
         rows.append((f"P{i}", ("allocated", f"{bits:.3f}", number(predicted), number(measured))))
         if predicted > 0:
@@ -225,11 +225,11 @@ def pareto(record: AllocationRecord) -> str:
         if uniform.kl > 0:
             at = place(uniform.bits, uniform.kl)
             drawn.append(mark("c2", *at, f"U{i}"))
-            labels.append(_label(uniform.name, *at, up=i % 2 == 0))
+            named.append((uniform.name, *at))
     rows.append(("PX", ("chosen", f"{chosen.bits:.3f}", number(chosen.kl_predicted), number(chosen.kl_measured))))
     at = place(chosen.bits, chosen.kl_measured)
     drawn.append(mark("c3", *at, "PX"))
-    labels.append(_label("chosen", *at, up=False))
+    named.append(("chosen", *at))
     keys = [("c0", "predicted: sum of the scores"), ("c1", "measured"), ("c2", "one format for all, measured")]
     text = (
         f"Asked for {budget_text(record.budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
@@ -238,7 +238,7 @@ def pareto(record: AllocationRecord) -> str:
     return (
         f"<p>{escape(text)}</p>{legend([*keys, ('c3', 'chosen, measured')])}"
         + plot(
-            "".join(lines + labels + drawn),
+            "".join(lines + _labels(named) + drawn),
             y,
             "Loss against bits per weight: allocated, uniform and chosen",
             xticks=[(x.at(t), f"{t:g}") for t in x.ticks],
@@ -247,6 +247,18 @@ def pareto(record: AllocationRecord) -> str:
         )
         + table(("allocation", "bits", "predicted", "measured"), rows)
     )
+
+
+def _labels(named: Sequence[tuple[str, float, float]]) -> list[str]:
+    """Names beside points of a falling curve: above it, where it leaves room, but below where another name is."""
+    above: list[tuple[float, float]] = []
+    found = []
+    for text, x, y in named:
+        up = not any(abs(x - u) < 0.16 and abs(y - v) < 0.06 for u, v in above)
+        if up:
+            above.append((x, y))
+        found.append(_label(text, x, y, up=up))
+    return found
 
 
 def _label(text: str, x: float, y: float, *, up: bool) -> str:
@@ -407,7 +419,7 @@ def heat_map(sensitivity: Sensitivity, plan: Plan) -> str:
     )
     blocks_text = f"left to right: blocks {blocks[0]} to {blocks[-1]}. " if len(blocks) > 1 else ""
     ramp = (
-        f"<p class=scale><span>{number(10**low)}</span><i></i><span>{number(10**high)}</span>"
+        f"<p class=scale><span>{10**low:.2g}</span><i></i><span>{10**high:.2g}</span>"
         f"<span>{blocks_text}Ringed: the plan’s choice.</span></p>"
     )
     return f"<p>{escape(text)}</p>{ramp}{''.join(panels)}{table(head, rows)}"

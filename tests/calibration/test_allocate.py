@@ -124,6 +124,10 @@ def test_the_curve_is_a_curve() -> None:
     assert sizes == sorted(sizes) and losses == sorted(losses, reverse=True)
     assert sizes[0] == smallest(problem, "bytes")
     assert losses[-1] == pytest.approx(smallest(problem, SCORE))
+    problem = _problem(60, 4, 3)
+    sizes = [problem.total("bytes", choice) for choice in pareto(problem, "bytes", 17)]
+    low, high = sizes[0], sizes[-1]
+    assert sum(size < low + (high - low) / 4 for size in sizes) >= 7  # where budgets are, not evenly
 
 
 def test_infeasible_says_the_smallest_feasible_value() -> None:

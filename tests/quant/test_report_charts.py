@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from quant import report_charts as charts
-from quant.allocation_record import Budget
+from quant.allocation_record import Budget, Uniform
 from quant.calibration.sensitivity import GroupScores, Sensitivity
 from quant.cli import main
 from quant.formats.format import get_format
@@ -93,6 +93,16 @@ def test_the_pareto_curve_is_where_the_records_say(rich_report: Rich) -> None:
     assert f"nvfp4, measures {record.uniform[0].kl:.4g}: {ratio:.2f} of it" in html
     limit = re.search(r'<line class="limit" x1=([\d.]+)%', html)
     assert limit is not None and read(float(limit.group(1)), x) == pytest.approx(6.0, abs=0.01)
+
+
+def test_names_of_close_points_do_not_cover_each_other(rich_report: Rich) -> None:
+    """The second of two at one place goes below the curve; what is far away goes above it again."""
+    record = rich_report[0].allocation
+    assert record is not None
+    uniform = (Uniform("fp8", 8.0, 0.03), Uniform("mxfp8", 8.25, 0.031), Uniform("fp6", 6.25, 0.12))
+    html = charts.pareto(replace(record, uniform=uniform))
+    sides = {name: float(dy) for dy, name in re.findall(r'<text [^>]* dy="(-?\d+)"[^>]*>([^<]+)</text>', html)}
+    assert {name: dy < 0 for name, dy in sides.items()} == {"fp8": True, "mxfp8": False, "fp6": True, "chosen": True}
 
 
 def test_a_loss_of_zero_is_in_the_table_and_not_on_the_logarithmic_axis(rich_report: Rich) -> None:
