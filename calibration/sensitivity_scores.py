@@ -30,6 +30,7 @@ import torch
 from torch import nn
 from torch.linalg import vecdot
 
+from quant.calibration.alone import Form, Key, digest_of
 from quant.calibration.baseline import Baseline
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.divergence import Divergence, divergence_of
@@ -52,6 +53,7 @@ def score_groups(
     *,
     method: str = "fisher",
     solver: str = "rtn",
+    forms: Mapping[Key, Form] | None = None,
     dtype: torch.dtype | None = torch.float32,
     seed: int = 0,
     amax: Mapping[str, torch.Tensor] | None = None,
@@ -67,6 +69,7 @@ def score_groups(
         rows: token ids, int64 `[rows, seqlen]`.
         method: "kl", "fisher" or "output".
         solver: rounds the weights meanwhile; one that needs no data.
+        forms: weights that another solver has rounded; see `calibration.alone`.
         dtype: what 16-bit tensors are widened to meanwhile; None leaves them.
         seed: of the tokens and directions that `fisher` draws.
         amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
@@ -81,7 +84,8 @@ def score_groups(
         raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     started = time.perf_counter()
     ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
-    key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges)
+    made = digest_of(forms) if forms else None
+    key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges, *([made] if made else []))
     if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
         return found
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
@@ -91,7 +95,7 @@ def score_groups(
     if amax is None:
         with prepared(model, None):
             amax = measure_amax(model, groups, candidates, rows, report)
-    with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored) as trial:
+    with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored, forms or {}) as trial:
         units = _UNITS[method](trial, allowed, rows, divergence, seed)
         results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
     sums = units.finish(total(results))

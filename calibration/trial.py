@@ -6,6 +6,8 @@ scales and rounded inputs that quantizing for real would give, because the same 
 
 Quantized forms are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
+For a solver that works from data the forms are made beforehand (`calibration.alone`); one whose input is divided by s
+is used as Q(x / s) s and Q(W s) / s, which is the same product, so that all forms of a weight can be compared.
 
 A run may be remembered (`remembering`): inputs and outputs of all layers, exactly. Later runs on the same tokens then
 multiply only what has changed since, in BF16, which is several times as fast (see `calibration.fast_products`).
@@ -28,13 +30,14 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
+from quant.calibration.alone import Form, Key
 from quant.calibration.blocks import block_names
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.fast_products import fast_dtype
 from quant.calibration.solver import get_pipeline, get_solver, solve_group
 from quant.calibration.statistics import static_input_scale
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear import QuantExperts, experts_forward
 from quant.recipes.plan import LayerPlan
 
@@ -175,6 +178,7 @@ class Trial:
         candidates: formats by name; `keep` is always there.
         amax: largest input magnitude of each layer, for static scales; see `measure_amax`.
         solver: rounds the weights; one that needs no data.
+        forms: what groups are in a format where another solver has made them, as `solve_alone` gives it.
         stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
         budget: bytes of dense weights that are kept.
         blocks: names of the model's repeated blocks, found while their linears can still be seen.
@@ -186,6 +190,7 @@ class Trial:
     amax: Mapping[str, torch.Tensor]
     solver: str = "rtn"
     stored: torch.dtype | None = None
+    forms: Mapping[Key, Form] = field(default_factory=dict)
     budget: int = 2 << 30
     blocks: list[str] = field(default_factory=list)
     layers: dict[str, TrialLayer] = field(default_factory=dict)
@@ -254,6 +259,8 @@ class Trial:
     def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
         """Codes and scales of a group in a format, solved when first asked for."""
         key = (group, candidate.name)
+        if key in self.forms:
+            return dict(self.forms[key].weights)
         if key not in self._solved:
             assert candidate.weight is not None
             weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
@@ -277,10 +284,15 @@ class Trial:
             return self._dense[key] if index is None else self._dense[key][index]
         quantized = self.solved(layer.group, candidate)[layer.plan.name]
         if self._fits(layer, layer.original.dtype):
-            self._dense[key] = quantized.dequantize(layer.original.dtype)
+            self._dense[key] = self._restored(layer, candidate, quantized)
             return self.dense(layer, candidate, index)
-        part = quantized if index is None else quantized.matrix(index)
-        return part.dequantize(layer.original.dtype)
+        return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
+
+    def _restored(self, layer: TrialLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
+        """Dense values for the input as the model gives it."""
+        dense = quantized.dequantize(layer.original.dtype)
+        form = self.forms.get((layer.group, candidate.name))
+        return dense if form is None or form.divisor is None else dense / form.divisor.to(dense.dtype)
 
     def narrow(self, layer: TrialLayer, candidate: Candidate) -> torch.Tensor:
         """The weight for products with small differences: BF16 where that is fast."""
@@ -302,11 +314,9 @@ class Trial:
         if candidate.weight is None:
             return layer.original
         kept = self._dense.get((layer.plan.name, candidate.name))
-        return (
-            self.solved(layer.group, candidate)[layer.plan.name].dequantize(layer.original.dtype)
-            if kept is None
-            else kept
-        )
+        if kept is not None:
+            return kept
+        return self._restored(layer, candidate, self.solved(layer.group, candidate)[layer.plan.name])
 
     def _narrowed(self, layer: TrialLayer, what: tuple[str, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
         key = (layer.plan.name, *what)
@@ -340,9 +350,11 @@ class Trial:
             self._rounded = (group, x, {})
         by_name = self._rounded[2]
         if candidate.name not in by_name:
-            scale = self.input_scale(group, candidate)
-            kind = "global_scale" if candidate.activation.global_scale else "scale"
-            by_name[candidate.name] = fake_quantize(x.detach(), candidate.activation, **{kind: scale})
+            form = self.forms.get((group, candidate.name))
+            divisor = None if form is None or form.divisor is None else form.divisor.to(x.dtype)
+            divided = x.detach() if divisor is None else x.detach() / divisor
+            rounded = round_activation(divided, candidate.activation, self.input_scale(group, candidate))
+            by_name[candidate.name] = rounded if divisor is None else rounded * divisor
         return by_name[candidate.name]
 
     def forget_inputs(self) -> None:
@@ -353,6 +365,8 @@ class Trial:
         """Static scale of a group's inputs; None for formats that measure theirs."""
         if not needs_static_scale(candidate):
             return None
+        if (group, candidate.name) in self.forms:
+            return self.forms[group, candidate.name].input_scale
         assert candidate.activation is not None
         members = self.groups[group]
         amax = torch.stack([self.amax[member.name] for member in members]).amax()

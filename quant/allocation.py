@@ -13,8 +13,9 @@ that a large error is not a large small one. So a limit on the loss is never tak
 for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
 
 The loop measures on a model whose layers change format at a word (`calibration.trial`), with the codes and scales
-that quantizing gives. Where the solver works from data (GPTQ, AWQ), layers depend on each other; the loop then runs
-with `mse` in its place, and its outcome is quantized with the real solver, measured, and corrected.
+that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
+before it; scores and loop then run with what it gives for each group alone (`calibration.alone`), and the outcome is
+quantized for real, measured, and corrected.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from quant.allocation_loop import Bench, Effort, Found, Loop, Progress
 from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.allocation_space import Constraint, Goal, Run, Space
 from quant.calibration.allocate import SCORE, Infeasible
+from quant.calibration.alone import Form, Key, solve_alone
 from quant.calibration.candidates import parse_candidates
 from quant.calibration.divergence import divergence_of
 from quant.calibration.sensitivity import Sensitivity
@@ -115,10 +117,10 @@ def allocate(
         report = (lambda done, total: progress("calibrate", done, total)) if progress else None
         amax = measure_amax(model, space.groups, space.candidates, rows, report)
     scored = rows[: effort.score_rows]
-    stand_in = _STAND_IN if get_pipeline(solver).needs_data else solver
+    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
     scores = score_groups(
-        model, space.groups, space.allowed, scored, method=method, solver=stand_in, dtype=dtype, seed=seed,
-        amax=amax, path=path, progress=progress,
+        model, space.groups, space.allowed, scored, method=method, solver=stand_in, forms=forms, dtype=dtype,
+        seed=seed, amax=amax, path=path, progress=progress,
     )  # fmt: skip
     started += scores.seconds
     rest = rows[effort.score_rows :]
@@ -126,9 +128,8 @@ def allocate(
         check, rest = rest[: effort.check_rows], rest[effort.check_rows :]
         check = check if len(check) else scored
     searched = rest[: effort.search_rows] if len(rest) else scored
-    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     problem = space.problem(scores)
-    trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored)
+    trial = Trial(model, space.groups, space.candidates, amax, stand_in, _dtype_of(model), forms)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
     bench = Bench(trial, space, divergence_of(model), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
@@ -190,10 +191,32 @@ def score(
     """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
     space = Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
     rows = rows.to(next(model.parameters()).device)
+    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
     return score_groups(
-        model, space.groups, space.allowed, rows, method=method, solver=solver, dtype=dtype, seed=seed, path=path,
-        progress=progress,
+        model, space.groups, space.allowed, rows, method=method, solver=stand_in, forms=forms, dtype=dtype, seed=seed,
+        path=path, progress=progress,
     )  # fmt: skip
+
+
+def _forms(
+    model: nn.Module,
+    space: Space,
+    rows: torch.Tensor,
+    solver: str,
+    dtype: torch.dtype | None,
+    progress: Progress | None,
+) -> tuple[str, dict[Key, Form]]:
+    """The solver that a trial rounds with, and what it gets ready-made from one that works from data."""
+    if not get_pipeline(solver).needs_data:
+        return solver, {}
+    stored = _dtype_of(model)
+    report = (lambda done, total: progress("alone", done, total)) if progress else None
+    with prepared(model, dtype):
+        return _STAND_IN, solve_alone(model, space.groups, space.allowed, rows, solver, stored, report)
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _with_real_solver(

@@ -25,6 +25,7 @@ _STAGES = {
     "calibrate": "calibrating",
     "score": "scoring",
     "verify": "measuring",
+    "alone": "solving alone",
     "solve": "quantizing",
     "evaluate": "evaluating",
 }
