@@ -59,7 +59,7 @@ def operands(dim: int, kind: str = "normal", tokens: int = TOKENS) -> tuple[torc
 def fa3() -> Callable[..., Any] | None:
     """FlashAttention-3's forward pass, where it is installed."""
     try:
-        from fa3_fwd import flash_attn_func
+        from fa3_fwd_interface import flash_attn_func
     except ImportError:
         try:
             from flash_attn_interface import flash_attn_func

@@ -9,7 +9,8 @@ the median of five replays. Every candidate launch is compared with float64 firs
 one, and how many were wrong or refused. Rates of bytes count what a weight takes in its format. Sections run in
 processes of their own, one at a time on the GPU, so that a fault in one leaves the others.
 
-Peers are measured in the same run where they are installed: PyTorch's BF16 matmul (cuBLAS) and `torch._scaled_mm`.
+Peers are measured in the same run where they are installed: PyTorch's BF16 matmul (cuBLAS), `torch._scaled_mm`, and
+humming's NVFP4 (`humming-kernels`), which its own heuristics launch.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _gemm_peers import humming
 from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
@@ -160,6 +162,23 @@ def _library_row(name: str, shape: tuple[int, int], tokens: int, us: float, item
     return {"what": name, "N": shape[0], "K": shape[1], "M": tokens, "us": us, **rates}
 
 
+def peers(compile_only: bool) -> Iterator[Row]:
+    """Other projects' NVFP4 by BF16, over copies of the weight as ours."""
+    for shape in SHAPES:
+        weight = random_weight(FORMATS["nvfp4"], shape)
+        layers = [linear for w in tune.copies(weight, current().l2) if (linear := humming(w)) is not None]
+        for tokens in (1, 16, 64, 256, 1024, 4096) if layers else ():
+            x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
+            y = layers[0](x)
+            if compile_only:
+                continue
+            exact = x.double() @ weight.dequantize(torch.float64).T
+            us = tune.graph_microseconds([lambda layer=layer, x=x: layer(x) for layer in layers])  # type: ignore[misc]
+            row = {"what": "humming nvfp4", "N": shape[0], "K": shape[1], "M": tokens, "us": us}
+            rates = {"TB/s": weight.nbytes / us * 1e-6, "TFLOP/s": 2 * tokens * shape[0] * shape[1] / us * 1e-6}
+            yield {**row, **rates, "error": float((y.double() - exact).norm() / exact.norm())}
+
+
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
     from quant.kernels import nvfp4_gluon
@@ -237,6 +256,7 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
     "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, (WIDE, 1024), (WIDE, 4096)], prepacked=True),
     "mxfp4": weights("mxfp4", [(shape, 16) for shape in SHAPES], prepacked=True),
+    "peers": peers,
     "prefill": prefill,
     "nvfp4-checkpoint": weights("nvfp4", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 64), (WIDE, 256)]),
     "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 256)]),
