@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -52,11 +53,19 @@ _EFFORT = Effort()
 
 @dataclass(frozen=True, eq=False)
 class Allocation:
-    """What `allocate` gives."""
+    """What `allocate` gives.
+
+    Attributes:
+        plan: a format, a reason and a score for every layer.
+        record: how it came about.
+        sensitivity: the scores it started from.
+        quantized: a copy of the model that is quantized by the plan, where measuring took one.
+    """
 
     plan: Plan
     record: AllocationRecord
     sensitivity: Sensitivity
+    quantized: api.Quantized | None = None
 
 
 def allocate(
@@ -137,8 +146,13 @@ def allocate(
         found = loop.run()
         uniform = bench.uniform(problem)
         curve = loop.curve()
+
+    def plan_of(choice: np.ndarray) -> Plan:
+        return space.plan(choice, problem, scores, goal, loop.corrected)
+
+    quantized = None
     if stand_in != solver:
-        found = _with_real_solver(model, loop, found, rows, dtype, progress)
+        found, quantized = _with_real_solver(model, loop, found, plan_of, rows, dtype, progress)
     record = AllocationRecord(
         budget=goal.budget,
         chosen=Chosen(
@@ -153,7 +167,7 @@ def allocate(
         seconds=time.perf_counter() - started,
         unit=bench.divergence.unit,
     )
-    return Allocation(space.plan(found.choice, problem, scores, goal, loop.corrected), record, scores)
+    return Allocation(plan_of(found.choice), record, scores, quantized)
 
 
 def allocate_for_api(
@@ -223,28 +237,30 @@ def _with_real_solver(
     model: nn.Module,
     loop: Loop,
     found: Found,
+    plan_of: Callable[[np.ndarray], Plan],
     rows: torch.Tensor,
     dtype: torch.dtype | None,
     progress: Progress | None,
-) -> Found:
+) -> tuple[Found, api.Quantized]:
     """Quantizes a copy with the solver that the plan names, measures it, and searches again while a limit is missed.
 
-    What is learned is one number: how much of the stand-in's loss the real solver leaves. Budgets of size need one
-    turn, limits on the loss a few.
+    What is learned is one number: the loss of layers that are solved one after the other over that of layers solved
+    alone. Budgets of size need one turn, limits on the loss a few.
     """
     space, goal = loop.space, loop.goal
-    best: Found | None = None
+    best: tuple[Found, api.Quantized] | None = None
     for _ in range(loop.effort.solves):
-        measured = _measure_real(model, space.bare_plan(found.choice), rows, loop.bench, dtype, progress)
+        quantized = api.quantize(copy.deepcopy(model), plan_of(found.choice), rows, progress=progress)
+        measured = _measured(quantized.model, loop.bench, dtype)
         loop.rounds.append(Round(space.bits(found.choice), found.measured * loop.scale, measured))
         if goal.max_kl is None:
-            return Found(found.choice, measured)
-        if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best.choice)):
-            best = Found(found.choice, measured)
+            return Found(found.choice, measured), quantized
+        if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best[0].choice)):
+            best = Found(found.choice, measured), quantized
         loop.scale = measured / found.measured if found.measured else 1.0
         with prepared(model, dtype), loop.bench.trial:
             found = loop.run()
-        if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best.choice):
+        if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best[0].choice):
             break
     if best is None:
         raise Infeasible(
@@ -253,17 +269,8 @@ def _with_real_solver(
     return best
 
 
-def _measure_real(
-    model: nn.Module,
-    plan: Plan,
-    rows: torch.Tensor,
-    bench: Bench,
-    dtype: torch.dtype | None,
-    progress: Progress | None,
-) -> float:
-    """The joint loss of a quantized copy of `model`."""
-    quantized = copy.deepcopy(model)
-    api.quantize(quantized, plan, rows, progress=progress)
+def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None) -> float:
+    """The joint loss of a model that is quantized for real."""
     divergence = divergence_of(quantized)
     with prepared(quantized, dtype):
         total = sum(

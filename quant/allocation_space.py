@@ -267,14 +267,6 @@ class Space:
                     f"--latency {1e3 * goal.latency:g} ms: the smallest feasible value is {1e3 * quickest:.4g} ms"
                 )
 
-    def bare_plan(self, choice: np.ndarray) -> Plan:
-        """The formats of a choice, without reasons."""
-        return self.base.replace_layers(
-            self.candidates[name].applied(layer)
-            for group, name in self.named(choice).items()
-            for layer in self.groups[group]
-        )
-
     def plan(
         self, choice: np.ndarray, problem: Problem, scores: Sensitivity, goal: Goal, corrected: Mapping[str, str]
     ) -> Plan:

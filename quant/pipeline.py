@@ -211,14 +211,17 @@ def _run_model(
 ) -> dict[str, Any]:
     assert source.model is not None and job.out is not None
     model = source.model
+    ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
-    baseline = copy.deepcopy(model) if eval_rows is not None else None
+    baseline = None
+    if eval_rows is not None:
+        baseline = copy.deepcopy(model) if ready is None else model
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
         if data is None and api.lacks_data(plan):
             data = read_calibration(job, source, progress, plan)
-        quantized = api.quantize(model, plan, data, progress=progress)
-        plan = quantized.plan
+        quantized = ready or api.quantize(model, plan, data, progress=progress)
+        model, plan = quantized.model, quantized.plan
         evaluation = None
         if eval_rows is not None:
             with quantized_attention(model, **plan.run_time):

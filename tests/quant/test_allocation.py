@@ -204,8 +204,25 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     api.quantize(quantized, found.plan, _rows())
     assert {layer.solver for layer in found.plan.quantized} == {"gptq"}
     assert found.record.chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
+    # The copy that was measured is what quantizing by the plan gives, so nobody need do it again.
+    assert (
+        found.quantized is not None
+        and found.quantized.plan.digest() == api.plan_of_model(quantized, found.plan).digest()
+    )
+    ours, again = found.quantized.model.state_dict(), quantized.state_dict()
+    assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
+    # What the solver leaves of each group alone foretells it better than rounding to nearest does.
+    plain = _allocate(Goal(bits=6.0), model, solver="mse", effort=Effort(rounds=0, measurements=0))
+    guesses = [_score_of(table, found.plan) for table in (found.sensitivity, plain.sensitivity)]
+    assert abs(guesses[0] - found.record.chosen.kl_measured) < abs(guesses[1] - found.record.chosen.kl_measured)
     limited = _allocate(Goal(max_kl=0.03), model, solver="gptq", effort=Effort(rounds=1, measurements=20))
     assert limited.record.chosen.kl_measured <= 0.03
+
+
+def _score_of(table: Sensitivity, plan: Plan) -> float:
+    """Sum of the scores of the formats in `plan`."""
+    formats = {m.name: str(m.weight) if m.weight else "keep" for m in plan.layers}
+    return sum(group.scores[formats[group.layers[0]]] for group in table.groups)
 
 
 def test_an_encoder_is_measured_on_its_embeddings() -> None:
