@@ -4,15 +4,18 @@ Every row gets the same model, text and formats: NVFP4 and FP8 per tensor, each 
 weights alone (W4A16, W8A16), and 16 bit. Bits are those of the formats that the finished model really has, every
 scale counted, over all linear layers but the output head; both toolkits are counted by the same code. `rtn` rows
 round both toolkits' weights to nearest with the plain `max` scale rule, so that the choice of formats is all they
-differ in: `scores` is the knapsack over scores alone, `search` what is chosen after measuring. Other rows are ours
-with a better solver, and uniform formats with the same.
+differ in: `scores` is the knapsack over scores alone, `search` what is chosen after measuring. The others are ours
+with the solver that is best for these formats, and each format for all layers.
 
-    solve      seconds of the knapsack at 1,000 groups and 6 formats
-    score      seconds of scoring every group in three formats by each method
+    × ModelOpt    KL of a row over that of `auto_quantize` at the same budget
+    solve         seconds of the knapsack at 1,000 groups and 6 formats
+    score         seconds of scoring every group in three formats by each method
 
 Each row runs in a fresh process. On a CPU, ModelOpt's GPU kernels are replaced by our roundings (see `_peers.py`),
 its scores and its search unchanged; it then gets 4 rows of text, for its passes take several times as long as ours.
-`--peers` takes its rows from the JSON of an earlier run, and says so.
+
+All rows take about two hours of one core. They may be run in parts, and where ModelOpt is installed apart, its own
+elsewhere: --json is written after every row, and --from takes rows of such a file as they are, and says so.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ TITLE = "Allocation: KL at a budget of bits"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 SETTINGS = {"w4a4": "nvfp4,fp8", "w4a16": "nvfp4a16,fp8a16"}
 BITS = (4.8, 6.0)
-SOLVERS = ("rtn", "mse", "gptq", "awq+gptq")
+SOLVERS = {"w4a4": ("rtn", "awq+gptq"), "w4a16": ("rtn", "gptq")}
 PEER = "ModelOpt auto_quantize, gradient"
 
 
@@ -59,11 +62,10 @@ def row_names() -> list[str]:
     names = []
     for setting, formats in SETTINGS.items():
         four, eight = formats.split(",")
-        names += [f"{setting} – Blockscale uniform {four} {solver}" for solver in SOLVERS]
-        names.append(f"{setting} – Blockscale uniform {eight} rtn")
+        names += [f"{setting} – Blockscale uniform {f} {s}" for f in (four, eight) for s in SOLVERS[setting]]
         for bits in BITS:
             names.append(f"{setting} {bits} Blockscale rtn, scores")
-            names += [f"{setting} {bits} Blockscale {solver}, search" for solver in SOLVERS]
+            names += [f"{setting} {bits} Blockscale {solver}, search" for solver in SOLVERS[setting]]
             names.append(f"{setting} {bits} {PEER}")
     return names
 
@@ -95,7 +97,7 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
             model, calibration, Goal(bits=float(bits)), formats=SETTINGS[setting], solver=solver, effort=effort
         )
         predicted = found.record.chosen.kl_predicted
-        quant.quantize(model, found.plan, calibration.to(device))
+        model = (found.quantized or quant.quantize(model, found.plan, calibration.to(device))).model
         exact = _bits_of(model)
     seconds = time.perf_counter() - start
     gc.collect()
@@ -195,18 +197,31 @@ def measure_in_fresh_process(name: str, model_name: str, device: str) -> dict[st
     return {"error": said[-1] if said else f"exit status {done.returncode}"}
 
 
-def peers_of(path: Path) -> dict[str, dict[str, Any]]:
-    """ModelOpt's rows of a table that was written with --json, by name, marked as from an earlier run."""
+def rows_in(path: Path) -> dict[str, dict[str, Any]]:
+    """Rows of a table that was written with --json, by name, marked as from an earlier run."""
     table = json.loads(path.read_text(encoding="utf-8"))
     of = {formats: setting for setting, formats in SETTINGS.items()}
-    marked = {"from": f"earlier run: {table['header']['cpu']}, {table['header'].get('gpu', 'no GPU')}"}
-    shown = ("formats", "budget", "configuration")
-    return {
-        f"{of[row['formats']]} {row['budget']} {row['configuration']}": {k: v for k, v in row.items() if k not in shown}
-        | marked
-        for row in table["rows"]
-        if row["configuration"] == PEER and "error" not in row
-    }
+    said = f"earlier run: {table['header']['cpu']}, {table['header'].get('gpu', 'no GPU')}"
+    shown = ("formats", "budget", "configuration", "× ModelOpt")
+    found = {}
+    for row in table["rows"]:
+        if "error" not in row:
+            name = f"{of[row['formats']]} {row['budget']} {row['configuration']}"
+            found[name] = {key: value for key, value in row.items() if key not in shown}
+            found[name]["from"] = said if row["from"] == "this run" else row["from"]
+    return found
+
+
+def beside_the_peer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their KL over that of ModelOpt at the same formats and budget."""
+    peers = {(row["formats"], row["budget"]): row.get("KL") for row in rows if row["configuration"] == PEER}
+    found = []
+    for row in rows:
+        peer, loss = peers.get((row["formats"], row["budget"])), row.get("KL")
+        ratio = {"× ModelOpt": loss / peer if peer and loss and row["configuration"] != PEER else None}
+        place = list(row).index("KL") + 1 if loss else len(row)
+        found.append(dict([*list(row.items())[:place], *ratio.items(), *list(row.items())[place:]]))
+    return found
 
 
 @click.command(help=__doc__)
@@ -216,7 +231,7 @@ def peers_of(path: Path) -> dict[str, dict[str, Any]]:
 @click.option("--list", "list_only", is_flag=True, help="Print the names of the rows and stop.")
 @click.option("--times", is_flag=True, help="Only the table of times.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
-@click.option("--peers", type=click.Path(exists=True, path_type=Path), help="Take ModelOpt's rows from this JSON.")
+@click.option("--from", "earlier", multiple=True, type=click.Path(path_type=Path), help="Take rows that this JSON has.")
 @click.option("--row", hidden=True)
 def main(
     device: str,
@@ -225,13 +240,13 @@ def main(
     list_only: bool,
     times: bool,
     json_path: Path | None,
-    peers: Path | None,
+    earlier: tuple[Path, ...],
     row: str | None,
 ) -> None:
     if row is not None:
         print(json.dumps(measure(row, model, device)))
         return
-    known = peers_of(peers) if peers else {}
+    known = {name: row for path in earlier if path.exists() for name, row in rows_in(path).items()}
     names = [name for name in row_names() if not only or any(fnmatchcase(name, glob) for glob in only)]
     if importlib.util.find_spec("modelopt") is None:
         names = [name for name in names if PEER not in name or name in known]
@@ -240,15 +255,15 @@ def main(
         return
     header = {**machine(), **versions("nvidia-modelopt", "scipy", "transformers")}
     if not times:
-        rows = []
+        rows: list[dict[str, Any]] = []
         for name in names:
             setting, bits, configuration = name.split(maxsplit=2)
             result = known.get(name) or {**measure_in_fresh_process(name, model, device), "from": "this run"}
             rows.append({"formats": SETTINGS[setting], "budget": bits, "configuration": configuration, **result})
             click.echo(f"{name}: {result}", err=True)
-        show(TITLE, header, rows)
-        if json_path is not None:
-            write_json(json_path, TITLE, header, rows)
+            if json_path is not None:
+                write_json(json_path, TITLE, header, beside_the_peer(rows))
+        show(TITLE, header, beside_the_peer(rows))
     if times or not only:
         show("Times", header, list(timings(model)))
 

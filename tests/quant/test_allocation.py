@@ -327,6 +327,24 @@ def test_the_command_line_allocates(model_dir: Path, tmp_path: Path) -> None:
     assert {"nvfp4", "fp8"} <= formats
 
 
+def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:
+    """With GPTQ the copy that the allocation measured goes into the checkpoint: read back, it loses what the report
+    says."""
+    tokens, out = f"{tmp_path / 'tokens.safetensors'}", tmp_path / "out"
+    arguments = [
+        str(model_dir), "--bits", "6", "--solver", "gptq", "--calib", f"{tokens}:calibration", "--calib-samples", "9",
+        "--eval", f"{tokens}:eval", "--eval-samples", "4", "--seqlen", "24", "--out", str(out), "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(quantize_command, arguments)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)["evaluation"]
+    again = ["evaluate", str(out), "--text", f"{tokens}:eval", "--samples", "4", "--seqlen", "24", "--json"]
+    read = CliRunner().invoke(main, [*again, "--baseline", str(model_dir)])
+    assert read.exit_code == 0, read.output
+    found = json.loads(read.stdout)
+    assert found["kl"] == pytest.approx(said["kl"], rel=1e-3) and said["kl"] > 0
+
+
 def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
     def error(*arguments: str) -> str:
         done = CliRunner().invoke(quantize_command, [str(model_dir), "--out", str(tmp_path / "out"), *arguments])
