@@ -92,6 +92,14 @@ def _query(q, row, inside, unit, pieces: tl.constexpr, piece: tl.constexpr, dim:
 
 
 @triton.jit
+def _fetch_to_l2(pointers):
+    """Asks for cache lines without waiting for them; there, and not in L1, they are never out of date."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
     """The page of a tile of tokens, or the page of each token where a tile has several."""
     if page >= block_n:
@@ -111,7 +119,6 @@ def attend_kernel(
     """See the module docstring. `width`: units of a token's row, as a power of two; `out`: FP32 where `splits` > 1."""
     if overlap:
         start_next()
-        wait_for_previous()
     pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
     units: tl.constexpr = dim // pieces
     padded: tl.constexpr = width != units
@@ -127,14 +134,6 @@ def attend_kernel(
     head = kv_head * group + row % group
     token_of_row = row // group
     unit = tl.arange(0, width)
-    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row * q_new
-    q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
-    if pieces > 1:
-        q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)
-    if pieces == 4:
-        q2 = _query(q, q_row, inside, unit, pieces, 2, dim, dtype)
-        q3 = _query(q, q_row, inside, unit, pieces, 3, dim, dtype)
-
     length = tl.load(lengths + batch)
     # The last key that each row sees; a tile ends where its last row does.
     last = length - new + token_of_row
@@ -145,6 +144,28 @@ def attend_kernel(
     tiles = tl.cdiv(tl.cdiv(end - begin, block_n), splits)
     begin += part * tiles * block_n
     end = tl.minimum(end, begin + tiles * block_n)
+    table += batch.to(tl.int64) * table_stride
+    # The block table is read a tile ahead, for K and V wait for it.
+    pages = _pages(table, begin, length, page, block_n)
+    if overlap:
+        # Lengths and the block table are nothing that a step's kernels write, nor is any key but the last one.
+        ahead: tl.constexpr = 4
+        for start in range(begin, tl.minimum(end, begin + ahead * block_n), block_n):
+            read = tl.minimum(start + tl.arange(0, block_n), length - 1)
+            first_line = (_pages(table, start, length, page, block_n).to(tl.int64) * kv_heads + kv_head) * page
+            lines = (first_line + read % page)[:, None] * units
+            piece_of_line = tl.minimum(tl.arange(0, (width + 63) // 64) * 64, units - 1)[None, :]
+            _fetch_to_l2(k + lines + piece_of_line)
+            _fetch_to_l2(v + lines + piece_of_line)
+        wait_for_previous()
+
+    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row * q_new
+    q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
+    if pieces > 1:
+        q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)
+    if pieces == 4:
+        q2 = _query(q, q_row, inside, unit, pieces, 2, dim, dtype)
+        q3 = _query(q, q_row, inside, unit, pieces, 3, dim, dtype)
 
     log2_scale = softmax_scale * unscale
     v_factor = unscale
@@ -161,9 +182,6 @@ def attend_kernel(
     o1 = o0
     o2 = o0
     o3 = o0
-    table += batch.to(tl.int64) * table_stride
-    # The block table is read a tile ahead, for K and V wait for it.
-    pages = _pages(table, begin, length, page, block_n)
     for start in tl.range(begin, end, block_n, num_stages=stages):
         token = start + tl.arange(0, block_n)
         # Tokens behind the end read the last one: no load needs a mask, and nothing unwritten is read.

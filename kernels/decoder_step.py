@@ -2,6 +2,7 @@
 
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
+    gated_linear       that matmul and swiglu as one, where the weight has the rows of gate and up in turns
     rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
     greedy             the column of the largest logit of each row
 
@@ -14,13 +15,17 @@ exponential.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels import dispatch
 from quant.kernels.kv_cache import KVPages
 from quant.kernels.overlap import overlap_options, start_next, wait_for_previous
+from quant.kernels.tiles import GluonTiles
 
 MAX_HIDDEN = 32768
 
@@ -50,8 +55,8 @@ def add_rmsnorm_kernel(
 
 
 @triton.jit
-def swiglu_kernel(both, out, K, width: tl.constexpr, overlap: tl.constexpr):
-    """One piece of a row."""
+def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
+    """One piece of a row; `in_turns`: gate and up alternate, and are not one behind the other."""
     if overlap:
         start_next()
         wait_for_previous()
@@ -59,8 +64,16 @@ def swiglu_kernel(both, out, K, width: tl.constexpr, overlap: tl.constexpr):
     column = tl.program_id(0) * width + tl.arange(0, width)
     inside = column < K
     dtype: tl.constexpr = both.dtype.element_ty
-    gate = tl.load(both + row * 2 * K + column, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + row * 2 * K + K + column, mask=inside, other=0.0).to(tl.float32)
+    start = both + row * 2 * K
+    if in_turns:
+        gate, up = tl.split(
+            tl.load(start + 2 * column[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        )
+    else:
+        gate = tl.load(start + column, mask=inside, other=0.0)
+        up = tl.load(start + K + column, mask=inside, other=0.0)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
     gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
     tl.store(out + row * K + column, (gate * up).to(dtype), mask=inside)
 
@@ -170,11 +183,12 @@ def add_rmsnorm(
     return out, hidden
 
 
-def swiglu(both: torch.Tensor) -> torch.Tensor:
+def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
     """`silu(gate) · up`, `[tokens, intermediate]`.
 
     Args:
         both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
+        in_turns: gate and up alternate instead.
 
     Raises:
         ValueError: an odd width, another dtype, or not contiguous.
@@ -186,8 +200,42 @@ def swiglu(both: torch.Tensor) -> torch.Tensor:
     out = both.new_empty(tokens, columns)
     if out.numel():
         grid = (triton.cdiv(columns, 1024), tokens)
-        swiglu_kernel[grid](both, out, columns, width=1024, num_warps=4, **overlap_options(both))
+        swiglu_kernel[grid](both, out, columns, in_turns=in_turns, width=1024, num_warps=4, **overlap_options(both))
     return out
+
+
+def rows_in_turns(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`[2 · intermediate, in]`, gate first, as `gated_linear` wants it; in the layout of a checkpoint.
+
+    Raises:
+        ValueError: an odd number of rows, or rows that share a scale.
+    """
+    if weight.shape[0] % 2 or len(weight.scale) != weight.shape[0]:
+        raise ValueError(f"rows_in_turns: {weight.format} of {list(weight.shape)} has no scales for each of two halves")
+    codes, scale = (x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for x in (weight.codes, weight.scale))
+    return replace(weight, codes=codes.contiguous(), scale=scale.contiguous())
+
+
+def gated_linear(x: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
+    """`silu(gate) · up`, `[tokens, intermediate]`, where `x @ weight.T` has gate and up in turns.
+
+    Args:
+        x: `[tokens, in]`, FP16 or BF16, contiguous.
+        weight: `[2 · intermediate, in]`, of `rows_in_turns`, perhaps prepacked.
+
+    Raises:
+        ValueError: operands that do not fit each other.
+    """
+    _check("gated_linear", x, {"x": (x, x.shape)})
+    if x.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] % 2:
+        raise ValueError(f"gated_linear: x {list(x.shape)} by a weight of {list(weight.shape)}, gate and up in turns")
+    dispatch.check(x, weight, None)
+    choice = dispatch.choose(weight, x)
+    if isinstance(choice, GluonTiles):
+        from quant.kernels import matmul_gluon
+
+        return matmul_gluon.linear(x, weight, None, choice, gated=True)
+    return swiglu(dispatch.run(x, weight, None, choice), in_turns=True)
 
 
 def rotate_and_store(

@@ -168,26 +168,40 @@ def _halve(tile):
 
 
 @gluon.jit
-def _store(acc, scale, bias, y, n, m, M, N, has_bias: gl.constexpr):
+def _store(acc, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.constexpr = False):
     """y[m:, n:] = accᵀ · scale + bias; 64 tokens at a time, for lack of registers for more addresses."""
     rows: gl.constexpr = acc.shape[0]
     width: gl.constexpr = acc.shape[1]
     if width > 64:
         low, high = _halve(acc)
-        _store(low, scale, bias, y, n, m, M, N, has_bias)
+        _store(low, scale, bias, y, n, m, M, N, has_bias, gated)
         _barrier()
-        _store(high, scale, bias, y, n, m + width // 2, M, N, has_bias)
+        _store(high, scale, bias, y, n, m + width // 2, M, N, has_bias, gated)
+    elif gated:
+        # Neighbouring rows of W, gate and up, are rows b of (warp, b, g), and in one thread.
+        gate, up = gl.split((acc * scale).reshape([rows // 16, 2, 8, width]).permute([0, 2, 3, 1]))
+        gate = gate.reshape([rows // 2, width]).to(gl.bfloat16).to(gl.float32)
+        up = up.reshape([rows // 2, width]).to(gl.bfloat16).to(gl.float32)
+        gate = (gate / (1.0 + gl.exp(-gate))).to(gl.bfloat16).to(gl.float32)
+        _write(gate * up, y, n // 2, m, M, N // 2)
     else:
         acc = acc * scale
         # Rows of the instruction (warp, b, g) to those of W, so that two neighbours are in one thread.
         acc = acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
-        layout: gl.constexpr = acc.type.layout
-        n = n + gl.arange(0, rows, gl.SliceLayout(1, layout))
-        m = m + gl.arange(0, width, gl.SliceLayout(0, layout))
         if has_bias:
-            acc += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-        mask = (m < M)[None, :] & (n < N)[:, None]
-        gl.store(y + (m.to(gl.int64)[None, :] * N + n[:, None]), acc.to(gl.bfloat16), mask=mask)
+            at = n + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))
+            acc += gl.load(bias + at, mask=at < N, other=0.0).to(gl.float32)[:, None]
+        _write(acc, y, n, m, M, N)
+
+
+@gluon.jit
+def _write(value, y, n, m, M, N):
+    """y[m:, n:] = valueᵀ, where it has rows and columns."""
+    layout: gl.constexpr = value.type.layout
+    n = n + gl.arange(0, value.shape[0], gl.SliceLayout(1, layout))
+    m = m + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    mask = (m < M)[None, :] & (n < N)[:, None]
+    gl.store(y + (m.to(gl.int64)[None, :] * N + n[:, None]), value.to(gl.bfloat16), mask=mask)
 
 
 @gluon.jit
@@ -208,31 +222,40 @@ def _put(acc, place):
 
 @gluon.jit
 def _collect(
-    partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, like: gl.constexpr,
-    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
+    partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.constexpr,
+    like: gl.constexpr, rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
 ):  # fmt: skip
     """Adds the sums that programs `lowest` to `highest` left of `width` tokens from `first` on, and stores them."""
     if width > 64:
-        _collect(partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias, like, rows, block_m, width // 2)
-        _collect(partial, lowest, highest, first + width // 2, scale, bias, y, n, m, M, N, has_bias, like,
+        _collect(partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias, gated, like,
+                 rows, block_m, width // 2)  # fmt: skip
+        _collect(partial, lowest, highest, first + width // 2, scale, bias, y, n, m, M, N, has_bias, gated, like,
                  rows, block_m, width // 2)  # fmt: skip
     else:
         row = gl.arange(0, rows, gl.SliceLayout(1, like))
         column = gl.arange(0, width, gl.SliceLayout(0, like))
         inside = first * rows + row[:, None] * width + column[None, :]
         total = gl.zeros((rows, width), gl.float32, like)
-        for other in range(lowest, highest + 1):
-            place = 2 * other + (other == lowest).to(gl.int32)
-            # Past L1, which knows nothing of what other programs wrote.
-            total += gl.load(partial + place.to(gl.int64) * (rows * block_m) + inside, cache_modifier=".cg")
-        _store(total, scale, bias, y, n, m + first, M, N, has_bias)
+        # As many reads under way at once as there are registers for: each takes half a microsecond.
+        at_once: gl.constexpr = 64 // width
+        for group in range(lowest, highest + 1, at_once):
+            for j in gl.static_range(at_once):
+                other = group + j
+                place = 2 * other + (other == lowest).to(gl.int32)
+                there = (inside >= 0) & (other <= highest)
+                # Past L1, which knows nothing of what other programs wrote.
+                total += gl.load(
+                    partial + place.to(gl.int64) * (rows * block_m) + inside, mask=there, other=0.0,
+                    cache_modifier=".cg",
+                )  # fmt: skip
+        _store(total, scale, bias, y, n, m + first, M, N, has_bias, gated)
 
 
 @gluon.jit
 def _consume(
     x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps, units,
     stages: gl.constexpr, depth: gl.constexpr, block_m: gl.constexpr, split: gl.constexpr, has_bias: gl.constexpr,
-    overlap: gl.constexpr,
+    gated: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -276,18 +299,18 @@ def _consume(
             highest = _program_of(tile * steps + steps - 1, each, rest)
             _barrier()
             if gl.atomic_add(counter + tile, 1, sem="acq_rel") == highest - lowest:
-                _collect(partial, lowest, highest, 0, scale, bias, y, n, m, M, N, has_bias, narrow,
+                _collect(partial, lowest, highest, 0, scale, bias, y, n, m, M, N, has_bias, gated, narrow,
                          rows, block_m, block_m)  # fmt: skip
                 gl.store(counter + tile, 0)
         else:
-            _store(acc, scale, bias, y, n, m, M, N, has_bias)
+            _store(acc, scale, bias, y, n, m, M, N, has_bias, gated)
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
 def linear_kernel(
     x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
-    has_bias: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
-    fetcher_registers: gl.constexpr,
+    has_bias: gl.constexpr, gated: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, split: gl.constexpr,
+    overlap: gl.constexpr, fetcher_registers: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make an output tile, `split` is whether programs share one."""
     panels: gl.constexpr = gl.num_warps() // 4
@@ -306,7 +329,7 @@ def linear_kernel(
     gl.warp_specialize(
         [
             (_consume, (x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps,
-                        units, stages, depth, block_m, split, has_bias, overlap)),
+                        units, stages, depth, block_m, split, has_bias, gated, overlap)),
             (_produce, (x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, full, empty, M, steps, tiles_k, units,
                         stages, depth, panels, overlap)),
         ],
@@ -315,21 +338,24 @@ def linear_kernel(
     )  # fmt: skip
 
 
-def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles) -> torch.Tensor:
-    """`x @ weight.T + bias`; the arguments have been checked.
+def linear(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
+) -> torch.Tensor:
+    """`x @ weight.T + bias`, or `silu(gate) · up` of it; the arguments have been checked.
 
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
         weight: prepacked NVFP4, `[out, in]`.
-        bias: `[out]`, or None.
+        bias: `[out]`, or None; None where `gated`.
         tiles: how to cut it up.
+        gated: whether rows of the weight are those of gate and up in turns, and the result is theirs.
 
     Returns:
-        `[tokens, out]`, BF16.
+        `[tokens, out]`, or `[tokens, out / 2]` where `gated`, BF16.
     """
     M, K = x.shape
     N = weight.shape[0]
-    y = x.new_empty(M, N)
+    y = x.new_empty(M, N // 2 if gated else N)
     if not M:
         return y
     rows, block_m, depth = 16 * tiles.warps, tiles.block_m, tiles.depth
@@ -347,7 +373,7 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
         TensorDescriptor(weight.codes, [N * K // 2048, 256], [256, 1], [2 * depth, 256], flat),
         TensorDescriptor(weight.scale, [N * K // 4096, 64], [64, 1], [depth, 64], flat),
         weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, count * steps,
-        has_bias=bias is not None, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
+        has_bias=bias is not None, gated=gated, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
         **registers(tiles), num_warps=tiles.warps, launch_pdl=tiles.overlap,
     )  # fmt: skip
     return y

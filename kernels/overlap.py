@@ -5,7 +5,7 @@
 
 A step of decoding is hundreds of launches of a few microseconds. Between two of them lies a microsecond in which the
 GPU does nothing, and a matmul that waits for a norm could fetch its weight meanwhile. Each kernel here lets the next
-one start at once, reads what no kernel of the step writes (weights), waits, and only then reads or writes the rest.
+one start at once, reads what no kernel that does so writes (weights, block tables), waits, and only then the rest.
 Waiting means until the kernel before it has ended, which itself waited: so everything earlier has ended too, and
 memory may be used again in the order of launches, as ever.
 

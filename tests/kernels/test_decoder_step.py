@@ -7,10 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
 from quant.kernels import decoder_step as kernels
 from quant.kernels.aot import assemble, compile_kernel
 from quant.kernels.interpreter import interpreted
 from quant.kernels.kv_cache import KVPages
+from quant.kernels.prepack import prepack, why_not
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -46,6 +49,8 @@ def check_swiglu(device: str, dtype: torch.dtype) -> None:
         both = (3 * torch.randn(tokens, 2 * columns, device=device)).to(dtype)
         gate, up = both.chunk(2, -1)
         nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
+        in_turns = torch.stack([gate, up], -1).flatten(1)
+        assert torch.equal(kernels.swiglu(in_turns, in_turns=True), kernels.swiglu(both))
 
 
 def check_greedy(device: str, dtype: torch.dtype) -> None:
@@ -102,6 +107,33 @@ def test_on_a_gpu(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped
     check("cuda", dtype)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 100, 600])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8_channel"])
+def test_gated_linear_on_a_gpu(name: str, tokens: int) -> None:
+    weight = quantize(torch.randn(2 * 448, 1600, device="cuda") / 40, FORMATS[name])
+    x = torch.randn(tokens, 1600, device="cuda", dtype=torch.bfloat16)
+    stored = kernels.rows_in_turns(weight)
+    stored = stored if why_not(stored) else prepack(stored)
+    y = kernels.gated_linear(x, stored)
+    gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert y.shape == expected.shape
+    # Four roundings to BF16: of gate, of its activation, of up, and of their product.
+    error = (y.double() - expected).norm() / expected.norm()
+    assert error < 2**-8
+
+
+def test_rows_in_turns() -> None:
+    w = torch.randn(6, 64)
+    stored = kernels.rows_in_turns(quantize(w, FORMATS["nvfp4"], global_scale=torch.tensor(0.01)))
+    turned = w.view(2, 3, 64).transpose(0, 1).reshape(6, 64)
+    expected = quantize(turned, FORMATS["nvfp4"], global_scale=torch.tensor(0.01))
+    assert torch.equal(stored.codes, expected.codes) and torch.equal(
+        stored.scale.view(torch.uint8), expected.scale.view(torch.uint8)
+    )
+
+
 def test_mistakes_name_the_argument() -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     with pytest.raises(
@@ -128,7 +160,7 @@ OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "p
     ("kernel", "constants", "warps"),
     [
         (kernels.add_rmsnorm_kernel, {"add": True, "width": 4096}, 16),
-        (kernels.swiglu_kernel, {"width": 1024}, 4),
+        (kernels.swiglu_kernel, {"in_turns": True, "width": 1024}, 4),
         (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
         (kernels.largest_of_row_kernel, {"width": 128}, 1),
         (kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}, 1),
@@ -148,7 +180,7 @@ def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, An
 
 def test_older_gpus_get_no_instruction_that_they_lack() -> None:
     signature = {"both": "*bf16", "out": "*bf16", "K": "i32"}
-    constants = {"width": 1024, "overlap": False}
+    constants = {"in_turns": False, "width": 1024, "overlap": False}
     compiled = compile_kernel(kernels.swiglu_kernel, signature, constants, arch=89, num_warps=4, num_stages=1)
     assert "griddepcontrol" not in compiled.ptx and assemble(compiled).spilled == 0
 

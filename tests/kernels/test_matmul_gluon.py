@@ -15,7 +15,7 @@ from quant.kernels.hardware import TARGETS
 from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
 
 
-def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool) -> CompiledKernel:
+def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool, gated: bool = False) -> CompiledKernel:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
@@ -32,7 +32,8 @@ def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool) -
     }
     types |= {"global_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
     options = matmul_gluon.registers(tiles)
-    constants = {"has_bias": split, "stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
+    constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
+    constants |= {"has_bias": split and not gated, "gated": gated}
     constants["fetcher_registers"] = options.pop("fetcher_registers")
     names = kernel.arg_names
     types = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
@@ -48,11 +49,20 @@ def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool) -
 
 
 @pytest.mark.parametrize(
-    ("block_m", "warps", "resident", "depth", "split"),
-    [(8, 8, 2, 4, True), (16, 4, 3, 2, True), (64, 16, 1, 2, True), (128, 8, 1, 2, True), (256, 8, 1, 2, False)],
+    ("block_m", "warps", "resident", "depth", "split", "gated"),
+    [
+        (8, 8, 2, 4, True, False),
+        (8, 8, 3, 2, True, True),
+        (16, 4, 3, 2, True, False),
+        (64, 16, 1, 2, True, False),
+        (128, 8, 1, 2, True, True),
+        (256, 8, 1, 2, False, False),
+    ],
 )
-def test_weights_go_from_registers_into_wgmma(block_m: int, warps: int, resident: int, depth: int, split: bool) -> None:
-    kernel = compiled(block_m, warps, resident, depth, split)
+def test_weights_go_from_registers_into_wgmma(
+    block_m: int, warps: int, resident: int, depth: int, split: bool, gated: bool
+) -> None:
+    kernel = compiled(block_m, warps, resident, depth, split, gated)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
