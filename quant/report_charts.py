@@ -276,7 +276,8 @@ def _against_uniform(record: AllocationRecord) -> str:
         return "No single format is as small."
     best = min(fitting, key=lambda u: u.kl)
     ratio = record.chosen.kl_measured / best.kl
-    return f"The best single format that is no larger, {best.name}, measures {number(best.kl)}: {ratio:.2f} of it."
+    found = f"The best single format that is no larger, {best.name}, measures {number(best.kl)}"
+    return f"{found}; the choice loses {ratio:.2f} of that."
 
 
 def _by_parent(names: Sequence[str]) -> str:
@@ -686,7 +687,7 @@ CSS = """
 .heat .chosen { box-shadow:inset 0 0 0 2px var(--ring) } .heat i.on { outline:2px solid var(--ink); z-index:1 }
 .scale { display:flex; flex-wrap:wrap; align-items:center; gap:4px 8px; font-size:12.5px; color:var(--soft);
  margin:10px 0 } .scale i { width:120px; height:12px; border-radius:3px;
- background:linear-gradient(in oklab 90deg, var(--cool), var(--hot)) } .scale span:last-child { margin-left:10px }
+ background:linear-gradient(in oklab 90deg, var(--cool), var(--hot)) } .scale span:last-child { flex:1 1 16em }
 h3 small { font-weight:400; color:var(--soft) } section > h3 { margin-top:16px }
 .verdict { font-weight:650; font-size:17px; margin-bottom:6px; overflow-wrap:anywhere } .good { color:var(--good) }
 .bad { color:var(--bad) } .parts i { min-width:2px }

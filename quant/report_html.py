@@ -96,7 +96,7 @@ def _headline(view: View) -> str:
     report, evaluation = view.report, view.report.evaluation
     tiles = [
         _tile(
-            "Weights smaller by",
+            "Smaller by",
             f"{report.ratio:.2f}×",
             f"{_size(report.bytes_before)} → {_size(report.bytes_after)}",
         ),

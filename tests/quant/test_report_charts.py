@@ -90,7 +90,7 @@ def test_the_pareto_curve_is_where_the_records_say(rich_report: Rich) -> None:
         record.chosen.kl_measured, rel=1e-3
     )
     ratio = record.chosen.kl_measured / record.uniform[0].kl
-    assert f"nvfp4, measures {record.uniform[0].kl:.4g}: {ratio:.2f} of it" in html
+    assert f"nvfp4, measures {record.uniform[0].kl:.4g}; the choice loses {ratio:.2f} of that" in html
     limit = re.search(r'<line class="limit" x1=([\d.]+)%', html)
     assert limit is not None and read(float(limit.group(1)), x) == pytest.approx(6.0, abs=0.01)
 
