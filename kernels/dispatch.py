@@ -113,6 +113,10 @@ def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, c
         from quant.kernels import matmul_gluon
 
         return matmul_gluon.linear(x, weight, bias, choice)
+    if isinstance(choice, tiles.PrefillTiles):
+        from quant.kernels import matmul_gluon_prefill
+
+        return matmul_gluon_prefill.linear(x, weight, bias, choice)
     return dense_linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
 
 

@@ -1,10 +1,11 @@
 """How a matmul is cut up: the choices, the ones worth trying for a shape, and a first guess without a measurement.
 
-Three ways to multiply by a quantized weight:
+Four ways to multiply by a quantized weight:
 
-    Tiles       the portable kernel (kernels/matmul.py): any format, any shape
-    GluonTiles  Hopper's kernel (kernels/matmul_gluon.py): a prepacked NVFP4 or MXFP4 weight, up to hundreds of tokens
-    DENSE       write W in 16 bit, then the library's matmul: right for many tokens, where W is small beside the work
+    Tiles         the portable kernel (kernels/matmul.py): any format, any shape
+    GluonTiles    Hopper's kernel (kernels/matmul_gluon.py): a prepacked NVFP4 or MXFP4 weight, few tokens
+    PrefillTiles  the same for many (kernels/matmul_gluon_prefill.py)
+    DENSE         write W in 16 bit, then the library's matmul: where W is small beside the work
 """
 
 from __future__ import annotations
@@ -60,15 +61,37 @@ class GluonTiles:
 
 
 @dataclass(frozen=True)
+class PrefillTiles:
+    """A launch of Hopper's kernel for many tokens.
+
+    Attributes:
+        block_m: tokens of a tile.
+        halves: of 128 rows of W that a tile has: 1 or 2.
+        programs: one for each SM.
+        depth: tiles of 64 columns of K that are fetched at once.
+        stages: fetches in flight and in use.
+        overlap: as in `GluonTiles`.
+    """
+
+    block_m: int
+    halves: int
+    programs: int
+    depth: int = 2
+    stages: int = 3
+    overlap: bool = True
+
+
+@dataclass(frozen=True)
 class Dense:
     """Dequantize, then the library's matmul."""
 
 
 DENSE = Dense()
-Choice = Tiles | GluonTiles | Dense
-_KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[Dense]] = {
+Choice = Tiles | GluonTiles | PrefillTiles | Dense
+_KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Dense]] = {
     "triton": Tiles,
     "gluon": GluonTiles,
+    "prefill": PrefillTiles,
     "dense": Dense,
 }
 
@@ -172,3 +195,10 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
     # Each program has a kilobyte of the system's own.
     stages = min(((_SHARED_BYTES // resident) - 2048) // slot, 16)
     return GluonTiles(block_m, hardware.sms * resident, warps, resident, depth, stages)
+
+
+def prefill_tiles(block_m: int, halves: int, hardware: Hardware, depth: int = 2) -> PrefillTiles:
+    """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit."""
+    slot = depth * (block_m * 128 + halves * 4608) + 16
+    room = _SHARED_BYTES - 2048 - block_m * halves * 256
+    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // slot, 8))
