@@ -208,9 +208,16 @@ def _quantize_row(
     if static:
         steps = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
     elif block == 0:
-        stored, step = encode_scale(tl.max(tl.abs(value), axis=0), 1.0, kind, largest)
+        # A row waits here for all its threads, in 16 bit: with fewer registers, an SM has more rows at a time.
+        kept = value.to(dtype)
+        bits = kept.to(tl.int16, bitcast=True) & 0x7FFF
+        amax = tl.max(bits, axis=0).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        stored, step = encode_scale(amax, 1.0, kind, largest)
         tl.store(scale + row, stored)
-        steps = tl.div_rn(value, step)
+        if (amax > 1e-20) & (amax < 1e30):
+            steps = quotient(kept.to(tl.float32), step, reciprocal(step))
+        else:
+            steps = tl.div_rn(kept.to(tl.float32), step)
     else:
         blocks = value.reshape(width // block, block)
         second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0

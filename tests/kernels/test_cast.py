@@ -11,7 +11,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
-from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import cast, fused
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.interpreter import interpreted
@@ -75,6 +75,17 @@ def test_e8m0_scales_at_both_ends() -> None:
     with interpreted():
         quantized = cast.quantize(x, FORMATS["mxfp8"])
     assert torch.equal(quantized.scale[:, 0], encode(x[:, 3].float() / 448, E8M0))
+
+
+@pytest.mark.parametrize("name", ["fp8_token", "int8_token"])
+def test_rows_of_any_size_have_correctly_rounded_quotients(name: str) -> None:
+    x = torch.randn(6, 512) * torch.tensor([1e-37, 3e-21, 1e-19, 1.0, 1e30, 1e37])[:, None]
+    x = x.to(torch.bfloat16)
+    with interpreted():
+        found = cast.quantize(x, FORMATS[name])
+    expected = quantize(x.float(), FORMATS[name])
+    assert torch.equal(found.scale.view(-1), expected.scale.view(-1))
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_token", "int8_token", "nvfp4"])

@@ -168,6 +168,8 @@ def test_what_lies_behind_the_end_of_a_sequence_is_not_read() -> None:
 def test_the_launch_fills_the_gpu_and_no_more() -> None:
     pages = filled("fp8", [16])[0]
     assert tiles_for(pages, 8, 1, 64, 132).splits == 1
+    # One short sequence: parts of two tiles, for there are more SMs than parts of four.
+    assert tiles_for(pages, 4, 8, 1024, 132).splits == 16
     few = tiles_for(pages, 8, 8, 32768, 132)
     assert few.splits == 66 and tiles_for(pages, 8, 128, 32768, 132).splits == 4
     assert tiles_for(filled("nvfp4", [16])[0], 8, 128, 32768, 132).splits == 8
