@@ -28,13 +28,13 @@ from quant.calibration.awq import channel_scale, search_scale
 from quant.calibration.gptq import corrected_weight, factorize, gptq
 from quant.calibration.local_hessian import local_hessian
 from quant.calibration.peers import quantize_like_compressed_tensors, quantize_like_modelopt
-from quant.calibration.rotation import LARGEST_BLOCK
 from quant.calibration.statistics import LayerStats, round_activation
 from quant.formats.format import Format
 from quant.formats.number import BF16, E4M3, E8M0, FP16
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.solver_names import MERGE, STEPS, parse_solver
 
 
 class Solver(Protocol):
@@ -339,10 +339,6 @@ TRANSFORMS: dict[str, Transform] = {
 }
 
 
-# Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
-STEPS = {"rotation": LARGEST_BLOCK, "lowrank": 32, "autoround": 200}
-
-
 def get_solver(name: str) -> Solver:
     """The solver called `name`: a key of `SOLVERS`, or transforms and one such key joined by "+".
 
@@ -358,28 +354,7 @@ def get_pipeline(name: str) -> Pipeline:
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take.
     """
-    order = {**dict.fromkeys(TRANSFORMS, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(SOLVERS, 3), "autoround": 4}
-    found: dict[str, int] = {}
-    last = 0
-    merge = False
-    for part in name.split("+"):
-        key, _, number = part.partition(":")
-        if key not in order:
-            raise ValueError(
-                f"unknown solver {key!r}; known solvers: {', '.join(SOLVERS)}; joined to them by '+', before: "
-                f"{', '.join(TRANSFORMS)}, rotation[:block] or rotation:merge, lowrank[:rank]; after: autoround[:steps]"
-            )
-        if order[key] < last or key in found or (order[key] == last == 3):
-            raise ValueError(
-                f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
-            )
-        if part == "rotation:merge":
-            found[key], last, merge = 0, order[key], True
-            continue
-        if number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
-            raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
-        found[key] = int(number or STEPS.get(key, 0))
-        last = order[key]
+    found = parse_solver(name, SOLVERS, TRANSFORMS)
     rounding = next((key for key in found if key in SOLVERS), "gptq" if found.keys() & STEPS.keys() else "mse")
     transforms = (TRANSFORMS[key] for key in found if key in TRANSFORMS)
     if isinstance(SOLVERS[rounding], Gptq):
@@ -391,7 +366,7 @@ def get_pipeline(name: str) -> Pipeline:
         found.get("rotation", 0),
         found.get("lowrank", 0),
         Reconstruction(steps=found["autoround"]) if "autoround" in found else None,
-        merge,
+        MERGE in name.split("+"),
     )
 
 

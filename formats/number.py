@@ -15,10 +15,14 @@ Sources: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
+# Plans name formats, and reading a plan should not take the seconds that importing torch does.
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class Number:
         mantissa: mantissa bits; for an integer, the bits below the sign.
         bias: exponent bias.
         max: largest finite value that is used.
-        torch_dtype: the dtype that holds one code, or None where codes are packed several to a byte.
+        dtype_name: torch's name of the dtype that holds one code, or None where codes are packed several to a byte.
         signed: False only for E8M0.
     """
 
@@ -40,8 +44,15 @@ class Number:
     mantissa: int
     bias: int
     max: float
-    torch_dtype: torch.dtype | None
+    dtype_name: str | None
     signed: bool = True
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype that holds one code, or None where codes are packed several to a byte."""
+        import torch
+
+        return None if self.dtype_name is None else getattr(torch, self.dtype_name)
 
     @property
     def bits(self) -> int:
@@ -72,7 +83,7 @@ class Number:
     @property
     def max_exponent(self) -> int:
         """floor(log2(max)): "emax" in the OCP MX text."""
-        return int(torch.tensor(self.max, dtype=torch.float64).log2().floor())
+        return math.frexp(self.max)[1] - 1
 
     @property
     def max_code(self) -> int:
@@ -101,6 +112,8 @@ class Number:
 
 @cache
 def _values(number: Number) -> torch.Tensor:
+    import torch
+
     code = torch.arange(1 << number.bits, dtype=torch.int64)
     if not number.signed:
         value = torch.exp2((code - number.bias).double())
@@ -121,14 +134,14 @@ def _values(number: Number) -> torch.Tensor:
 E2M1 = Number("e2m1", 2, 1, 1, 6.0, None)
 E2M3 = Number("e2m3", 2, 3, 1, 7.5, None)
 E3M2 = Number("e3m2", 3, 2, 3, 28.0, None)
-E4M3 = Number("e4m3", 4, 3, 7, 448.0, torch.float8_e4m3fn)
-E5M2 = Number("e5m2", 5, 2, 15, 57344.0, torch.float8_e5m2)
+E4M3 = Number("e4m3", 4, 3, 7, 448.0, "float8_e4m3fn")
+E5M2 = Number("e5m2", 5, 2, 15, 57344.0, "float8_e5m2")
 # Stored as uint8, the dtype in which both checkpoint layouts write it.
-E8M0 = Number("e8m0", 8, 0, 127, 2.0**127, torch.uint8, signed=False)
+E8M0 = Number("e8m0", 8, 0, 127, 2.0**127, "uint8", signed=False)
 INT4 = Number("int4", 0, 3, 0, 7.0, None)
-INT8 = Number("int8", 0, 7, 0, 127.0, torch.int8)
-FP16 = Number("fp16", 5, 10, 15, 65504.0, torch.float16)
-BF16 = Number("bf16", 8, 7, 127, torch.finfo(torch.bfloat16).max, torch.bfloat16)
-FP32 = Number("fp32", 8, 23, 127, torch.finfo(torch.float32).max, torch.float32)
+INT8 = Number("int8", 0, 7, 0, 127.0, "int8")
+FP16 = Number("fp16", 5, 10, 15, 65504.0, "float16")
+BF16 = Number("bf16", 8, 7, 127, (2 - 2**-7) * 2.0**127, "bfloat16")
+FP32 = Number("fp32", 8, 23, 127, (2 - 2**-23) * 2.0**127, "float32")
 
 NUMBERS = {n.name: n for n in (E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8, FP16, BF16, FP32)}

@@ -20,7 +20,8 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.extras import require
-from quant.load_state import open_safetensors, read_header
+from quant.load_state import open_safetensors
+from quant.model_files import read_header
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 

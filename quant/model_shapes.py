@@ -1,9 +1,9 @@
 """The layers of a model from the headers of its files, in a fraction of a second.
 
 A plan is checked against a model by names and shapes, and those are in the header of a safetensors or a GGUF file. If
-the tensors there are just those that the plan names, that settles it, and transformers is not even imported.
-Otherwise the model is built on the meta device, for its modules may be called, split or fused differently from what is
-stored. Either way no weight is read.
+the tensors there are just those that the plan names, that settles it, and not even torch is imported. Otherwise the
+model is built on the meta device, for its modules may be called, split or fused differently from what is stored. Either
+way no weight is read.
 
 A GGUF header is a magic, three counts, then key-value pairs and the tensors' names and dimensions, innermost first:
 
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.errors import UserError
+from quant.model_files import find_model, read_header
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 
@@ -46,14 +47,14 @@ def model_layers(
     Raises:
         UserError: there is no such model, or it cannot be opened.
     """
-    from quant import loading
-
     if plan is not None and model_factory is None:
-        path = loading.find_model(model)
+        path = find_model(model)
         shapes = _of_directory(path) if path.is_dir() else _of_gguf(path, plan)
         if shapes is not None and (layers := _settled(plan, shapes)) is not None:
             return layers
-    source = loading.open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True)
+    from quant.loading import open_model
+
+    source = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True)
     if source.model is not None:
         return find_layers(source.model)
     assert source.state_dict is not None
@@ -62,8 +63,6 @@ def model_layers(
 
 def _of_directory(path: Path) -> Shapes | None:
     """Shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
-    from quant.load_state import read_header
-
     try:
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         shards = [path / "model.safetensors"]

@@ -22,12 +22,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quant.calibration.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import Format, get_format
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.recipes.recipe import KEEP, QUANTIZABLE, obstacle, presets
+from quant.recipes.solver_names import parse_solver
 from quant.recipes.targets import TARGETS, Target
 
 _SIXTEEN = (KEEP, "16bit")
@@ -72,12 +72,24 @@ def parse_setting(text: str) -> Setting:
         weight = _format(name)
         activation = _format(given) if at else None
         if colon:
-            get_solver(solver)
+            check_solver(solver)
     except ValueError as error:
         raise UserError(f"--set {text!r}: {error}") from None
     if weight is None and (activation is not None or solver):
         raise UserError(f"--set {text!r}: a layer in 16 bit has neither a solver nor an input format")
     return Setting(text, glob, weight, solver or None, activation, bool(at))
+
+
+@cache
+def check_solver(name: str) -> None:
+    """Raises ValueError where there is no solver of that name."""
+    try:
+        parse_solver(name)
+    except ValueError:
+        # One that was added to the registry, perhaps; it takes torch to ask.
+        from quant.calibration.solver import get_solver
+
+        get_solver(name)
 
 
 def _format(name: str) -> Format | None:
@@ -408,7 +420,7 @@ def _check_layers(plan: Plan) -> list[Problem]:
             found.append(Problem(layer.name, what, "give the weight a format, or the input none"))
         if layer.weight is not None:
             try:
-                get_solver(layer.solver)
+                check_solver(layer.solver)
             except ValueError as error:
                 found.append(Problem(layer.name, str(error)))
     return found

