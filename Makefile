@@ -5,6 +5,7 @@
 PYTHON ?= python3
 JOBS ?= 2
 ARGS ?=
+TOOL ?= memcheck
 export PYTHON
 
 RUN := .venv/bin/python -m
@@ -12,7 +13,7 @@ OUT := out/smollm2-135m-nvfp4a16
 MIXED := out/smollm2-135m-4.8bits
 TEXTS := --calib benchmarks/data/calibration.txt --eval benchmarks/data/evaluation.txt
 
-.PHONY: demo test lint gpu-test slow-test bench clean
+.PHONY: demo test lint gpu-test slow-test sanitize bench clean
 
 demo: .venv/.engines  ## SmolLM2-135M three times: to NVFP4 by GPTQ, to 4.8 mixed bits, to an engine for Blackwell
 	.venv/bin/quantize smollm2-135m --format nvfp4a16 --solver gptq $(TEXTS) --calib-samples 8 --eval-samples 8 \
@@ -27,8 +28,12 @@ test: .venv/.engines  ## the tests that need neither a GPU nor minutes; a thread
 slow-test: .venv/.engines  ## the tests on whole models
 	$(RUN) pytest -m 'slow and not gpu' $(ARGS)
 
-gpu-test: .venv/.engines  ## the tests that need a CUDA device
-	$(RUN) pytest -m gpu $(ARGS)
+gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
+	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
+
+sanitize: .venv/.engines  ## compute-sanitizer over GPU tests: TOOL=racecheck ARGS='tests/kernels/test_decode_attention.py'
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude regex=at:: \
+		$(RUN) pytest -m gpu -p no:xdist $(ARGS)
 
 lint: .venv/.dev
 	$(RUN) ruff check .
