@@ -101,14 +101,20 @@ def _totals(plan: Plan, kept: list[LayerPlan]) -> str:
 def print_evaluation(result: Evaluation) -> None:
     """The figures of `quant evaluate`."""
     table = Table(show_header=False)
-    rows = [("perplexity", f"{result.perplexity:.3f}")]
+    rows = [] if result.perplexity is None else [("perplexity", f"{result.perplexity:.3f}")]
+    if result.cosine is not None:
+        rows.append(("1 − cosine of the embeddings", f"{result.cosine:.6f}"))
     if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
         rows += [
             ("baseline perplexity", f"{result.baseline_perplexity:.3f}"),
             ("KL(baseline‖model)", f"{result.kl:.4f} nats"),
             ("top-1 agreement", f"{result.top1:.1%}"),
         ]
-    for name, value in (*rows, ("predictions", f"{result.tokens:,}"), ("seconds", f"{result.seconds:.1f}")):
+    for name, value in (
+        *rows,
+        ("predictions" if result.cosine is None else "tokens", f"{result.tokens:,}"),
+        ("seconds", f"{result.seconds:.1f}"),
+    ):
         table.add_row(name, value)
     _page().print(table)
 

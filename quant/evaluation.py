@@ -9,6 +9,10 @@ Every row of n tokens gives n − 1 next-token predictions, and all figures are 
 Perplexity asks one token a position and is blind to what happens to the other 49,151; KL compares whole
 distributions, needs no right answer, and separates two quantizations from far fewer positions.
 
+A model without an output head, such as an encoder, has no predictions. Its embeddings are compared with the baseline's:
+
+    cosine     = mean [1 − cosine similarity of the mean last hidden states of a row]
+
 Logits are what does not fit: 512 positions of a 150k vocabulary are 300 MB in FP32, several times over. So the
 model without its output head runs on a whole row, and the head on a slice of positions at a time. The logits of
 both models for one slice are compared and dropped. Sums over positions are kept in float64.
@@ -31,6 +35,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.errors import UserError
+
 # 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
 _SLICE_ELEMENTS = 1 << 23
 
@@ -42,20 +48,22 @@ class Evaluation:
     """The figures of one model, beside its baseline where there is one.
 
     Attributes:
-        perplexity: exp of the mean negative log-likelihood.
+        perplexity: exp of the mean negative log-likelihood; None for a model that predicts no tokens.
         kl: mean KL(baseline‖model) in nats; None without a baseline.
         top1: share of positions at which both models' likeliest token is the same; None without a baseline.
-        tokens: predictions that the means are over.
+        tokens: predictions that the means are over, or tokens of the embeddings.
         seconds: time taken, baseline included.
         baseline_perplexity: the baseline's own perplexity; None without one.
+        cosine: mean 1 − cosine similarity of the embeddings of model and baseline; None for a language model.
     """
 
-    perplexity: float
+    perplexity: float | None
     kl: float | None
     top1: float | None
     tokens: int
     seconds: float
     baseline_perplexity: float | None = None
+    cosine: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields."""
@@ -90,7 +98,8 @@ def evaluate(
 
     Args:
         model: a causal language model: a Hugging Face one, or any module that maps token ids `[n, seqlen]` to
-            logits `[n, seqlen, vocabulary]` (or to an output with `.logits`).
+            logits `[n, seqlen, vocabulary]` (or to an output with `.logits`). Or a Hugging Face encoder, which takes
+            a baseline.
         rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.data.token_rows` cuts them.
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
@@ -99,7 +108,8 @@ def evaluate(
 
     Raises:
         ValueError: rows of the wrong shape, longer than the model's context or with ids outside its vocabulary;
-            models of different vocabularies; NaN or infinity in the results, with the row named.
+            models of different vocabularies; NaN or infinity in the results, with the row named; an encoder without
+            a baseline.
     """
     models = [model] if baseline is None else [model, baseline]
     for each in models:
@@ -107,6 +117,9 @@ def evaluate(
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
     with torch.no_grad(), _prepared(models, dtype):
+        if _has_no_predictions(model, rows[:1, :2]):
+            cosine = _embedding_distance(models, rows, batch_size, progress)
+            return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
         readers = [_logits_reader(each, rows[:1, :16]) for each in models]
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
@@ -123,6 +136,45 @@ def evaluate(
         seconds=time.perf_counter() - started,
         baseline_perplexity=None if baseline is None else _exp(baseline_nll),
     )
+
+
+def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:
+    """Whether a Hugging Face model ends in hidden states."""
+    find_head = getattr(model, "get_output_embeddings", None)
+    if not callable(find_head) or find_head() is not None:
+        return False
+    device = next((t.device for t in model.parameters()), torch.device("cpu"))
+    return not hasattr(model(input_ids=probe.to(device)), "logits")
+
+
+def _embedding_distance(
+    models: Sequence[nn.Module], rows: torch.Tensor, batch_size: int, progress: Callable[[int, int], None] | None
+) -> float:
+    """Mean over rows of 1 − cosine similarity of the two models' embeddings."""
+    if len(models) < 2:
+        raise UserError(
+            f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
+        )
+    total = 0.0
+    for start in range(0, len(rows), batch_size):
+        batch = rows[start : start + batch_size]
+        first, second = (_embed(model, batch).cpu() for model in models)
+        similar = torch.nn.functional.cosine_similarity(first, second, dim=-1)
+        if not bool(similar.isfinite().all()):
+            row = start + int((~similar.isfinite()).nonzero()[0])
+            raise ValueError(f"row {row}: NaN or infinity in an embedding; find the layer that makes it")
+        total += float((1 - similar).sum())
+        if progress is not None:
+            progress(start + len(batch), len(rows))
+    return total / len(rows)
+
+
+def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Mean of the last hidden states, float64 `[rows, hidden]`."""
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    result: Any = model(input_ids=batch.to(device))
+    hidden: torch.Tensor = result.last_hidden_state if hasattr(result, "last_hidden_state") else result[0]
+    return hidden.double().mean(dim=1)
 
 
 def _measure(reads: Sequence[Read], batch: torch.Tensor, first_row: int) -> torch.Tensor:

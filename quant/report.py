@@ -410,9 +410,12 @@ def summary(report: Report) -> list[tuple[str, str]]:
         )
     evaluation = report.evaluation
     if evaluation is not None:
-        base = evaluation.baseline_perplexity
-        before = "" if base is None else f", {base:.2f} before ({100 * (evaluation.perplexity / base - 1):+.1f}%)"
-        rows.append(("perplexity", f"{evaluation.perplexity:.2f}{before}"))
+        if evaluation.perplexity is not None:
+            base = evaluation.baseline_perplexity
+            before = "" if base is None else f", {base:.2f} before ({100 * (evaluation.perplexity / base - 1):+.1f}%)"
+            rows.append(("perplexity", f"{evaluation.perplexity:.2f}{before}"))
+        if evaluation.cosine is not None:
+            rows.append(("embeddings", f"{evaluation.cosine:.5f}, 1 − cosine to those before"))
         if evaluation.kl is not None:
             rows.append(("KL", f"{evaluation.kl:.4f} nats, mean over {evaluation.tokens:,} tokens"))
         if evaluation.top1 is not None:

@@ -105,9 +105,12 @@ def _headline(view: View) -> str:
     if evaluation is None:
         tiles.append(_tile("Quality", "not measured", "give a text to evaluate on"))
     else:
-        base = evaluation.baseline_perplexity
-        change = "" if base is None else f"{base:.2f} before, {100 * (evaluation.perplexity / base - 1):+.1f}%"
-        tiles.append(_tile("Perplexity", f"{evaluation.perplexity:.2f}", change or "no baseline measured"))
+        if evaluation.perplexity is not None:
+            base = evaluation.baseline_perplexity
+            change = "" if base is None else f"{base:.2f} before, {100 * (evaluation.perplexity / base - 1):+.1f}%"
+            tiles.append(_tile("Perplexity", f"{evaluation.perplexity:.2f}", change or "no baseline measured"))
+        if evaluation.cosine is not None:
+            tiles.append(_tile("Embeddings", f"{evaluation.cosine:.5f}", "1 − cosine to the model before"))
         if evaluation.kl is not None:
             tiles.append(_tile("KL divergence", f"{evaluation.kl:.4f}", "nats per token, from the model before"))
         if evaluation.top1 is not None:

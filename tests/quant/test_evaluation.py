@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from quant import evaluation as evaluate_module
+from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
@@ -260,3 +263,27 @@ def test_round_trip() -> None:
     assert Evaluation.from_dict(evaluation.to_dict()) == evaluation
     with pytest.raises(ValueError, match=r"evaluation: .*'extra'"):
         Evaluation.from_dict({**evaluation.to_dict(), "extra": 1})
+
+
+def test_an_encoder_is_compared_by_its_embeddings() -> None:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=61,
+    )  # fmt: skip
+    base = BertModel(config).eval()
+    model = copy.deepcopy(base)
+    for name, parameter in model.named_parameters():
+        if "query" in name:
+            parameter.data.mul_(40)
+    rows = torch.randint(0, 61, (5, 16), generator=torch.Generator().manual_seed(1))
+    found = evaluate(model, rows, base, batch_size=2)
+    with torch.no_grad():
+        a, b = (m(rows).last_hidden_state.double().numpy().mean(axis=1) for m in (base, model))
+    expected = 1 - (a * b).sum(1) / np.sqrt((a * a).sum(1) * (b * b).sum(1))
+    assert found.cosine == pytest.approx(float(expected.mean()), rel=1e-4) and found.cosine > 1e-6
+    assert (found.perplexity, found.kl, found.top1, found.tokens) == (None, None, None, 80)
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    with pytest.raises(UserError, match=r"BertModel predicts no tokens: .* name a --baseline"):
+        evaluate(model, rows)
