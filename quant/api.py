@@ -412,6 +412,10 @@ def install_weight(
     """
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)
+    parts = parts or RunTimeParts()
+    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them.
+    input_scale = None if input_scale is None else input_scale.clone()
+    parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
     new: nn.Module
     if layer.kind == "experts":
         new = QuantExperts(weight, layer.activation, input_scale, dtype=parent.get_parameter(last).dtype)
@@ -423,7 +427,7 @@ def install_weight(
         new = QuantEmbedding(weight, next(table.parameters()).dtype)
     else:
         bias = getattr(parent.get_submodule(last), "bias", None)
-        new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts or RunTimeParts()))
+        new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts))
     new.train(parent.training)
     setattr(parent, last, new)
 

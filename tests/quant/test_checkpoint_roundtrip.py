@@ -309,6 +309,24 @@ def test_a_plain_module(preset: str, tmp_path: Path) -> None:
         load(tmp_path / "out")
 
 
+@pytest.mark.parametrize(("preset", "solver"), [("fp8", "gptq"), ("nvfp4", "awq+gptq")])
+def test_what_a_group_shares_is_saved_for_each_member(preset: str, solver: str, tmp_path: Path) -> None:
+    """In float32 nothing is converted on the way to the file, so one scale of three layers was one tensor there."""
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=61,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    rows = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(1))
+    quantized = quantize(model, preset, rows, solver=solver)
+    save(quantized.model, quantized.plan, tmp_path / "out")
+    with torch.no_grad():
+        again = load(tmp_path / "out")(rows).last_hidden_state
+        assert torch.equal(again, quantized.model(rows).last_hidden_state)
+
+
 def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no quantized checkpoint \(no plan\.json, no quantization_config\)"):
         load(tmp_path)
