@@ -22,6 +22,8 @@ from _table import machine, show, versions, write_json
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels import cast, grouped, matmul_fp8_block
+from quant.kernels.hardware import current
+from quant.kernels.prepack import prepack
 from quant.kernels.tune import graph_microseconds
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
@@ -65,6 +67,8 @@ def by_expert() -> list[dict[str, Any]]:
     rows = []
     values = torch.randn(EXPERTS, INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) * 0.05
     weights = {name: quantize(values, FORMATS[name]) for name, _ in GROUPED}
+    if current().has_wgmma:
+        weights["nvfp4"] = prepack(weights["nvfp4"])  # as `quant generate` lays out a model
     for tokens in (1, 64, 1024, 4096):
         index = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
         order, offsets = grouped.sort_by_expert(index, EXPERTS)

@@ -128,10 +128,16 @@ def _on_gpu(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> torch.Tensor:
-    from quant.kernels import cast, dispatch, matmul_grouped, matmul_scaled
+    from quant.kernels import cast, dispatch, matmul_gluon_prefill, matmul_grouped, matmul_scaled
     from quant.kernels.hardware import current
+    from quant.kernels.prepack import is_prepacked, restore
 
     matmul_grouped.check(x, weight, offsets)
+    if is_prepacked(weight):
+        if x.dtype is torch.bfloat16:
+            rounded = x if activation is None else dispatch._round(x, activation, input_scale)
+            return matmul_gluon_prefill.grouped_linear(dispatch._rows(rounded), weight, offsets)
+        weight = restore(weight)
     if activation is None:
         return matmul_grouped.grouped_linear(x, weight, offsets)
     gpu, columns = current(x.device.index or 0), x.shape[1]

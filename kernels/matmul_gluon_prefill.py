@@ -263,7 +263,7 @@ def _consume(
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     panels: gl.constexpr = warps // 4
-    piece_m: gl.constexpr = 64
+    piece_m: gl.constexpr = block_m if block_m < 64 else 64
     across: gl.constexpr = block_m // piece_m
     pieces: gl.constexpr = halves * across
     tile_size: gl.constexpr = halves * rows * block_m
@@ -412,7 +412,7 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     """As `matmul_grouped.grouped_linear`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
     y = x.new_empty(len(x), weight.shape[1])
     if len(x):
-        tiles = grouped_tiles(len(x), weight.shape[0], current(x.device.index or 0))
+        tiles = grouped_tiles(len(x), *weight.shape[:2], current(x.device.index or 0))
         _launch(x, weight, None, y, offsets, tiles, tiles.programs, 0)
     return y
 
@@ -469,8 +469,11 @@ _CUTTING = 9
 """What cutting costs, in units of work: sums go through L2, and are waited for."""
 
 
-def grouped_tiles(tokens: int, experts: int, hardware: Hardware) -> PrefillTiles:
-    """A tile for what an expert gets on average."""
-    mean = -(-tokens // max(experts, 1))
-    block_m = next(size for size in (16, 32, 64, 128) if mean <= size or size == 128)
-    return prefill_tiles(block_m, 2 if block_m == 128 else 1, hardware)
+def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:
+    """A tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
+
+    Few experts get much more than that, and those that do have one tile more.
+    """
+    block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
+    enough = min(tokens, experts) * triton.cdiv(rows, 256) >= hardware.sms
+    return prefill_tiles(block_m, 2 if enough else 1, hardware)

@@ -21,6 +21,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.matmul import _scales, decode_element, decode_scale, layout
+from quant.kernels.prepack import is_prepacked
 
 MAX_EXPERTS = 1024
 FP8_WEIGHTS = ("fp8", "fp8_channel", "fp8_block")
@@ -236,7 +237,7 @@ def most_tiles(tokens: int, experts: int, block_m: int) -> int:
 
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
-    """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
+    """Raises ValueError, naming the argument, where a kernel could not take the arguments; either layout may do."""
     what, shape = _what(weight), weight.shape
     if len(shape) != 3 or x.dim() != 2 or x.shape[1] != shape[2]:
         raise ValueError(f"{what}: x is {list(x.shape)}, expected [tokens, {shape[-1]}] and a weight of three axes")
@@ -246,11 +247,16 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> 
 def check_experts(device: torch.device, weight: BlockScaledTensor, offsets: torch.Tensor) -> None:
     """`check`, for rows on `device` that were looked at before."""
     what, shape, format = _what(weight), weight.shape, weight.format
+    codes = (format.codes_shape(shape), format.element.torch_dtype or torch.uint8)
+    scale_shape = format.scale_shape(shape)
+    if is_prepacked(weight):
+        codes = ((*shape[:2], shape[2] // 8), torch.int32)
+        scale_shape = (*shape[:2], shape[2] // 64)
     if shape[0] > MAX_EXPERTS:
         raise ValueError(f"{what}: {shape[0]} experts, at most {MAX_EXPERTS}")
     expected: dict[str, tuple[torch.Tensor | None, tuple[int, ...], torch.dtype]] = {
-        "codes": (weight.codes, format.codes_shape(shape), format.element.torch_dtype or torch.uint8),
-        "scale": (weight.scale, format.scale_shape(shape), weight.scale.dtype),
+        "codes": (weight.codes, *codes),
+        "scale": (weight.scale, scale_shape, weight.scale.dtype),
         "global_scale": (weight.global_scale, shape[:1], torch.float32),
         "offsets": (offsets, (shape[0] + 1,), torch.int32),
     }

@@ -18,10 +18,13 @@ a shift and an OR decode two at once. A zero scale is stored as zero, and its co
 
 MXFP4 is NVFP4 with other scales, and takes the same form: each power of two stands twice, for its 32 codes, as an
 exponent relative to the largest of the matrix, which becomes the global scale. Its scales may span 2^29.
+
+A stack of NVFP4 experts is laid out as one tall matrix, so that each expert's part is what it would be by itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -33,7 +36,7 @@ from torch import nn
 from quant.formats.number import E4M3
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import QuantLinear
+from quant.kernels.linear import QuantExperts, QuantLinear
 
 TILE = 64
 # Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
@@ -61,7 +64,9 @@ def why_not(weight: BlockScaledTensor) -> str:
     if weight.format.name not in ("nvfp4", "mxfp4"):
         return f"{weight.format} has no kernel layout"
     rows, columns = weight.shape[-2:]
-    if len(weight.shape) != 2 or rows % TILE or columns % TILE:
+    if len(weight.shape) > 2 and weight.format.name == "mxfp4":
+        return "MXFP4 experts have no kernel layout"
+    if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
     stored = weight.scale.view(torch.uint8)
     if weight.format.name == "mxfp4":
@@ -82,7 +87,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32.
 
     Args:
-        weight: NVFP4 or MXFP4, `[out, in]`, both multiples of 64.
+        weight: NVFP4 or MXFP4 `[out, in]`, or NVFP4 `[experts, out, in]`; out and in are multiples of 64.
 
     Raises:
         ValueError: it has no such layout; the message says why.
@@ -90,10 +95,11 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     reason = why_not(weight)
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
-    rows, columns = weight.shape
+    rows, columns = _tall(weight)
+    flat = weight.codes.reshape(rows, -1)
     words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
     for part in _row_slices(rows):
-        codes = unpack(weight.codes[part], 4, columns).view(-1, *_fill(_SPLIT_CODES, columns))
+        codes = unpack(flat[part], 4, columns).view(-1, *_fill(_SPLIT_CODES, columns))
         four = codes.permute(_TO_WORDS).reshape(-1, 4).int()
         half = torch.zeros(four.shape[0], dtype=torch.int32, device=four.device)
         for code, places in zip(four.unbind(1), _PLACES, strict=True):
@@ -108,16 +114,18 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     else:
         stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
     stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
-    scale = stored.contiguous().view(torch.int32).view(rows, columns // TILE)
-    return replace(weight, codes=words, scale=scale, global_scale=second)
+    lead = weight.shape[:-1]
+    scale = stored.contiguous().view(torch.int32).view(*lead, columns // TILE)
+    return replace(weight, codes=words.view(*lead, columns // 8), scale=scale, global_scale=second)
 
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     """The inverse of `prepack`, bit for bit."""
-    rows, columns = weight.shape
+    rows, columns = _tall(weight)
+    lead, words = weight.shape[:-1], weight.codes.reshape(rows, -1)
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.codes.device)
     for part in _row_slices(rows):
-        half = weight.codes[part].contiguous().view(torch.int16).int().view(-1)
+        half = words[part].contiguous().view(torch.int16).int().view(-1)
         four = torch.zeros(half.shape[0], 4, dtype=torch.uint8, device=half.device)
         for code, places in enumerate(_PLACES):
             for bit, place in enumerate(places):
@@ -138,18 +146,18 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     known = table >= 0
     inverse[table[known]] = torch.arange(256, dtype=torch.uint8)[known]
     scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
-    return replace(weight, codes=packed, scale=scale)
+    return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale.view(*lead, columns // 16))
 
 
 def prepack_model(model: nn.Module) -> dict[str, str]:
-    """Prepacks the quantized linears of `model` that have a kernel layout, in place; `state_dict` is as before.
+    """Prepacks what is quantized in `model` and has a kernel layout, in place; `state_dict` is as before.
 
     Returns:
-        Why not, by the name of each quantized linear that keeps the layout of a checkpoint.
+        Why not, by the name of each linear or stack of experts that keeps the layout of a checkpoint.
     """
     skipped = {}
     for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear) or is_prepacked(module.stored_weight):
+        if not isinstance(module, QuantLinear | QuantExperts) or is_prepacked(module.stored_weight):
             continue
         reason = why_not(module.stored_weight)
         if reason:
@@ -163,16 +171,16 @@ def prepack_model(model: nn.Module) -> dict[str, str]:
 def restore_model(model: nn.Module) -> None:
     """Undoes `prepack_model`."""
     for module in model.modules():
-        if isinstance(module, QuantLinear) and is_prepacked(module.stored_weight):
+        if isinstance(module, QuantLinear | QuantExperts) and is_prepacked(module.stored_weight):
             _replace(module, restore(module.stored_weight))
 
 
-def _replace(module: QuantLinear, weight: BlockScaledTensor) -> None:
+def _replace(module: QuantLinear | QuantExperts, weight: BlockScaledTensor) -> None:
     module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
 
 
 def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    assert isinstance(module, QuantLinear)
+    assert isinstance(module, QuantLinear | QuantExperts)
     weight = module.stored_weight
     if is_prepacked(weight):
         weight = restore(weight)
@@ -189,6 +197,11 @@ def _scale_table() -> torch.Tensor:
     table = torch.where(values > 0, bits >> 4 & 0xFF, -1)
     table[0] = 0
     return table
+
+
+def _tall(weight: BlockScaledTensor) -> tuple[int, int]:
+    """Rows of all matrices of a stack, and columns."""
+    return math.prod(weight.shape[:-1]), weight.shape[-1]
 
 
 def _fill(split: tuple[int, ...], columns: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.linear import QuantLinear
+from quant.kernels.linear import QuantExperts, QuantLinear
 from quant.kernels.prepack import is_prepacked, prepack, prepack_model, restore, restore_model, why_not
 
 
@@ -133,6 +133,30 @@ def test_a_prepacked_model_saves_and_computes_as_before() -> None:
     assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
     restore_model(model)
     assert not is_prepacked(model[0].stored_weight) and torch.equal(model(x), y)
+
+
+def test_experts_are_laid_out_one_by_one() -> None:
+    """Each as it would be by itself; a stack of them computes, indexes and saves as before."""
+    weight = quantize(torch.randn(3, 128, 192) * torch.tensor([1.0, 30.0, 0.2])[:, None, None], FORMATS["nvfp4"])
+    packed, back = prepack(weight), restore(prepack(weight))
+    for expert in range(3):
+        alone = prepack(weight.matrix(expert))
+        assert torch.equal(packed.matrix(expert).codes, alone.codes)
+        assert torch.equal(packed.matrix(expert).scale, alone.scale)
+    assert torch.equal(back.codes, weight.codes) and back.shape == weight.shape
+    assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
+    model = torch.nn.Sequential(QuantExperts(weight), QuantExperts(quantize(torch.randn(2, 64, 64), FORMATS["mxfp4"])))
+    x, offsets = torch.randn(7, 192), torch.tensor([0, 2, 2, 7], dtype=torch.int32)
+    y, saved = model[0].grouped(x, offsets), {name: value.clone() for name, value in model.state_dict().items()}
+    assert prepack_model(model) == {"1": "MXFP4 experts have no kernel layout"}
+    assert is_prepacked(model[0].stored_weight)
+    assert torch.equal(model[0].grouped(x, offsets), y)
+    assert torch.equal(model[0][1], weight.dequantize(torch.float32)[1])
+    now = model.state_dict()
+    assert now.keys() == saved.keys()
+    assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
+    restore_model(model)
+    assert torch.equal(model[0].codes, weight.codes)
 
 
 def test_row_scales_hold_the_largest_value_of_a_row() -> None:
