@@ -183,7 +183,8 @@ class _Inputs:
         self.total[group] = self.total[group] + total if group in self.total else total
         self.tokens[group] += len(x)
         if self.keep:
-            self.sample.setdefault(group, []).append(x[:: self.every])
+            # A copy: a view would keep every token of every layer.
+            self.sample.setdefault(group, []).append(x[:: self.every].clone())
 
     def of(self, group: str) -> GroupInputs:
         """As transforms take them."""

@@ -143,3 +143,11 @@ def test_what_cannot_be_solved_alone_is_left_out() -> None:
     forms = _forms(model, "nvfp4,fp8", "local_hessian")
     assert {name for _, name in forms} == {"nvfp4"}
     assert not any("experts" in group for group, _ in forms) and any("self_attn" in group for group, _ in forms)
+
+
+def test_a_sample_keeps_no_more_than_itself() -> None:
+    """As a view it kept all inputs of all layers: 6 GB of SmolLM2-135M's."""
+    inputs = alone._Inputs(keep=True, every=16)
+    inputs.add("group", torch.ones(64, 8))
+    (sample,) = inputs.sample["group"]
+    assert sample.shape == (4, 8) and sample.untyped_storage().nbytes() == sample.nbytes
