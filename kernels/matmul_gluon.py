@@ -5,6 +5,8 @@
     words [panels, depth, 512] int32     ──TMA──▶   ├───┼───────┼────────┤  ──16 bytes a thread──▶ decode ──▶    +=
     scales                               ──TMA──▶   └───┴───────┴────────┘     BF16 in registers, left operand
 
+With 8 tokens a tile, mma.sync takes wgmma's place: a warp then waits for none of the three beside it.
+
 Words are read from shared memory by the thread that multiplies them (`kernels/prepack.py` put them in that order), so
 that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5. A tile is
 decoded while the tensor cores work on the one before it.
@@ -29,6 +31,7 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -42,6 +45,9 @@ _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 _WAIT_FOR_KERNEL = gl.constexpr("griddepcontrol.wait; // $0")
+ALONE = gl.constexpr(8)
+"""Tokens of a tile up to which each warp multiplies by itself (mma.sync), and waits for no other warp."""
+
 _LET_NEXT_START = gl.constexpr("griddepcontrol.launch_dependents; // $0")
 
 
@@ -260,9 +266,15 @@ def _consume(
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     width: gl.constexpr = block_m if block_m < 64 else 64
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+    alone: gl.constexpr = block_m <= ALONE
+    if alone:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+        narrow: gl.constexpr = layout
+    else:
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
+        narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
     begin, end, each, rest = _span(units)
     tiles_m = gl.cdiv(M, block_m)
     scale = gl.load(global_scale).to(gl.float32) * DECODED
@@ -280,14 +292,21 @@ def _consume(
             mbarrier.wait(full.index(slot), phase)
             for d in gl.static_range(depth):
                 a = _operand(words.index(slot), scales.index(slot), d, warps, operand)
-                acc = warpgroup_mma(a, x_ring.index(slot * depth + d).permute((1, 0)), acc, is_async=True)
-                # The product before this one has read its operands; this one goes on while the next are decoded.
-                acc = warpgroup_mma_wait(1, deps=[acc])
-                if d == 0:
-                    mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
+                b = x_ring.index(slot * depth + d).permute((1, 0))
+                if alone:
+                    acc = mma_v2(a, b.load(right), acc)
+                else:
+                    acc = warpgroup_mma(a, b, acc, is_async=True)
+                    # The product before this one has read its operands; this one goes on while the next are decoded.
+                    acc = warpgroup_mma_wait(1, deps=[acc])
+                    if d == 0:
+                        mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
+            if alone:
+                mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _advance(slot, phase, stages)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
+        if not alone:
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
         unit += count
         n = tile // tiles_m * rows
         m = tile % tiles_m * block_m
@@ -360,8 +379,10 @@ def linear(
         return y
     rows, block_m, depth = 16 * tiles.warps, tiles.block_m, tiles.depth
     count, steps = triton.cdiv(N, rows) * triton.cdiv(M, block_m), triton.cdiv(K // 64, depth)
-    programs = min(tiles.programs, count * steps)
-    split = count * steps % (programs * steps) != 0
+    # No more than the longest span needs: spans that are alike begin and end with output tiles more often.
+    units = count * steps
+    programs = triton.cdiv(units, triton.cdiv(units, min(tiles.programs, units)))
+    split = units % (programs * steps) != 0
     partial = counter = y
     if split:
         partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
@@ -372,7 +393,7 @@ def linear(
         TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, 64], x_layout),
         TensorDescriptor(weight.codes, [N * K // 2048, 256], [256, 1], [2 * depth, 256], flat),
         TensorDescriptor(weight.scale, [N * K // 4096, 64], [64, 1], [depth, 64], flat),
-        weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, count * steps,
+        weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units,
         has_bias=bias is not None, gated=gated, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
         **registers(tiles), num_warps=tiles.warps, launch_pdl=tiles.overlap,
     )  # fmt: skip

@@ -119,9 +119,9 @@ def test_gated_linear_on_a_gpu(name: str, tokens: int) -> None:
     gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     assert y.shape == expected.shape
-    # Four roundings to BF16: of gate, of its activation, of up, and of their product.
+    # Four roundings to BF16: of gate, of its activation, of up, and of their product; and of W where tokens are many.
     error = (y.double() - expected).norm() / expected.norm()
-    assert error < 2**-8
+    assert error < (2**-8 if tokens <= 64 else 2**-7)
 
 
 def test_rows_in_turns() -> None:
