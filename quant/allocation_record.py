@@ -38,12 +38,18 @@ class Chosen:
         kl_predicted: sum of the scores.
         kl_measured: measured with all groups quantized together.
         bytes: of the weights that were allocated.
+        memory: bytes of those, of all other weights, and of the KV cache where --fit counted one.
+        seconds: of a decode step by the target's kernel times; None where there are none.
+        timing: where those are from, such as "h100, roofline".
     """
 
     bits: float
     kl_predicted: float
     kl_measured: float
     bytes: int
+    memory: int | None = None
+    seconds: float | None = None
+    timing: str | None = None
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,17 @@ class Space:
         """Effective bits per weight."""
         return 8 * self.bytes(choice) / self.numel
 
+    def seconds(self, choice: np.ndarray, problem: Problem) -> float | None:
+        """Of a decode step, what is fixed included; None without kernel times."""
+        return None if self.timing is None else problem.total("seconds", choice) + self.fixed_seconds
+
+    @property
+    def timing_name(self) -> str | None:
+        """Whose kernel times they are, and whether they were measured."""
+        if self.timing is None:
+            return None
+        return f"{self.timing.name}, {'measured' if self.timing.measured else 'roofline'}"
+
     def limits(self, goal: Goal) -> dict[str, float]:
         """The budgets as limits on what the groups take.
 
@@ -289,8 +300,8 @@ class Space:
         tokens = goal.context * goal.batch
         note["memory"] = vars(memory_of(plan, unplanned=self.unplanned_bytes, kv_cache=self.cache_bytes, tokens=tokens))
         if self.timing is not None:
-            note["seconds"] = problem.total("seconds", choice) + self.fixed_seconds
-            note["timing"] = f"{self.timing.name}, {'measured' if self.timing.measured else 'roofline'}"
+            note["seconds"] = self.seconds(choice, problem)
+            note["timing"] = self.timing_name
         target = next((name for name in goal.target if name in TARGETS), None) or (goal.target or (None,))[0]
         return replace(plan, target=target, provenance={**plan.provenance, "allocation": note})
 

@@ -429,7 +429,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
                 f"{chosen.bits:.3f} bits over all weights to choose for; loss {chosen.kl_predicted:.4g} predicted, "
                 f"{chosen.kl_measured:.4g} measured after {count}"
             )
-        rows.append(("allocation", text))
+        rows.append(("allocation", text + _kept_budget(record)))
     if (receipt := report.receipt) is not None:
         failed = sum(not layer.passed for layer in receipt.layers) + sum(not entry.passed for entry in receipt.audit)
         verdict = "passed" if receipt.passed else "FAILED"
@@ -440,6 +440,16 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if report.peak_rss_bytes is not None:
         rows.append(("peak memory", megabytes(report.peak_rss_bytes)))
     return rows
+
+
+def _kept_budget(record: AllocationRecord) -> str:
+    """What the choice takes of a budget of memory or time."""
+    chosen, budget = record.chosen, record.budget
+    if budget.kind == "seconds" and chosen.seconds is not None:
+        return f"; {1e3 * chosen.seconds:.4g} of {1e3 * budget.value:g} ms a decode step ({chosen.timing})"
+    if budget.kind == "bytes" and chosen.memory is not None:
+        return f"; {megabytes(chosen.memory)} of {megabytes(budget.value)}, KV cache included"
+    return ""
 
 
 def _shrinking(ratio: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from quant.evaluation import evaluate
 from quant.kernels.linear import QuantLinear
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
+from quant.report import _kept_budget
 
 VOCABULARY = 61
 
@@ -140,6 +142,8 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
     memory = found.plan.provenance["allocation"]["memory"]
     assert memory["kv_cache"] == cache and memory["tokens"] == 2 * 4096
     assert sum(memory[k] for k in ("codes", "scales", "embeddings", "rest", "kv_cache")) == cache + held
+    assert found.record.chosen.memory == cache + held
+    assert AllocationRecord.from_dict(json.loads(json.dumps(found.record.to_dict()))) == found.record
 
 
 def test_from_python_in_one_call() -> None:
@@ -279,6 +283,9 @@ def test_targets() -> None:
     found = _allocate(Goal(latency=5.1e-7, target=("vllm", "h100")))
     note = found.plan.provenance["allocation"]
     assert note["seconds"] <= 5.1e-7 and note["timing"] == "h100, roofline"
+    chosen = found.record.chosen
+    assert (chosen.seconds, chosen.timing) == (note["seconds"], note["timing"])
+    assert re.fullmatch(r"; 0\.000[45]\d* of 0\.00051 ms a decode step \(h100, roofline\)", _kept_budget(found.record))
 
 
 def test_bad_requests() -> None:
