@@ -100,9 +100,9 @@ FEW = 64
 GLUON_MOST = 512
 """Up to so many tokens Hopper's kernel is the first guess for a prepacked weight; beyond, it is `DENSE`."""
 GLUON_LAUNCHES = {
-    8: ((8, 2, 4), (4, 4, 2), (4, 3, 2), (8, 2, 2), (8, 1, 2), (16, 1, 2)),
-    16: ((4, 3, 2), (4, 4, 2), (8, 2, 4), (8, 2, 2), (8, 1, 2), (16, 1, 2)),
-    64: ((8, 1, 2), (4, 2, 2), (8, 2, 2), (16, 1, 2)),
+    8: ((8, 2, 4), (4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 3, 2), (8, 2, 2), (8, 1, 4)),
+    16: ((4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 2, 4), (8, 2, 2)),
+    64: ((8, 1, 4), (4, 2, 2), (4, 2, 4), (8, 1, 2)),
     128: ((8, 1, 2), (4, 2, 2)),
     256: ((8, 1, 2),),
 }
@@ -137,8 +137,11 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     rows, columns = shape
     if prepacked and tokens <= GLUON_MOST:
         block_m = next(size for size in (8, 16, 64, 128) if tokens <= size or size == 128)
-        warps, resident = (4, 3) if block_m <= 16 else (8, 1)
-        return gluon_tiles(block_m, warps, resident, hardware)
+        warps, resident, depth = GLUON_LAUNCHES[block_m][0]
+        if block_m == 64 and rows < 8192:
+            # Few rows are cut into more parts, whose sums take time: smaller tiles have fewer parts each.
+            warps, resident, depth = 4, 2, 2
+        return gluon_tiles(block_m, warps, resident, hardware, depth)
     if tokens > FEW:
         return DENSE
     block_m = max(16, bucket(tokens))
