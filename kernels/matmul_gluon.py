@@ -19,7 +19,7 @@ adds them up in order. Results are the same in every run.
 
 With `overlap`, a program starts when the kernel before it still runs ("programmatic dependent launch"): it fetches its
 first words and waits for the other kernel before it reads x or writes. A weight must thus not be written by a kernel
-that lets its successor start early, which only this one does.
+that lets its successor start early, as this one does and those with `kernels/overlap.py`, which write no weights.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
 tests/kernels/test_matmul_gluon.py repeats the arithmetic in PyTorch and reads the PTX; the values are tested on a GPU.

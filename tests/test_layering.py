@@ -44,6 +44,7 @@ TRITON_FILES: set[str] = {
     "kernels/matmul.py",
     "kernels/matmul_fp8_block.py",
     "kernels/matmul_gluon.py",
+    "kernels/matmul_gluon_prefill.py",
     "kernels/matmul_scaled.py",
     "kernels/nvfp4_gluon.py",
     "kernels/cast.py",
