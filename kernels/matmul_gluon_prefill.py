@@ -10,11 +10,11 @@ that. A step of 64 columns takes 1024 clocks of the tensor cores; W is cheap to 
 sixteen is not (16 KB), so that this tile asks the L2 cache for 25 KB a step, and one of 128 × 256 in 16 bit for 48.
 Decoded values never touch shared memory, of whose bandwidth the right operand takes half.
 
-Programs stay on their SM. Of the tiles, in an order that lets those of one moment share x and W in L2, the first `full`
-are dealt out whole; the rest are cut along K into equal shares ("stream-K"). A program begins with its share, leaves a
-float32 sum of it in `partial`, and at the end, when all have done so, adds up one piece of the tiles that were cut. The
-order of every sum is fixed: results are the same in every run. A whole tile goes to y through shared memory, by TMA,
-while the next one is multiplied.
+Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
+and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. Where there are at most
+half as many tiles as SMs, all are cut along K into equal shares: a program leaves the float32 sum of its share in
+`partial`, and when all have done so, adds up one piece of a tile. They are all on the GPU at that time, for there are
+no more than SMs. The order of every sum is fixed: results are the same in every run.
 
 Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
 GPU, where each program counts them; all are dealt out whole.
@@ -403,8 +403,9 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     y = x.new_empty(len(x), weight.shape[0])
     if len(x):
         count = triton.cdiv(y.shape[1], 128 * tiles.halves) * triton.cdiv(len(x), tiles.block_m)
-        steps = triton.cdiv(x.shape[1] // 64, tiles.depth)
-        _launch(x, weight, bias, y, None, tiles, *deal(count, steps, tiles.programs))
+        # Parts of a tile wait for each other, so that all programs must be there at once.
+        programs = min(tiles.programs, current(x.device.index or 0).sms)
+        _launch(x, weight, bias, y, None, tiles, *deal(count, programs))
     return y
 
 
@@ -412,7 +413,7 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     """As `matmul_grouped.grouped_linear`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
     y = x.new_empty(len(x), weight.shape[1])
     if len(x):
-        tiles = grouped_tiles(len(x), *weight.shape[:2], current(x.device.index or 0))
+        tiles = grouped_tiles(len(x), len(offsets) - 1, y.shape[1], current(x.device.index or 0))
         _launch(x, weight, None, y, offsets, tiles, tiles.programs, 0)
     return y
 
@@ -451,22 +452,14 @@ def _launch(
     )  # fmt: skip
 
 
-def deal(tiles: int, steps: int, programs: int) -> tuple[int, int]:
-    """Programs, and how many of `tiles` of `steps` units are dealt out whole; the rest are cut.
+def deal(tiles: int, programs: int) -> tuple[int, int]:
+    """Programs, and how many of `tiles` are dealt out whole: all, or none, where each program gets a part of one.
 
-    Where a last round of whole tiles leaves programs idle for less than cutting costs, it is not cut. Fewer tiles than
-    programs are cut alike, so that each program has a part of one.
+    What a last, short round of whole tiles leaves idle costs less than cutting its tiles: on an H100, 28672 × 4096 by
+    256 tokens took 91 us in two rounds, and 117 with the second cut.
     """
-    if tiles < programs:
-        parts = programs // tiles
-        return (tiles, tiles) if parts == 1 else (tiles * parts, 0)
-    rest = tiles % programs
-    idle = steps * (programs - rest) if rest else 0
-    return programs, tiles - rest if idle > _CUTTING * programs else tiles
-
-
-_CUTTING = 9
-"""What cutting costs, in units of work: sums go through L2, and are waited for."""
+    parts = programs // tiles
+    return (tiles * parts, 0) if parts > 1 else (min(tiles, programs), tiles)
 
 
 def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:

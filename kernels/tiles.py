@@ -97,8 +97,10 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 
 FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
-GLUON_MOST = 512
-"""Up to so many tokens Hopper's kernel is the first guess for a prepacked weight; beyond, it is `DENSE`."""
+PREFILL_UNITS = {(128, 2): 1.40, (128, 1): 0.76, (64, 1): 0.54, (32, 1): 0.46}
+"""(block_m, halves) of the kernel for many tokens, and microseconds of a tile's 128 columns on an H100."""
+_CUT_UNITS = {64: (10.0, 0.54), 128: (12.0, 0.83)}
+"""block_m of the kernel for few, which shares a tile among programs: microseconds once, and for 128 columns."""
 GLUON_LAUNCHES = {
     8: ((8, 2, 4), (4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 3, 2), (8, 2, 2), (8, 1, 4)),
     16: ((4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 2, 4), (8, 2, 2)),
@@ -132,11 +134,14 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     """A launch for a shape that nothing was measured for; the same for every call, and at once.
 
     With few tokens the time is that of reading W, which takes a few programs on every SM: K is split until there
-    are. With many, W is written in 16 bit once, at the speed of a copy, and the library multiplies.
+    are. With many, a prepacked weight is decoded while it is multiplied; another is written in 16 bit once, at the
+    speed of a copy, and the library multiplies.
     """
     rows, columns = shape
-    if prepacked and tokens <= GLUON_MOST:
-        block_m = next(size for size in (8, 16, 64, 128) if tokens <= size or size == 128)
+    if prepacked and tokens > FEW:
+        return _quickest(tokens, shape, hardware)
+    if prepacked:
+        block_m = next(size for size in (8, 16, 64) if tokens <= size)
         warps, resident, depth = GLUON_LAUNCHES[block_m][0]
         if block_m == 64 and rows < 8192:
             # Few rows are cut into more parts, whose sums take time: smaller tiles have fewer parts each.
@@ -146,6 +151,26 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
         return DENSE
     block_m = max(16, bucket(tokens))
     return Tiles(block_m, 64, 128, _splits(-(-rows // 64), columns, 128, hardware.sms * 4))
+
+
+def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware) -> Choice:
+    """For a prepacked weight and many tokens: the launch of the least time, by what its parts took on an H100.
+
+    Whole tiles go out in rounds, one to each SM, and the last round may leave most of them idle. Where tiles are cut,
+    always so by the kernel for few tokens, their sums cost time once.
+    """
+    rows, columns = shape
+    steps = -(-columns // 128)
+    times: dict[Choice, float] = {}
+    for (block_m, halves), unit in PREFILL_UNITS.items():
+        count = -(-rows // (128 * halves)) * -(-tokens // block_m)
+        parts = hardware.sms // count
+        cut, whole = -(-steps // max(parts, 1)) * unit + 10 * halves, -(-count // hardware.sms) * steps * unit + 2
+        times[prefill_tiles(block_m, halves, hardware)] = cut if parts > 1 else whole
+    for block_m, (once, unit) in _CUT_UNITS.items():
+        count = -(-rows // 128) * -(-tokens // block_m)
+        times[gluon_tiles(block_m, 8, 1, hardware)] = once + count * steps / hardware.sms * unit
+    return min(times, key=lambda choice: times[choice])
 
 
 def candidates(
@@ -160,6 +185,8 @@ def candidates(
             # Smaller tiles than the tokens need read W more than once, which may be less than what they save.
             if min(64, least) <= block_m <= least:
                 found += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
+        if tokens > FEW:
+            found += [prefill_tiles(*size, hardware) for size in PREFILL_UNITS]
     elif tokens <= FEW:
         block_m = max(16, bucket(tokens))
         for block_n, block_k, warps, stages in ((64, 128, 4, 4), (32, 256, 4, 4), (128, 128, 4, 3), (64, 256, 4, 3)):

@@ -110,10 +110,10 @@ def test_mistakes_are_named_before_a_launch() -> None:
 def test_prepacked_weights_go_to_hoppers_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
     weight = prepack(quantize(torch.randn(256, 1024), FORMATS["nvfp4"]))
-    few, many = torch.randn(9, 1024).bfloat16(), torch.randn(tiles.GLUON_MOST + 1, 1024).bfloat16()
+    few, many = torch.randn(9, 1024).bfloat16(), torch.randn(4096, 1024).bfloat16()
     assert isinstance(dispatch.choose(weight, few), tiles.GluonTiles)
-    assert dispatch.choose(weight, many) is tiles.DENSE
-    # That kernel multiplies in BF16 only; other inputs get the weight dequantized.
+    assert isinstance(dispatch.choose(weight, many), tiles.PrefillTiles)
+    # Those kernels multiply in BF16 only; other inputs get the weight dequantized.
     assert dispatch.choose(weight, few.half()) is tiles.DENSE
     close(linear(few.half(), weight), few, restore(weight))
 

@@ -72,7 +72,8 @@ def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_launches_are_what_json_says_they_are() -> None:
-    for choice in (tiles.Tiles(16, 64, 128, 4, True, 8, 2), tiles.GluonTiles(8, 4), tiles.DENSE):
+    few, many = tiles.GluonTiles(8, 4), tiles.PrefillTiles(128, 2, 132)
+    for choice in (tiles.Tiles(16, 64, 128, 4, True, 8, 2), few, many, tiles.DENSE):
         assert tiles.from_dict(tiles.to_dict(choice)) == choice
 
 
@@ -128,8 +129,8 @@ def test_the_shipped_tables_can_be_launched() -> None:
         for name, entry in entries.items():
             format, layout, tokens, rows, columns = name.split("|")
             choice, shape = tiles.from_dict(entry["choice"]), (int(rows), int(columns))
-            assert isinstance(choice, tiles.Tiles | tiles.GluonTiles | tiles.Dense)
-            assert isinstance(choice, tiles.GluonTiles) <= (layout == "prepacked")
+            assert isinstance(choice, tiles.Tiles | tiles.GluonTiles | tiles.PrefillTiles | tiles.Dense)
+            assert isinstance(choice, tiles.GluonTiles | tiles.PrefillTiles) <= (layout == "prepacked")
             assert choice in tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
             # No peer of the entry reads more than the memory delivers.
             assert FORMATS[format].nbytes(shape) / entry["microseconds"] * 1e6 < gpu.bandwidth

@@ -18,7 +18,7 @@ from quant.kernels.hardware import TARGETS, current
 from quant.kernels.prepack import prepack
 from quant.kernels.tiles import PrefillTiles, prefill_tiles
 
-SIZES = ((128, 2), (128, 1), (64, 2))
+SIZES = ((128, 2), (128, 1), (64, 1), (32, 1))
 
 
 def compiled(tiles: PrefillTiles, split: bool, width: int) -> CompiledKernel:
@@ -72,7 +72,7 @@ def test_weights_go_from_registers_into_wgmma(size: tuple[int, int], split: bool
 
 def units_of(tiles: int, steps: int, programs: int) -> list[list[tuple[int, int, int]]]:
     """By program, what `_next_tile` gives: (tile, first unit of it, how many units)."""
-    programs, full = matmul_gluon_prefill.deal(tiles, steps, programs)
+    programs, full = matmul_gluon_prefill.deal(tiles, programs)
     units = (tiles - full) * steps
     each, rest = divmod(units, programs)
     found = []
@@ -101,9 +101,8 @@ def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, steps: int, program
     seen = Counter((tile, k) for parts in dealt for tile, start, count in parts for k in range(start, start + count))
     assert seen == {(tile, k): 1 for tile in range(tiles) for k in range(steps)}
     loads = [sum(count for *_, count in parts) for parts in dealt]
-    # One unit more than others at most; or a whole tile, where less is lost than by cutting.
-    uneven = max(loads) - min(loads)
-    assert uneven <= 1 or (uneven == steps and sum(max(loads) - load for load in loads) <= 9 * len(loads))
+    # A unit more than others at most, or a whole tile, where tiles are not cut.
+    assert max(loads) - min(loads) <= (1 if 2 * tiles <= programs else steps)
     # `partial` has two places a program: for a tile that it begins, and for one that an earlier program began.
     for parts in dealt:
         cut = [start == 0 for _, start, count in parts if count < steps]
@@ -112,7 +111,7 @@ def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, steps: int, program
 
 def stacked(experts: int, rows: int, columns: int) -> BlockScaledTensor:
     """Experts of very different sizes: one taken for another cannot go unseen."""
-    sizes = torch.tensor([4.0**e for e in range(experts)])[:, None, None]
+    sizes = torch.tensor([4.0 ** (e % 8) for e in range(experts)])[:, None, None]
     return quantize((torch.randn(experts, rows, columns) * sizes).to("cuda"), FORMATS["nvfp4"])
 
 
@@ -145,7 +144,9 @@ def test_agrees_with_float64_on_a_gpu(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1)])
+@pytest.mark.parametrize(
+    "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (20,) * 100]
+)
 def test_experts_agree_with_float64_on_a_gpu(counts: tuple[int, ...]) -> None:
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
