@@ -2,23 +2,35 @@
 
 One producer warp copies tiles into shared memory (TMA); each of two or three consumer warpgroups owns 64 queries:
 
-    producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` tiles of `block_kv` keys each, full and empty barriers
+    producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` pairs of tiles of `block_kv` keys
     consumer i   S = Q_i Kᵀ                   wgmma, FP32 in registers
-                 P = 2^(S · scale − m + 8)    m: largest score of the row so far
+                 P = 2^(S · scale − m + 8)    m: the largest score of the row so far, within 0.75
                  O = O · decay + P V          wgmma, P from registers
 
-Order of a step: scores of tile j are issued, then P V of the tile before; while the tensor cores do the latter, the
-CUDA cores take the softmax of the former. Keys pass from the last to the first, so that the tiles that a mask
-crosses come first and the long loop has none (a window has some at its end, too).
+The tensor cores and the units for 2^x take about as long as each other, so all hangs on both being busy at once. In
+step j of a consumer
+
+    S(j) = Q K(j)ᵀ
+    P V(j − 1) ┈┈┈┈┈┈┈┈┈┐
+    P(j) from S(j) ─────┴─ step j + 1
+
+A stage therefore holds K(j) and V(j − 1), what a step waits for and frees. ptxas would move the powers of two behind
+the wait for the products, since nothing ties them; `_fence` ends the basic block between them. Other arithmetic slows
+the tensor cores, with which it shares the register file: what is saved of it counts twice. So only where 2^x is
+the narrowest, in heads of 128, does a polynomial take a part.
+
+Keys pass from the last to the first, so that the tiles that a mask crosses come first and the long loop has none (a
+window has some at its end, too). V's scale goes into the exponent of P: the decay is then 1 wherever the maximum
+stands, and warps whose rows all have that skip the multiplication of O. The maximum is let stand until a score passes
+it by 0.75, for which P has room below 448.
 
 P leaves the first wgmma in the accumulator's layout, of which a thread holds 2 neighbours of every 8 columns; FP8
 operands want 4 of every 16. The columns of P are therefore taken in another order, which costs nothing, and V's keys
 are stored in that order: `lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma must be K-major. 16-bit
 operands need neither.
 
-Programs stay, one on each SM, and take tiles of queries in turn. Causal tiles go from long to short, and every other
-round in reverse, which evens out what each program gets: 0.999 of the ideal for 16 heads of 16k tokens. Without a mask
-heads are taken in groups whose K and V fit the L2 cache.
+Programs stay, one on each SM, and draw tiles of queries from a counter; causal ones go from long to short. Without a
+mask heads are taken in groups whose K and V fit the L2 cache.
 
 Gluon has no interpreter: the PTX is compiled on any machine by `tests/kernels/test_attention_gluon.py`; the values
 are tested on a GPU.
@@ -27,7 +39,10 @@ are tested on a GPU.
 from __future__ import annotations
 
 import math
+import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -44,40 +59,154 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from quant.kernels.attention_quantize_triton import order_of_keys
 from quant.kernels.attention_reference import SCALE_BLOCK
 
+SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
 _RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
 
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """How the kernel is cut: warpgroups of 64 queries, keys of a tile, tiles under way, registers of a consumer."""
+    """How the kernel is cut.
+
+    Attributes:
+        groups: warpgroups of 64 queries.
+        block_kv: keys of a tile.
+        stages: pairs of tiles of K and V under way.
+        registers: of a thread of a consumer.
+        polynomial: whether the FMA units take one of four powers of two.
+    """
 
     groups: int
     block_kv: int
     stages: int
     registers: int = 240
+    polynomial: bool = False
+
+    @property
+    def at_launch(self) -> int:
+        """Registers of a thread before producers give theirs away."""
+        return 65536 // (128 * (self.groups + 1)) // 8 * 8
 
 
 _TILES = {
-    (64, 1): HopperTiles(2, 128, 4),
-    (128, 1): HopperTiles(2, 128, 3),
-    (256, 1): HopperTiles(2, 128, 2),
-    (64, 2): HopperTiles(2, 128, 2),
-    (128, 2): HopperTiles(2, 128, 2),
+    (64, 1): HopperTiles(3, 128, 4, 160),
+    (128, 1): HopperTiles(2, 128, 4, polynomial=True),
+    (256, 1): HopperTiles(2, 128, 3),
+    (64, 2): HopperTiles(2, 128, 4),
+    (128, 2): HopperTiles(2, 128, 3),
     (256, 2): HopperTiles(2, 64, 2),
 }
 """By head dimension, to the next power of two, and bytes of an element."""
 
-_THREE_GROUPS = HopperTiles(3, 128, 4, 160)
-"""FP8 heads of 64 without a window, a cap, packing or a log-sum-exp: there a third warpgroup finds its registers."""
+
+def _constant(function: Callable[[Any], Any]) -> Any:
+    """A property that compiled code sees as a constant."""
+    return property(lambda self: gl.constexpr(function(self)))
+
+
+def _hex(x: float) -> str:
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+# 2^f = c0 + c1 f + c2 f² within 0.17 %, times 2^-119.
+_C0, _C1, _C2 = (_hex(c * 2.0**-119) for c in (1.00044316, 0.70344823, 0.23842886))
+
+
+# 2^(s · factor + shift) of four numbers s, the last by the polynomial. Operands, fours of each: out, s, factor, shift,
+# factor / 128, (shift + 119) / 128. z is the exponent between -119 and 9, as a part of [0, 1].
+_POWERS = gl.constexpr(
+    "{ .reg .f32 z, y, r, f, p; .reg .b32 n, b;"
+    + "".join(f"fma.rn.f32 p, ${4 + i}, ${8 + i}, ${12 + i}; ex2.approx.ftz.f32 ${i}, p;" for i in range(3))
+    + "fma.rn.sat.f32 z, $7, $19, $23;"
+    f"fma.rn.f32 y, z, {_hex(128.0)}, {_hex(1.5 * 2**23)};"  # the nearest integer, in the low bits
+    f"sub.rn.f32 r, {_hex(1.5 * 2**23)}, y; fma.rn.f32 f, z, {_hex(128.0)}, r;"  # what is left, in [-0.5, 0.5]
+    f"fma.rn.f32 p, f, {_C2}, {_C1}; fma.rn.f32 p, p, f, {_C0};"
+    "mov.b32 n, y; mov.b32 b, p; shl.b32 n, n, 23; add.s32 b, b, n; mov.b32 $3, b; }"
+)
+_POWERS_LIKE = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 20))
+
+# 32 numbers times their factors, of which the first and the third are all there are, unless these are 1 in the warp.
+_DECAY = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q;"
+    "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
+    + "".join(f"mul.f32 ${i}, ${i}, ${64 + i};" for i in range(32))
+    + "DONE: }"
+)
+_DECAY_LIKE = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+
+_WORD_OF_FP8 = gl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+    "mov.b32 $0, {a, b}; }"
+)
+_WORD_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_WORD_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# A loop that is left at once: ptxas moves nothing past it, and cannot know that the clock is never that.
+_FENCE = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 0x12345671; @p bra AGAIN;"
+    "mov.u32 $0, $1; }"
+)
+_ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
+
+
+def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
+    """P as a wgmma's product lies, [64, words, 4, pairs of a word, 2], a word in a register."""
+    size = 2 if fp8 else 1
+    word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
+    columns = [[0, 1 << i, 0, 0, 0] for i in range((keys // 8 // size).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    warps = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]]
+    registers = [*word, [8, 0, 0, 0, 0], *columns]
+    if not fp8:
+        registers, lanes, warps = ([[*x[:3], x[4]] for x in part] for part in (registers, lanes, warps))
+    shape = [64, keys // 16, 4, 2, 2] if fp8 else [64, keys // 8, 4, 2]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a launch is compiled for; a constant of every function below."""
+
+    tiles: HopperTiles
+    dim: int
+    fp8: bool
+    causal: bool
+    windowed: bool
+    capped: bool
+    packed: bool
+    with_lse: bool
+
+    groups = _constant(lambda self: self.tiles.groups)
+    block_q = _constant(lambda self: 64 * self.tiles.groups)
+    block_kv = _constant(lambda self: self.tiles.block_kv)
+    stages = _constant(lambda self: self.tiles.stages)
+    width = _constant(lambda self: 1 << (self.dim - 1).bit_length())
+    scores = _constant(lambda self: self.product(self.tiles.block_kv))
+    output = _constant(lambda self: self.product(1 << (self.dim - 1).bit_length()))
+    left = _constant(lambda self: gl.DotOperandLayout(0, self.output.value, 4 if self.fp8 else 2))
+    words = _constant(lambda self: _words(self.tiles.block_kv, self.fp8))
+    row = _constant(lambda self: gl.SliceLayout(1, self.scores.value))
+    column = _constant(lambda self: gl.SliceLayout(0, self.scores.value))
+    output_row = _constant(lambda self: gl.SliceLayout(1, self.output.value))
+    output_column = _constant(lambda self: gl.SliceLayout(0, self.output.value))
+
+    def product(self, columns: int) -> gl.NVMMADistributedLayout:
+        """Layout of 64 rows that a wgmma leaves in a warpgroup."""
+        shape = [16, columns, 32 if self.fp8 else 16]
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
 
 
 @gluon.jit
-def _tile(index, places, scale_block: gl.constexpr, causal: gl.constexpr, packed: gl.constexpr):
+def _fence(x):
+    """Ends a basic block."""
+    gl.inline_asm_elementwise(_FENCE, "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _tile(index, places, kind: gl.constexpr):
     """Where tile `index` lies: block, head, batch, sequence's first query and key, lengths, first scale blocks."""
     cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group = places
     within = index % (group * blocks)
     block = within // group
-    if causal:
+    if kind.causal:
         block = blocks - 1 - block
     item = index // (group * blocks) * group + within % group
     head = item % heads
@@ -87,326 +216,354 @@ def _tile(index, places, scale_block: gl.constexpr, causal: gl.constexpr, packed
     scale_q = 0
     scale_kv = 0
     sequence = batch
-    if packed:
+    if kind.packed:
         start_q = gl.load(cu_q + sequence)
         start_kv = gl.load(cu_kv + sequence)
         seq_q = gl.load(cu_q + sequence + 1) - start_q
         seq_kv = gl.load(cu_kv + sequence + 1) - start_kv
-        scale_q = start_q // scale_block + sequence
-        scale_kv = start_kv // scale_block + sequence
+        scale_q = start_q // SCALE_ROWS + sequence
+        scale_kv = start_kv // SCALE_ROWS + sequence
         batch = 0
     return block, head, batch, start_q, start_kv, seq_q, seq_kv, scale_q, scale_kv
 
 
 @gluon.jit
-def _bounds(
-    first, seq_q, seq_kv, window,
-    block_q: gl.constexpr, block_kv: gl.constexpr, causal: gl.constexpr, windowed: gl.constexpr,
-):  # fmt: skip
+def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
     """Tiles of keys that queries [first, first + block_q) see: from, whole from, whole to, to."""
     place = first + seq_kv - seq_q  # the key at which the first query stands
     begin = 0
     whole_begin = 0
     whole_end = seq_kv
     end = seq_kv
-    if causal:
-        end = gl.minimum(end, place + block_q)
+    if kind.causal:
+        end = gl.minimum(end, place + kind.block_q)
         whole_end = gl.minimum(whole_end, place + 1)
-    if windowed:
+    if kind.windowed:
         begin = gl.maximum(place - window + 1, 0)
-        whole_begin = gl.maximum(place + block_q - window, 0)
-        if not causal:
-            end = gl.minimum(end, place + block_q + window - 1)
+        whole_begin = gl.maximum(place + kind.block_q - window, 0)
+        if not kind.causal:
+            end = gl.minimum(end, place + kind.block_q + window - 1)
             whole_end = gl.minimum(whole_end, place + window)
-    begin = begin // block_kv
-    end = gl.maximum((end + block_kv - 1) // block_kv, begin)
+    begin = begin // kind.block_kv
+    end = gl.maximum((end + kind.block_kv - 1) // kind.block_kv, begin)
     if first >= seq_q:
         end = begin
-    whole_begin = gl.minimum((whole_begin + block_kv - 1) // block_kv, end)
-    whole_end = gl.maximum(gl.maximum(whole_end, 0) // block_kv, whole_begin)
+    whole_begin = gl.minimum((whole_begin + kind.block_kv - 1) // kind.block_kv, end)
+    whole_end = gl.maximum(gl.maximum(whole_end, 0) // kind.block_kv, whole_begin)
     return begin, whole_begin, gl.minimum(whole_end, end), end
 
 
 @gluon.jit
-def _round(step, programs):
-    """Index of a program's tile in its round: odd rounds go backwards."""
-    program = gl.program_id(0)
-    if step % 2 == 1:
-        program = programs - 1 - program
-    return step * programs + program
-
-
-@gluon.jit
-def _produce(
-    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total,
-    groups: gl.constexpr, dim: gl.constexpr, block_kv: gl.constexpr, stages: gl.constexpr, scale_block: gl.constexpr,
-    causal: gl.constexpr, windowed: gl.constexpr, packed: gl.constexpr, fp8: gl.constexpr,
-):  # fmt: skip
+def _produce(given, kind: gl.constexpr):
+    """Copies what the consumers will want, as soon as there is room for it."""
+    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
+    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
     tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
-    block_q: gl.constexpr = 64 * groups
+    groups: gl.constexpr = kind.groups
     programs = gl.num_programs(0)
     count = 0
     queries = 0
-    for step in range(0, (total + programs - 1) // programs):
-        index = _round(step, programs)
-        if index < total:
-            block, head, batch, start_q, start_kv, seq_q, seq_kv, _scale_q, scale_kv = _tile(
-                index, places, scale_block, causal, packed
-            )
-            begin, _whole_begin, _whole_end, end = _bounds(
-                block * block_q, seq_q, seq_kv, window, block_q, block_kv, causal, windowed
-            )
-            if end > begin:
-                mbarrier.wait(q_empty, (queries & 1) ^ 1)
-                mbarrier.expect(q_full, groups * q_tensor.block_type.nbytes)
-                row = (batch * heads + head) * tokens_q + start_q + block * block_q
-                for i in gl.static_range(groups):
-                    tma.async_copy_global_to_shared(q_tensor, [row + 64 * i, 0], q_full, q_buffer.index(i))
-                kv_head = batch * (heads // ratio) + head // ratio
-                for i in range(0, end - begin):
-                    tile = end - 1 - i
-                    slot = count % stages
-                    phase = (count // stages) & 1
-                    mbarrier.wait(k_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(k_full.index(slot), k_tensor.block_type.nbytes)
-                    key = start_kv + tile * block_kv
-                    tma.async_copy_global_to_shared(
-                        k_tensor, [kv_head * tokens_kv + key, 0], k_full.index(slot), k_buffer.index(slot)
-                    )
-                    mbarrier.wait(v_empty.index(slot), phase ^ 1)
-                    mbarrier.expect(v_full.index(slot), v_tensor.block_type.nbytes)
-                    if fp8:
-                        column = scale_kv * scale_block + tile * block_kv
-                        tma.async_copy_global_to_shared(
-                            v_tensor, [kv_head * dim, column], v_full.index(slot), v_buffer.index(slot)
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            v_tensor, [kv_head * tokens_v + key, 0], v_full.index(slot), v_buffer.index(slot)
-                        )
-                    count += 1
-                queries += 1
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        following = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
+        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        if end > begin:
+            mbarrier.wait(q_empty, (queries & 1) ^ 1)
+            mbarrier.expect(q_full, groups * q_tensor.block_type.nbytes)
+            row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
+            for i in gl.static_range(groups):
+                tma.async_copy_global_to_shared(q_tensor, [row + 64 * i, 0], q_full, q_buffer.index(i))
+            kv_head = batch * (heads // ratio) + head // ratio
+            tiles = end - begin
+            for i in range(0, tiles + 1):
+                slot = count % kind.stages
+                mbarrier.wait(empty.index(slot), ((count // kind.stages) & 1) ^ 1)
+                has_k = i < tiles
+                has_v = i > 0
+                mbarrier.expect(full.index(slot), 2 * k_tensor.block_type.nbytes, pred=has_k & has_v)
+                mbarrier.expect(full.index(slot), k_tensor.block_type.nbytes, pred=has_k != has_v)
+                key = start_kv + (end - 1 - i) * kind.block_kv
+                tma.async_copy_global_to_shared(
+                    k_tensor, [kv_head * tokens_kv + key, 0], full.index(slot), k_buffer.index(slot), pred=has_k
+                )
+                tile = end - i
+                if kind.fp8:
+                    at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
+                else:
+                    at = [kv_head * tokens_v + start_kv + tile * kind.block_kv, 0]
+                tma.async_copy_global_to_shared(v_tensor, at, full.index(slot), v_buffer.index(slot), pred=has_v)
+                count += 1
+            queries += 1
+        mbarrier.wait(ticket_empty, (taken & 1) ^ 1)
+        ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(ticket_full, count=1)
+        index = following
+        taken += 1
 
 
 @gluon.jit
-def _softmax(
-    scores, row_max, row_sum, factor, cap, key, place, seq_kv, window,
-    masked: gl.constexpr, causal: gl.constexpr, windowed: gl.constexpr, capped: gl.constexpr,
-):  # fmt: skip
-    """P of a tile, and the running maximum, sum and decay of the rows. `factor` is positive."""
-    if capped:
+def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
+    """Scores, capped and masked, and what they are still to be multiplied by.
+
+    `place` and `last`: the key at which each row stands, and the last that it sees.
+    """
+    if kind.capped:
         scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
         factor = 1.0
     if masked:
-        visible = key[None, :] < seq_kv
-        if causal:
-            visible = visible & (key[None, :] <= place[:, None])
-        if windowed:
+        visible = key[None, :] <= last[:, None]
+        if kind.windowed:
             visible = visible & (key[None, :] > place[:, None] - window)
-            if not causal:
-                visible = visible & (key[None, :] < place[:, None] + window)
         scores = gl.where(visible, scores, float("-inf"))
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * factor)
-    p = gl.exp2(scores * factor - (new_max - 8.0)[:, None])
-    decay = gl.exp2(row_max - new_max)
-    return p, new_max, row_sum * decay + gl.sum(p, 1), decay
+    return scores, factor
 
 
 @gluon.jit
-def _left(p, layout: gl.constexpr, rows: gl.constexpr, keys: gl.constexpr, dtype: gl.constexpr, fp8: gl.constexpr):
-    """P as the left operand of P V, where it is."""
-    p = p.to(dtype)
-    if fp8:
-        p = p.reshape([rows, keys // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([rows, keys])
-    return gl.convert_layout(p, layout, assert_trivial=True)
+def _powers(scores, factor, bias, row_max, masked: gl.constexpr, kind: gl.constexpr):
+    """P of a tile, the maximum that its rows are shifted by, and their decay. `factor` is positive."""
+    top = gl.max(scores, 1) * factor + bias
+    new_max = gl.where(top > row_max + 0.75, top, row_max)
+    shift = (8.0 + bias) - new_max
+    if kind.tiles.polynomial and not masked:
+        # What a mask hides must be 0, which the polynomial does not give.
+        part = shift * (1 / 128) + (119 / 128)
+        given = [scores, factor, shift[:, None], factor * (1 / 128), part[:, None]]
+        p = gl.inline_asm_elementwise(_POWERS, _POWERS_LIKE, given, gl.float32, True, 4)
+    else:
+        p = gl.exp2(scores * factor + shift[:, None])
+    return p, new_max, gl.exp2(row_max - new_max)
 
 
 @gluon.jit
-def _value(buffer, fp8: gl.constexpr):
-    return buffer.permute((1, 0)) if fp8 else buffer
+def _sums(p, kind: gl.constexpr):
+    """Sum of each row over what a thread holds of it, [64, 4]."""
+    return gl.sum(gl.sum(p.reshape([64, kind.block_kv // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _added(row_sum, decay, p, weight, kind: gl.constexpr):
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return row_sum * decay + _sums(p, kind) * weight
+
+
+@gluon.jit
+def _decayed(output, decay, kind: gl.constexpr):
+    decay = gl.convert_layout(decay, kind.output_row)[:, None]
+    wide, output = gl.broadcast(decay, output)
+    return gl.inline_asm_elementwise(_DECAY, _DECAY_LIKE, [output, wide], gl.float32, True, 32)
+
+
+@gluon.jit
+def _rounded(p, v_buffer, kind: gl.constexpr):
+    """P in the dtype of V, where it is, as words: four columns, or two."""
+    if kind.fp8:
+        even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        return gl.inline_asm_elementwise(_WORD_OF_FP8, "=r,f,f,f,f", [a, b, c, d], gl.int32, True, 1)
+    else:
+        a, b = gl.split(p.reshape([64, kind.block_kv // 8, 4, 2]))
+        if v_buffer.dtype == gl.bfloat16:
+            return gl.inline_asm_elementwise(_WORD_OF_BF16, "=r,f,f", [a, b], gl.int32, True, 1)
+        else:
+            return gl.inline_asm_elementwise(_WORD_OF_FP16, "=r,f,f", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _left(words, zero, v_buffer, kind: gl.constexpr):
+    """The left operand of P V.
+
+    The registers of the words are written while the product before reads its own; without an operation between,
+    ptxas would make them the same and wait. `zero` is one that no compiler knows.
+    """
+    if kind.fp8:
+        words = gl.convert_layout(
+            gl.join(gl.join(words, words), gl.join(words, words)), kind.words, assert_trivial=True
+        )
+        p = gl.inline_asm_elementwise(
+            "xor.b32 $0, $1, $5;", "=r,r,r,r,r,r,r,r,r", [words, zero], v_buffer.dtype, False, 4
+        )
+    else:
+        words = gl.convert_layout(gl.join(words, words), kind.words, assert_trivial=True)
+        p = gl.inline_asm_elementwise("xor.b32 $0, $1, $3;", "=r,r,r,r,r", [words, zero], v_buffer.dtype, False, 2)
+    return gl.convert_layout(p.reshape([64, kind.block_kv]), kind.left, assert_trivial=True)
+
+
+@gluon.jit
+def _value(v_buffer, slot, kind: gl.constexpr):
+    return v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+
+
+@gluon.jit
+def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
+    """What scores of a tile are multiplied by; log2 of the unit of its values, and one over that unit."""
+    factor = log2_scale
+    bias = 0.0
+    weight = 1.0
+    if kind.fp8:
+        k_scale, v_scale, k_block, v_block = scales
+        block = tile * kind.block_kv // SCALE_ROWS
+        factor = log2_scale * gl.load(k_scale + block * k_block)
+        unit = gl.maximum(gl.load(v_scale + block * v_block), 1e-30)
+        bias = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [unit], gl.float32, True, 1)
+        weight = gl.exp2(-bias)
+    return factor, bias, weight
+
+
+@gluon.jit
+def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
+    """Issues Q Kᵀ."""
+    keys: gl.constexpr = kind.block_kv
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
 def _steps(
-    low, high, end, count, output, p, row_max, row_sum, decay, v_unit, q_tile, buffers, barriers, scales,
-    log2_scale, cap, place, seq_kv, window,
-    masked: gl.constexpr, block_kv: gl.constexpr, stages: gl.constexpr, scale_block: gl.constexpr,
-    causal: gl.constexpr, windowed: gl.constexpr, capped: gl.constexpr, fp8: gl.constexpr, score_layout: gl.constexpr,
-    output_layout: gl.constexpr, left_layout: gl.constexpr,
+    low, high, end, count, state, q_tile, buffers, full, empty, scales, log2_scale, cap, place, last, window, zero,
+    masked: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles low ≤ i < high in, counted from the last; P V of tile i − 1 is done in step i."""
+    """Takes tiles low ≤ i < high in, counted from the last one; P V of tile i − 1 is done in step i."""
+    output, words, row_max, row_sum, decay = state
     k_buffer, v_buffer = buffers
-    k_full, k_empty, v_full, v_empty = barriers
-    k_scale, v_scale, k_block, v_block = scales
-    zeros = gl.zeros([64, block_kv], gl.float32, score_layout)
-    columns = gl.arange(0, block_kv, gl.SliceLayout(0, score_layout))
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
     for i in range(low, high):
-        slot = (count + i) % stages
-        phase = ((count + i) // stages) & 1
-        before = (count + i - 1) % stages
-        phase_before = ((count + i - 1) // stages) & 1
-        first = (end - 1 - i) * block_kv
-        factor = log2_scale
-        if fp8:
-            factor = log2_scale * gl.load(k_scale + first // scale_block * k_block)
-            unit = gl.load(v_scale + first // scale_block * v_block)
-        left = _left(p, left_layout, 64, block_kv, v_buffer.dtype, fp8)
-        mbarrier.wait(k_full.index(slot), phase)
-        pending = warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        output = output * gl.convert_layout(decay, gl.SliceLayout(1, output_layout))[:, None]
-        mbarrier.wait(v_full.index(before), phase_before)
-        pending_output = warpgroup_mma(left, _value(v_buffer.index(before), fp8), output, is_async=True)
+        at = count + i
+        slot = at % kind.stages
+        key = (end - 1 - i) * keys + columns
+        factor, bias, weight = _scales_of(end - 1 - i, log2_scale, scales, kind)
+        mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
+        pending = _scores(q_tile, k_buffer, slot, kind)
+        output = _decayed(output, decay, kind)
+        left = _left(words, zero, v_buffer, kind)
+        product = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
         scores = warpgroup_mma_wait(1, deps=[pending])
-        mbarrier.arrive(k_empty.index(slot), count=1)
-        p, row_max, row_sum, decay = _softmax(
-            scores, row_max, row_sum, factor, cap, first + columns, place, seq_kv, window,
-            masked, causal, windowed, capped,
-        )  # fmt: skip
-        if fp8:
-            decay = decay * (v_unit / unit)
-            v_unit = unit
-        output = warpgroup_mma_wait(0, deps=[pending_output])
-        mbarrier.arrive(v_empty.index(before), count=1)
-    return output, p, row_max, row_sum, decay, v_unit
+        scores, factor = _seen(scores, factor, cap, key, place, last, window, masked, kind)
+        p, row_max, decay = _powers(scores, factor, bias, row_max, masked, kind)
+        row_sum = _added(row_sum, decay, p, weight, kind)
+        words = _rounded(p, v_buffer, kind)
+        _fence(end)
+        output = warpgroup_mma_wait(0, deps=[product])
+        mbarrier.arrive(empty.index(slot), count=1)
+    return output, words, row_max, row_sum, decay
 
 
 @gluon.jit
-def _consume(
-    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-    warpgroup: gl.constexpr, groups: gl.constexpr, dim: gl.constexpr, width: gl.constexpr, block_kv: gl.constexpr,
-    stages: gl.constexpr, scale_block: gl.constexpr, causal: gl.constexpr, windowed: gl.constexpr,
-    capped: gl.constexpr, packed: gl.constexpr, fp8: gl.constexpr, with_lse: gl.constexpr,
-):  # fmt: skip
+def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
+    """Computes 64 of the queries of each tile."""
+    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap = given
     q_buffer, k_buffer, v_buffer = buffers
-    q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    tokens_q, _tokens_kv, _tokens_v, heads, ratio = tokens
-    q_scale, k_scale, v_scale = scales
+    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
+    tokens_q, _, _, heads, ratio = tokens
+    q_scale, k_scale, v_scale, ticket = scales
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block = strides
-    block_q: gl.constexpr = 64 * groups
-    instruction_k: gl.constexpr = 32 if fp8 else 16
-    score_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, block_kv, instruction_k]
-    )
-    output_layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, instruction_k]
-    )
-    left_layout: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=output_layout, k_width=4 if fp8 else 2)
-    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
-    programs = gl.num_programs(0)
+    width: gl.constexpr = kind.width
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
     q_tile = q_buffer.index(warpgroup)
-    zeros = gl.zeros([64, block_kv], gl.float32, score_layout)
-    columns = gl.arange(0, block_kv, gl.SliceLayout(0, score_layout))
+    zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [total], gl.int32, False, 1)
     count = 0
     queries = 0
-    for step in range(0, (total + programs - 1) // programs):
-        index = _round(step, programs)
-        if index < total:
-            block, head, batch, start_q, _start_kv, seq_q, seq_kv, scale_q, scale_kv = _tile(
-                index, places, scale_block, causal, packed
-            )
-            begin, whole_begin, whole_end, end = _bounds(
-                block * block_q, seq_q, seq_kv, window, block_q, block_kv, causal, windowed
-            )
-            first_row = block * block_q + warpgroup * 64
-            first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
-            if end > begin:
-                factor = log2_scale
-                v_unit = 1.0
-                if fp8:
-                    kv_head = head // ratio
-                    q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
-                    k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
-                    v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
-                    last_scale = (gl.maximum(seq_q, 1) - 1) // scale_block
-                    row_scale = gl.minimum(first_row // scale_block, last_scale)
-                    factor = log2_scale * gl.load(q_at + (scale_q + row_scale) * q_block)
-                    last_block = (end - 1) * block_kv // scale_block
-                    first_factor = factor * gl.load(k_at + last_block * k_block)
-                    v_unit = gl.load(v_at + last_block * v_block)
-                else:
-                    k_at = k_scale
-                    v_at = v_scale
-                    first_factor = log2_scale
-                row_max = gl.full([64], -1e30, gl.float32, row_layout)
-                row_sum = gl.full([64], 0.0, gl.float32, row_layout)
-                output = gl.zeros([64, width], gl.float32, output_layout)
-                place = first_row + seq_kv - seq_q + gl.arange(0, 64, row_layout)
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, places, kind)
+        begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        first_row = block * kind.block_q + warpgroup * 64
+        first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
+        row_max = gl.full([64], -1e30, gl.float32, kind.row)
+        row_total = gl.full([64], 0.0, gl.float32, kind.row)
+        output = gl.zeros([64, width], gl.float32, kind.output)
+        if end > begin:
+            k_at = k_scale
+            v_at = v_scale
+            factor = log2_scale
+            if kind.fp8:
+                kv_head = head // ratio
+                q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
+                k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
+                v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
+                # A warpgroup may lie beyond the last query.
+                row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
+                factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
+            per_tile = (k_at, v_at, k_block, v_block)
+            first_factor, bias, weight = _scales_of(end - 1, factor, per_tile, kind)
+            place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
+            last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
+            if kind.causal:
+                last = gl.minimum(last, place)
+            elif kind.windowed:
+                last = gl.minimum(last, place + window - 1)
 
-                mbarrier.wait(q_full, queries & 1)
-                mbarrier.wait(k_full.index(count % stages), (count // stages) & 1)
-                pending = warpgroup_mma(
-                    q_tile, k_buffer.index(count % stages).permute((1, 0)), zeros, use_acc=False, is_async=True
-                )
-                scores = warpgroup_mma_wait(0, deps=[pending])
-                mbarrier.arrive(k_empty.index(count % stages), count=1)
-                p, row_max, row_sum, decay = _softmax(
-                    scores, row_max, row_sum, first_factor, cap, (end - 1) * block_kv + columns, place, seq_kv,
-                    window, True, causal, windowed, capped,
-                )  # fmt: skip
-                tiles = end - begin
-                masked_first = gl.maximum(end - whole_end, 1)
-                masked_last = tiles
-                if windowed:
-                    masked_last = gl.maximum(end - whole_begin, masked_first)
-                for part in gl.static_range(3):
-                    low = 1
-                    high = masked_first
-                    if part == 1:
-                        low = masked_first
-                        high = masked_last
-                    if part == 2:
-                        low = masked_last
-                        high = tiles
-                    if part < 2 or windowed:
-                        output, p, row_max, row_sum, decay, v_unit = _steps(
-                            low, high, end, count, output, p, row_max, row_sum, decay, v_unit, q_tile,
-                            (k_buffer, v_buffer), (k_full, k_empty, v_full, v_empty), (k_at, v_at, k_block, v_block),
-                            factor, cap, place, seq_kv, window,
-                            part != 1, block_kv, stages, scale_block, causal, windowed, capped, fp8,
-                            score_layout, output_layout, left_layout,
-                        )  # fmt: skip
-                mbarrier.arrive(q_empty, count=1)
-                last = (count + tiles - 1) % stages
-                left = _left(p, left_layout, 64, block_kv, v_buffer.dtype, fp8)
-                output = output * gl.convert_layout(decay, gl.SliceLayout(1, output_layout))[:, None]
-                mbarrier.wait(v_full.index(last), ((count + tiles - 1) // stages) & 1)
-                pending_output = warpgroup_mma(left, _value(v_buffer.index(last), fp8), output, is_async=True)
-                output = warpgroup_mma_wait(0, deps=[pending_output])
-                mbarrier.arrive(v_empty.index(last), count=1)
-                count += tiles
-                queries += 1
-                _finish(
-                    out, lse, output, row_max, row_sum, v_unit, first_token, first_row, seq_q,
-                    dim, width, output_layout, with_lse,
-                )  # fmt: skip
-            else:
-                _finish(
-                    out, lse, gl.zeros([64, width], gl.float32, output_layout),
-                    gl.full([64], 0.0, gl.float32, row_layout), gl.full([64], 0.0, gl.float32, row_layout), 1.0,
-                    first_token, first_row, seq_q, dim, width, output_layout, with_lse,
-                )  # fmt: skip
+            tiles = end - begin
+            slot = count % kind.stages
+            mbarrier.wait(q_full, queries & 1)
+            mbarrier.wait(full.index(slot), (count // kind.stages) & 1)
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            mbarrier.arrive(empty.index(slot), count=1)
+            key = (end - 1) * keys + columns
+            scores, first_factor = _seen(scores, first_factor, cap, key, place, last, window, True, kind)
+            p, row_max, decay = _powers(scores, first_factor, bias, row_max, True, kind)
+            row_sum = _sums(p, kind) * weight
+            words = _rounded(p, v_buffer, kind)
+            masked_first = gl.maximum(end - whole_end, 1)
+            masked_last = tiles
+            if kind.windowed:
+                masked_last = gl.maximum(end - whole_begin, masked_first)
+            state = (output, words, row_max, row_sum, decay)
+            for part in gl.static_range(3):
+                low = 1
+                high = masked_first
+                if part == 1:
+                    low = masked_first
+                    high = masked_last
+                if part == 2:
+                    low = masked_last
+                    high = tiles
+                if part < 2 or kind.windowed:
+                    state = _steps(
+                        low, high, end, count, state, q_tile, (k_buffer, v_buffer), full, empty, per_tile, factor,
+                        cap, place, last, window, zero, part != 1, kind,
+                    )  # fmt: skip
+            output, words, row_max, row_sum, decay = state
+            mbarrier.arrive(q_empty, count=1)
+            count += tiles + 1
+            slot = (count - 1) % kind.stages
+            output = _decayed(output, decay, kind)
+            mbarrier.wait(full.index(slot), ((count - 1) // kind.stages) & 1)
+            product = warpgroup_mma(
+                _left(words, zero, v_buffer, kind), _value(v_buffer, slot, kind), output, is_async=True
+            )
+            row_total = gl.convert_layout(gl.sum(row_sum, 1), kind.row)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
+            queries += 1
+        _finish(out, lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
+        mbarrier.wait(ticket_full, taken & 1)
+        index = gl.max(ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(ticket_empty, count=1)
+        taken += 1
 
 
 @gluon.jit
-def _finish(
-    out, lse, output, row_max, row_sum, v_unit, first_token, first_row, seq_q,
-    dim: gl.constexpr, width: gl.constexpr, output_layout: gl.constexpr, with_lse: gl.constexpr,
-):  # fmt: skip
+def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
     """Divides by the sum and writes; a row that saw no key has the sum 0."""
     seen = row_sum > 0
     total = gl.where(seen, row_sum, 1.0)
-    output = output * gl.convert_layout(v_unit / total, gl.SliceLayout(1, output_layout))[:, None]
-    row = first_row + gl.arange(0, 64, gl.SliceLayout(1, output_layout))
-    d = gl.arange(0, width, gl.SliceLayout(0, output_layout))
+    output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
+    row = first_row + gl.arange(0, 64, kind.output_row)
+    d = gl.arange(0, kind.width, kind.output_column)
     inside = (row < seq_q)[:, None]
-    if width != dim:
-        inside = inside & (d < dim)[None, :]
-    at = (first_token + row)[:, None] * dim + d[None, :]
+    if kind.width != kind.dim:
+        inside = inside & (d < kind.dim)[None, :]
+    at = (first_token + row)[:, None] * kind.dim + d[None, :]
     gl.store(out + at, output.to(out.dtype.element_ty), mask=inside)
-    if with_lse:
-        row_of_score = first_row + gl.arange(0, 64, row_max.type.layout)
+    if kind.with_lse:
+        row_of_score = first_row + gl.arange(0, 64, kind.row)
         value = (row_max - 8.0 + gl.log2(total)) * 0.6931471805599453
         gl.store(lse + first_token + row_of_score, gl.where(seen, value, float("-inf")), mask=row_of_score < seq_q)
 
@@ -419,84 +576,52 @@ _INTEGERS = (
 
 @gluon.jit(do_not_specialize=_INTEGERS)
 def attention_hopper(
-    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv,
+    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
     tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
-    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap,
-    groups: gl.constexpr, dim: gl.constexpr, width: gl.constexpr, block_kv: gl.constexpr, stages: gl.constexpr,
-    scale_block: gl.constexpr, causal: gl.constexpr, windowed: gl.constexpr, capped: gl.constexpr,
-    packed: gl.constexpr, fp8: gl.constexpr, with_lse: gl.constexpr, registers: gl.constexpr,
+    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
 ):  # fmt: skip
     """Grid: as many programs as stay on the GPU. See the module docstring."""
-    q_shape: gl.constexpr = [groups] + q_tensor.block_type.shape  # noqa: RUF005
-    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, q_shape, q_tensor.layout)
-    k_shape: gl.constexpr = [stages] + k_tensor.block_type.shape  # noqa: RUF005
-    k_buffer = gl.allocate_shared_memory(k_tensor.dtype, k_shape, k_tensor.layout)
-    v_shape: gl.constexpr = [stages] + v_tensor.block_type.shape  # noqa: RUF005
-    v_buffer = gl.allocate_shared_memory(v_tensor.dtype, v_shape, v_tensor.layout)
+    groups: gl.constexpr = kind.groups
+    stages: gl.constexpr = kind.stages
+    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, [groups] + q_tensor.block_type.shape, q_tensor.layout)  # noqa: RUF005
+    k_buffer = gl.allocate_shared_memory(k_tensor.dtype, [stages] + k_tensor.block_type.shape, k_tensor.layout)  # noqa: RUF005
+    v_buffer = gl.allocate_shared_memory(v_tensor.dtype, [stages] + v_tensor.block_type.shape, v_tensor.layout)  # noqa: RUF005
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    k_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    v_full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ticket_full, count=1)
+    mbarrier.init(ticket_empty, count=groups)
     mbarrier.init(q_full, count=1)
     mbarrier.init(q_empty, count=groups)
     for i in gl.static_range(stages):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-        mbarrier.init(k_empty.index(i), count=groups)
-        mbarrier.init(v_empty.index(i), count=groups)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=groups)
     buffers = (q_buffer, k_buffer, v_buffer)
-    barriers = (q_full, q_empty, k_full, k_empty, v_full, v_empty)
+    barriers = (q_full, q_empty, full, empty, ticket_full, ticket_empty)
     places = (cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
     tokens = (tokens_q, tokens_kv, tokens_v, heads, ratio)
-    scales = (q_scale, k_scale, v_scale)
+    scales = (q_scale, k_scale, v_scale, ticket)
     strides = (q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block)
-    # Constants are spelled out: in a tuple that has a name they would become run-time values.
+    given = (out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap)
+    produce = (q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket)
     if groups == 2:
         gl.warp_specialize(
-            [
-                (_consume, (
-                    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-                    0, groups, dim, width, block_kv, stages, scale_block,
-                    causal, windowed, capped, packed, fp8, with_lse,
-                )),
-                (_consume, (
-                    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-                    1, groups, dim, width, block_kv, stages, scale_block,
-                    causal, windowed, capped, packed, fp8, with_lse,
-                )),
-                (_produce, (
-                    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total,
-                    groups, dim, block_kv, stages, scale_block, causal, windowed, packed, fp8,
-                )),
-            ],
-            [4, 1], [registers, 24],
+            [(_consume, (given, 0, kind)), (_consume, (given, 1, kind)), (_produce, (produce, kind))],
+            [4, 1], [kind.tiles.registers, 24],
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [
-                (_consume, (
-                    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-                    0, groups, dim, width, block_kv, stages, scale_block,
-                    causal, windowed, capped, packed, fp8, with_lse,
-                )),
-                (_consume, (
-                    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-                    1, groups, dim, width, block_kv, stages, scale_block,
-                    causal, windowed, capped, packed, fp8, with_lse,
-                )),
-                (_consume, (
-                    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap,
-                    2, groups, dim, width, block_kv, stages, scale_block,
-                    causal, windowed, capped, packed, fp8, with_lse,
-                )),
-                (_produce, (
-                    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total,
-                    groups, dim, block_kv, stages, scale_block, causal, windowed, packed, fp8,
-                )),
+                (_consume, (given, 0, kind)),
+                (_consume, (given, 1, kind)),
+                (_consume, (given, 2, kind)),
+                (_produce, (produce, kind)),
             ],
-            [4, 4, 1], [registers, registers, 24],
+            [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
         )  # fmt: skip
 
 
@@ -575,9 +700,7 @@ def attend(
     kv_heads, tokens_kv = k.shape[1:3]
     fp8 = scales is not None
     width = triton.next_power_of_2(dim)
-    if tiles is None:
-        plain = window is None and not softcap and cu_seqlens is None and lse is None
-        tiles = _THREE_GROUPS if fp8 and width == 64 and plain else _TILES[width, q.dtype.itemsize]
+    tiles = tiles or _TILES[width, q.dtype.itemsize]
     blocks = triton.cdiv(max_seqlen_q, 64 * tiles.groups)
     items = heads * (batch if cu_seqlens is None else len(cu_seqlens[0]) - 1)
     total = items * blocks
@@ -594,13 +717,11 @@ def attend(
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     attention_hopper[min(programs, total),](
         tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
-        *(scales or (out, out, out)), *(cu_seqlens or (None, None)),
+        *(scales or (out, out, out)), *(cu_seqlens or (None, None)), torch.zeros(1, dtype=torch.int32, device=q.device),
         tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
         window or 0, *strides, softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
-        groups=tiles.groups, dim=dim, width=width, block_kv=tiles.block_kv, stages=tiles.stages,
-        scale_block=SCALE_BLOCK, causal=causal, windowed=window is not None, capped=softcap > 0,
-        packed=cu_seqlens is not None, fp8=fp8, with_lse=lse is not None, registers=tiles.registers,
-        num_warps=4, maxnreg=168 if tiles.groups == 2 else 128,
+        Kind(tiles, dim, fp8, causal, window is not None, softcap > 0, cu_seqlens is not None, lse is not None),
+        num_warps=4, maxnreg=tiles.at_launch,
     )  # fmt: skip
 
 

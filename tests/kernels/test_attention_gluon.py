@@ -19,10 +19,8 @@ from quant.kernels.interpreter import interpreted
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
 
-def compiled(
-    dim: int, *, fp8: bool = True, groups: int = 2, packed: bool = False, with_lse: bool = False, **options: Any
-) -> Any:
-    """The kernel for sm_90, with the tiles that a launch takes, and these."""
+def compiled(dim: int, fp8: bool = True, **options: bool) -> Any:
+    """The kernel for sm_90, with the tiles that a launch takes."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -30,24 +28,22 @@ def compiled(
     from quant.kernels import attention_gluon as module
 
     width = triton.next_power_of_2(dim)
-    tiles = module._THREE_GROUPS if groups == 3 else module._TILES[width, 1 if fp8 else 2]
+    tiles = module._TILES[width, 1 if fp8 else 2]
     dtype, name = (gl.float8e4nv, "fp8e4nv") if fp8 else (gl.bfloat16, "bf16")
 
     def tensor_map(rows: int, columns: int) -> str:
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
         return f"tensordesc<{name}[{rows}, {columns}],{layout!r}>"
 
+    flags = dict.fromkeys(("causal", "windowed", "capped", "packed", "with_lse"), False) | options
     kernel = module.attention_hopper
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("log2_scale", "cap"), "fp32")
     types |= {"q_tensor": tensor_map(64, width), "k_tensor": tensor_map(tiles.block_kv, width), "out": "*bf16"}
     types["v_tensor"] = tensor_map(width, tiles.block_kv) if fp8 else tensor_map(tiles.block_kv, width)
-    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32" if fp8 else "*bf16")
-    constants: dict[str, Any] = {"causal": False, "windowed": False, "capped": False} | options
-    constants |= {"groups": tiles.groups, "dim": dim, "width": width, "block_kv": tiles.block_kv}
-    constants |= {"stages": tiles.stages, "scale_block": 128, "registers": tiles.registers}
-    constants |= {"packed": packed, "fp8": fp8, "with_lse": with_lse}
-    for names, there, pointer in ((("lse",), with_lse, "*fp32"), (("cu_q", "cu_kv"), packed, "*i32")):
-        if there:
+    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32" if fp8 else "*bf16") | {"counter": "*i32"}
+    constants: dict[str, Any] = {"kind": module.Kind(tiles, dim, fp8, **flags)}
+    for names, flag, pointer in ((("lse",), "with_lse", "*fp32"), (("cu_q", "cu_kv"), "packed", "*i32")):
+        if flags[flag]:
             types |= dict.fromkeys(names, pointer)
         else:
             constants |= dict.fromkeys(names)
@@ -56,9 +52,8 @@ def compiled(
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(order) if types[name].startswith("*")}
     values = {(order.index(name),): value for name, value in constants.items()}
     source = GluonASTSource(kernel, types, constexprs=values, attrs=aligned)
-    registers = 168 if tiles.groups == 2 else 128
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "maxnreg": registers})
-    return made, tiles
+    options_of_compiler = {"num_warps": 4, "maxnreg": tiles.at_launch}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options_of_compiler), tiles
 
 
 def assembler_says(ptx: str, folder: Path) -> str:
@@ -72,9 +67,9 @@ def assembler_says(ptx: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("dim", "options"),
     [
-        (64, {"groups": 3}),
+        (64, {}),
         (128, {"causal": True, "with_lse": True}),
-        pytest.param(64, {"groups": 3, "causal": True}, marks=pytest.mark.slow),
+        pytest.param(64, {"causal": True}, marks=pytest.mark.slow),
         pytest.param(64, {"packed": True, "windowed": True, "capped": True}, marks=pytest.mark.slow),
         pytest.param(96, {"packed": True, "windowed": True, "causal": True}, marks=pytest.mark.slow),
         pytest.param(192, {"packed": True, "causal": True, "with_lse": True}, marks=pytest.mark.slow),
