@@ -217,6 +217,18 @@ def signs(dim: int, device: torch.device) -> torch.Tensor:
     return (torch.randint(0, 2, (dim,), generator=generator) * 2 - 1).float().to(device)
 
 
+@lru_cache(maxsize=32)
+def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The rotation of either half as the kernel multiplies by it: 1 and −1, padded with zeros, `[2, width, width]`."""
+    half = dim // 2
+    block = hadamard_block(half)
+    width = 1 << (half - 1).bit_length()
+    out = torch.zeros(2, width, width, dtype=dtype)
+    signed = signs(dim, torch.device("cpu")).view(2, half, 1) * hadamard_transform(torch.eye(half), block)
+    out[:, :half, :half] = signed.mul(block**0.5).round()
+    return out.to(device)
+
+
 def rotate(x: torch.Tensor) -> torch.Tensor:
     """The random-sign Hadamard rotation of Q and K in float32; orthonormal. See the module docstring."""
     half = x.shape[-1] // 2
@@ -290,8 +302,8 @@ def _quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
     for index, x in enumerate(prepared):
         cu = work.cu_seqlens_q if index == 0 else work.cu_seqlens_k
         if scales is None:
-            step = _amax_of_blocks(x, work.blocks(x), cu) / E4M3_MAX
-            step = torch.where(step > 0, step, 1.0)
+            # Zeros get the smallest scale: as V's they would otherwise outweigh the others' in Hopper's kernel.
+            step = (_amax_of_blocks(x, work.blocks(x), cu) / E4M3_MAX).clamp_min(1e-30)
             of_row = step[:, :, _places(cu, x)[1], None]
         else:
             step = scales[index]

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention_quantize import AttentionOperands, Scales, _Work, signs
+from quant.kernels.attention_quantize import AttentionOperands, Scales, _Work, sign_matrices
 from quant.kernels.attention_reference import SCALE_BLOCK
 from quant.kernels.hadamard import hadamard_block
 
@@ -29,20 +29,6 @@ _MEAN_ROWS = 1024
 def order_of_keys(position):
     """The key at each position of a laid-out V: of 16, pairs 0 4, 1 5, 2 6, 3 7 stand together."""
     return position // 16 * 16 + position % 4 // 2 * 8 + position % 16 // 4 * 2 + position % 2
-
-
-@triton.jit
-def _signs_of(n: tl.constexpr, block: tl.constexpr):
-    """Block-diagonal Sylvester-Hadamard matrices, [n, n]."""
-    i = tl.arange(0, n)[:, None]
-    j = tl.arange(0, n)[None, :]
-    common = i & j & (block - 1)
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    # Bits 7 and up are none: n is at most 128.
-    sign = tl.where((common & 1) == 1, -1.0, 1.0)
-    return tl.where(i // block == j // block, sign, 0.0)
 
 
 @triton.jit
@@ -71,7 +57,7 @@ def _step(amax, scale, at_head, at_block, static: tl.constexpr, measure: tl.cons
         step = tl.load(scale + at_head)
     else:
         step = tl.div_rn(amax, 448.0)
-        step = tl.where(step > 0, step, 1.0)
+        step = tl.maximum(step, 1e-30)
         tl.store(scale + at_block, amax if measure else step)
     return tl.div_rn(1.0, step)
 
@@ -106,7 +92,7 @@ def _value_block(
 
 @triton.jit
 def _row_block(
-    x, token_stride, cos, sin, mean, sign, out, scale, shift, at_head, blocks, first_block, block, start, length,
+    x, token_stride, cos, sin, mean, turns, out, scale, shift, at_head, blocks, first_block, block, start, length,
     tokens,
     is_query: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, rope: tl.constexpr,
     smooth: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, static: tl.constexpr, measure: tl.constexpr,
@@ -129,11 +115,9 @@ def _row_block(
             x1 = tl.where(inside[:, None], f1 - m1, 0.0).to(x1.dtype)
             x2 = tl.where(inside[:, None], f2 - m2, 0.0).to(x2.dtype)
     if hadamard:
-        matrix = _signs_of(width, hadamard)
-        s1 = tl.load(sign + d, mask=d < half, other=0.0)[:, None]
-        s2 = tl.load(sign + half + d, mask=d < half, other=0.0)[:, None]
-        u1 = tl.dot(x1, (matrix * s1).to(x1.dtype))
-        u2 = tl.dot(x2, (matrix * s2).to(x1.dtype))
+        at = d[:, None] * width + d[None, :]
+        u1 = tl.dot(x1, tl.load(turns + at))
+        u2 = tl.dot(x2, tl.load(turns + width * width + at))
         y1 = (u1 + u2) * root
         y2 = (u1 - u2) * root
     else:
@@ -150,14 +134,14 @@ def _row_block(
 
 @triton.jit(do_not_specialize=_INTEGERS)
 def quantize_kernel(
-    q, k, v, cos, sin, mean, sign, q_out, k_out, v_out, q_scale, k_scale, v_scale, shift, cu_q, cu_kv,
+    q, k, v, cos, sin, mean, turns, q_out, k_out, v_out, q_scale, k_scale, v_scale, shift, cu_q, cu_kv,
     heads, kv_heads, tokens_q, tokens_kv, blocks_q, blocks_kv, cos_batch,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, rope: tl.constexpr, smooth: tl.constexpr,
     hadamard: tl.constexpr, root: tl.constexpr, packed: tl.constexpr, static: tl.constexpr, laid_out: tl.constexpr,
     measure: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head; `hadamard` is the block of H, or 0, and `root` what makes the rotation orthonormal."""
+    """One block of one head; `turns`: H with the signs of each half, and `root` what makes that orthonormal."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -183,21 +167,23 @@ def quantize_kernel(
         kv_head = head - heads - kv_heads
         at_head = batch * kv_heads + kv_head
         _value_block(
-            v + batch * v_batch + kv_head * v_head, v_token, v_out, v_scale, at_head, blocks, first_block, block, start,
-            length, tokens, dim, 2 * width, rows, static, laid_out, measure,
+            v + (batch * v_batch + kv_head * v_head) * 8, v_token * 8, v_out, v_scale, at_head, blocks, first_block,
+            block, start, length, tokens, dim, 2 * width, rows, static, laid_out, measure,
         )  # fmt: skip
     elif is_query:
         _row_block(
-            q + batch * q_batch + head * q_head, q_token, cos + batch * cos_batch, sin + batch * cos_batch,
-            mean + (sequence * kv_heads + head // (heads // kv_heads)) * dim, sign, q_out, q_scale, shift,
+            q + (batch * q_batch + head * q_head) * 8, q_token * 8,
+            cos + batch * cos_batch * 8, sin + batch * cos_batch * 8,
+            mean + (sequence * kv_heads + head // (heads // kv_heads)) * dim, turns, q_out, q_scale, shift,
             batch * heads + head, blocks, first_block, block, start, length, tokens,
             True, dim, width, rows, rope, smooth, hadamard, root, static, measure,
         )  # fmt: skip
     else:
         key_head = head - heads
         _row_block(
-            k + batch * k_batch + key_head * k_head, k_token, cos + batch * cos_batch, sin + batch * cos_batch,
-            mean + (sequence * kv_heads + key_head) * dim, sign, k_out, k_scale, shift,
+            k + (batch * k_batch + key_head * k_head) * 8, k_token * 8,
+            cos + batch * cos_batch * 8, sin + batch * cos_batch * 8,
+            mean + (sequence * kv_heads + key_head) * dim, turns, k_out, k_scale, shift,
             batch * kv_heads + key_head, blocks, first_block, block, start, length, tokens,
             False, dim, width, rows, rope, smooth, hadamard, root, static, measure,
         )  # fmt: skip
@@ -227,8 +213,8 @@ def key_sum_kernel(
     for first in tl.range(part * span, tl.minimum((part + 1) * span, length), rows):
         row = first + tl.arange(0, rows)
         x1, x2 = _halves(
-            k + batch * batch_stride + head * head_stride, token_stride, start + row, row < length,
-            cos + batch * cos_batch, sin + batch * cos_batch, half, width, rope,
+            k + (batch * batch_stride + head * head_stride) * 8, token_stride * 8, start + row, row < length,
+            cos + batch * cos_batch * 8, sin + batch * cos_batch * 8, half, width, rope,
         )  # fmt: skip
         sum1 += tl.sum(x1.to(tl.float32), 0)
         sum2 += tl.sum(x2.to(tl.float32), 0)
@@ -264,14 +250,14 @@ def measure(work: _Work) -> list[torch.Tensor]:
 
 def key_means(work: _Work) -> torch.Tensor:
     """Mean of K over each sequence, `[sequences, kv_heads, dim]`."""
-    k = work.k
+    k = _aligned(work.k)
     sequences = work.sequences or k.shape[0]
     longest = k.shape[2] if work.max_seqlen_k is None else work.max_seqlen_k
     parts = max(1, triton.cdiv(longest, _MEAN_ROWS))
     total = torch.empty(parts, sequences, k.shape[1], k.shape[3], dtype=torch.float32, device=k.device)
     cos, sin, cos_batch = _rope_of(work)
     key_sum_kernel[parts, k.shape[1], sequences](
-        k, cos, sin, total, work.cu_seqlens_k, k.shape[1], k.shape[2], cos_batch, *k.stride()[:3],
+        k, cos, sin, total, work.cu_seqlens_k, k.shape[1], k.shape[2], cos_batch, *_eighths(k),
         dim=k.shape[3], width=triton.next_power_of_2(k.shape[3] // 2), rows=64, span=_MEAN_ROWS,
         rope=work.rope is not None, packed=work.cu_seqlens_k is not None,
     )  # fmt: skip
@@ -291,12 +277,23 @@ def _per_head(scale: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return (scale if scale.dim() == 2 else scale.reshape(1, 1)).expand(x.shape[:2]).contiguous()
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """`x` so that the kernel reads rows in pieces of 16 bytes."""
+    fits = x.stride(3) == 1 and all(n % 8 == 0 for n in x.stride()[:3]) and x.data_ptr() % 16 == 0
+    return x if fits else x.contiguous()
+
+
+def _eighths(x: torch.Tensor) -> list[int]:
+    """Strides of batch, head and token in units of eight elements, so that the compiler knows them for multiples."""
+    return [n // 8 for n in x.stride()[:3]]
+
+
 def _rope_of(work: _Work) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """cos and sin, and the elements from one batch entry to the next."""
+    """cos and sin, and the eighths of elements from one batch entry to the next."""
     if work.rope is None:
         return work.k, work.k, 0
     cos, sin = (part.contiguous() for part in work.rope)
-    return cos, sin, cos[0].numel() if cos.dim() == 3 and cos.shape[0] > 1 else 0
+    return cos, sin, cos[0].numel() // 8 if cos.dim() == 3 and cos.shape[0] > 1 else 0
 
 
 def _launch(
@@ -308,7 +305,7 @@ def _launch(
     static: bool,
     measure: bool,
 ) -> None:
-    q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (work.q, work.k, work.v))
+    q, k, v = (_aligned(x) for x in (work.q, work.k, work.v))
     dim = q.shape[3]
     half = dim // 2
     width = triton.next_power_of_2(half)
@@ -316,12 +313,15 @@ def _launch(
     grid = (triton.cdiv(max(longest), SCALE_BLOCK), q.shape[1] + 2 * k.shape[1], work.sequences or q.shape[0])
     cos, sin, cos_batch = _rope_of(work)
     spare = scales[0]
+    turns = sign_matrices(dim, q.dtype, q.device) if work.hadamard else q
     quantize_kernel[grid](
-        q, k, v, cos, sin, spare if work.mean is None else work.mean.contiguous(), signs(dim, q.device), *codes,
+        q, k, v, cos, sin, spare if work.mean is None else work.mean.contiguous(), turns, *codes,
         *scales, spare if shift is None else shift, work.cu_seqlens_q, work.cu_seqlens_k,
         q.shape[1], k.shape[1], q.shape[2], k.shape[2], work.blocks(q), work.blocks(k), cos_batch,
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        *_eighths(q), *_eighths(k), *_eighths(v),
         dim=dim, width=width, rows=SCALE_BLOCK, rope=work.rope is not None, smooth=work.mean is not None,
-        hadamard=hadamard_block(half) if work.hadamard else 0, root=(2 * hadamard_block(half)) ** -0.5,
+        hadamard=work.hadamard, root=(2 * hadamard_block(half)) ** -0.5,
         packed=work.cu_seqlens_q is not None, static=static, laid_out=work.laid_out, measure=measure, num_warps=8,
+        enable_fp_fusion=False,  # the oracle rounds every product
+        maxnreg=128 if dim <= 128 else None,  # two programs on an SM
     )  # fmt: skip

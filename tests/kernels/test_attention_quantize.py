@@ -184,6 +184,19 @@ def test_gpu_kernel_against_the_oracle(name: str) -> None:
     assert float((causal - reference).norm() / reference.norm()) < 0.05
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_values_of_zero_leave_the_others_their_precision(dim: int, device: str) -> None:
+    """Hopper's kernel puts V's scale into P's exponent: a scale of 1 for zeros would push the others down."""
+    q, k, v = (x.to(device) for x in operands(dim, tokens=400))
+    v[:, :, :128] = 0
+    quantized = quantize_attention(q, k, v)
+    assert bool((quantized.v_scale[..., 0] < 1e-20).all())
+    weight = (scores(q, k) / math.sqrt(dim)).softmax(-1)
+    expected = weight @ v.double().repeat_interleave(2, 1)
+    assert float((quantized.attend().double() - expected).norm() / expected.norm()) < 0.06
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
