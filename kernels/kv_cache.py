@@ -16,8 +16,9 @@ is written, which is all that sharing a prompt among continuations takes.
     fp8_token    dim + 4 bytes, E4M3                                     one a token and head, found on writing
     nvfp4        dim / 2 + dim / 16 bytes, E2M1 and E4M3 block scales    the same
 
-Codes and scales are those of `quant.formats`, bit for bit. A scale that nobody calibrated is set by the first tokens,
-with room for sixteen times their magnitude: E4M3, of elements or of block scales, has 17 binades, so that costs little.
+Codes are those of `quant.formats`, bit for bit, and so are FP8's scales. NVFP4 chooses each block's scale among eight
+neighbours by squared error (`block_scales`). A scale that nobody calibrated is set by the first tokens, with room for
+sixteen times their magnitude: E4M3, of elements or of block scales, has 17 binades, so that costs little.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
-from quant.formats.rounding import decode, encode
+from quant.formats.rounding import decode, encode, round_to
 from quant.formats.scaling import divided, global_scale_of, max_rule
 from quant.formats.tensor import BlockScaledTensor
 
@@ -40,6 +41,8 @@ PAGE_SIZES = (16, 32, 64)
 MAX_DIM = 256
 HEADROOM = 16.0
 """How much larger than the first tokens later ones may be, under a scale that was not calibrated."""
+CANDIDATES = (-2, 5)
+"""The first and the last block scale that NVFP4 tries, in E4M3 codes from the one that the `max` rule gives."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +126,7 @@ def encode_kv(
         assert scale is not None
         second = scale[:, None, None, None, None]
         blocks = x.unflatten(-1, (-1, 16)).unsqueeze(-3)  # […, tokens, 1, dim / 16, 16]
-        stored = max_rule(blocks, format, second)
+        stored = block_scales(blocks, second)
         codes = pack(encode(blocks / (stored * second), E2M1).flatten(-3), 4)
         return codes, None, encode(stored.flatten(-3), E4M3)
     if scale is None:
@@ -131,6 +134,35 @@ def encode_kv(
         scale = torch.where(scale > 0, scale, torch.ones_like(scale))
         return encode(x / scale[..., None], E4M3), scale, None
     return encode(x / scale[:, None, None], E4M3), None, None
+
+
+def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
+
+    That leaves 0.6% more error on normal values than the best of all codes, the `max` rule 37% more. Errors are whole
+    numbers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums are the same in any
+    order, and so the kernel makes the same choice. Every product before a difference is exact or followed by a
+    minimum, so fusing it changes nothing.
+
+    Args:
+        blocks: float32 `[…, 1, blocks, 16]`.
+        scale: of a head, float32, broadcast against `blocks`.
+
+    Returns:
+        float32 `[…, 1, blocks, 1]`, representable in E4M3.
+    """
+    first = max_rule(blocks, FORMATS["nvfp4"], scale)
+    power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
+    magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
+    code = encode(first, E4M3).view(torch.uint8).int()
+    best, least = first, None
+    for offset in range(CANDIDATES[0], CANDIDATES[1] + 1):
+        stored = decode((code + offset).clamp_(1, E4M3.max_code).to(torch.uint8).view(torch.float8_e4m3fn), E4M3)
+        rounded = round_to(magnitude * (1 / stored), E2M1) * stored
+        error = ((magnitude - rounded) * (256 / power)).round_().int().square_().sum((-3, -1), keepdim=True)
+        best = stored if least is None else torch.where(error < least, stored, best)
+        least = error if least is None else torch.minimum(error, least)
+    return best
 
 
 def decode_kv(
@@ -177,7 +209,7 @@ class PagedKVCache:
         format: one of `KV_FORMATS`; None keeps `dtype`.
         pages: how many there are at first.
         page_size: tokens of a page, one of `PAGE_SIZES`.
-        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes those of the first tokens.
+        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes that of the first tokens.
         grow: whether more pages are made when all are taken.
         dtype: BF16 or FP16, of a cache that is not quantized.
         device: where it is.
@@ -210,7 +242,8 @@ class PagedKVCache:
         self.format, self.page_size, self.grow = format, page_size, grow
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._scales = self._checked_scales(k_scale, v_scale)
-        self._has_scale = [self._scales is not None and k_scale is not None] * layers
+        # Of each layer, what its first tokens are still to give a scale.
+        self._unscaled = [[name for name, x in (("k", k_scale), ("v", v_scale)) if x is None] for _ in range(layers)]
         self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}
         self._free = list(range(pages - 1, -1, -1))
         self._owners = [0] * pages
@@ -229,11 +262,8 @@ class PagedKVCache:
                 raise ValueError(f"KV cache in {self.format or '16 bit'}: {', '.join(named)} given, but it has none")
             return None
         shape, scales = (self.layers, self.kv_heads), {}
-        measured = k_scale is None and v_scale is None
         for name, scale in given.items():
-            scale = torch.ones(shape) if measured else scale
-            if scale is None:
-                raise ValueError(f"KV cache in {self.format}: {name} is missing; give both scales or none")
+            scale = torch.ones(shape) if scale is None else scale
             if tuple(scale.shape) != shape or not bool((scale > 0).all() and scale.isfinite().all()):
                 raise ValueError(
                     f"KV cache: {name} {list(scale.shape)} must be [layers, kv_heads] = {list(shape)}, positive"
@@ -335,12 +365,12 @@ class PagedKVCache:
             raise ValueError(f"KV cache on {self.device}: k is on {k.device}, v on {v.device}")
         if len(set(sequences)) != len(sequences):
             raise ValueError(f"KV cache: sequences {list(sequences)}: one is named twice")
-        if self._scales is not None and not self._has_scale[layer]:
-            for name, x in (("k_scale", k), ("v_scale", v)):
-                scale = first_scale(x, self.format)
+        if self._scales is not None:
+            for name in self._unscaled[layer]:
+                scale = first_scale(k if name == "k" else v, self.format)
                 assert scale is not None
-                self._scales[name][layer] = scale
-            self._has_scale[layer] = True
+                self._scales[f"{name}_scale"][layer] = scale
+            self._unscaled[layer] = []
         starts = [self.length(sequence, layer) for sequence in sequences]
         self._reserve(sequences, starts, k.shape[2])
         pages = self.layer(layer)

@@ -13,7 +13,40 @@ import triton
 import triton.language as tl
 
 from quant.kernels.cast import encode_e2m1, encode_scale
-from quant.kernels.kv_cache import KVPages
+from quant.kernels.kv_cache import CANDIDATES, KVPages
+
+_FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
+
+
+@triton.jit
+def _e2m1(magnitude):
+    """Non-negative float32 to the nearest value of E2M1: to even, saturating. As `cast.encode_e2m1_of` does it."""
+    magnitude = tl.minimum(magnitude, 6.0)
+    power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+    magic = (power + ((22 << 23) + 0x400000)).to(tl.float32, bitcast=True)
+    return magnitude + magic - magic
+
+
+@triton.jit
+def _best_scale(value, stored, scale):
+    """`quant.kernels.kv_cache.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    # The code from the value's bits: those of `stored` itself came as zero for every other token on an H100.
+    first = stored.to(tl.float32)
+    bits = first.to(tl.int32, bitcast=True)
+    code = tl.where(first < 0.015625, (first * 512).to(tl.int32), (bits >> 20) - 960)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(value) * tl.div_rn(1.0, scale), 32 * power[:, :, None])
+    unit = tl.div_rn(256.0, power)[:, :, None]
+    best, least = code, tl.full(code.shape, 0x7FFFFFFF, tl.int32)
+    for offset in tl.static_range(_FIRST, _LAST + 1):
+        candidate = tl.minimum(tl.maximum(code + offset, 1), 126)
+        step = candidate.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        rounded = _e2m1(magnitude * tl.div_rn(1.0, step)[:, :, None]) * step[:, :, None]
+        # 1.5 · 2^23 leaves the nearest whole number in the low bits of the sum.
+        steps = ((magnitude - rounded) * unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        error = tl.sum(steps * steps, 2)
+        best, least = tl.where(error < least, candidate, best), tl.minimum(error, least)
+    return best.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -39,7 +72,10 @@ def _write(
         tl.store(codes + line[:, None] * dim + column[None, :], steps, mask=mask)
     else:
         value = x.reshape(tokens, width // 16, 16)
-        stored, step = encode_scale(tl.max(tl.abs(value), 2), tl.load(scale + kv_head), "e4m3", 6.0)
+        global_scale = tl.load(scale + kv_head)
+        stored, step = encode_scale(tl.max(tl.abs(value), 2), global_scale, "e4m3", 6.0)
+        stored = _best_scale(value, stored, global_scale)
+        step = stored.to(tl.float32) * global_scale
         block = tl.arange(0, width // 16)
         mask = inside[:, None] & (block < dim // 16)[None, :]
         tl.store(blocks + line[:, None] * (dim // 16) + block[None, :], stored, mask=mask)

@@ -19,20 +19,18 @@ a whole text sees the same keys and values as decoding token by token. What atte
     behind what is in a cache     `quant.kernels.decode_attention`, on the pages; queries in 16 bit, as its dots are
     padding or another mask       plain PyTorch on the rounded operands
 
-Scales of FP8 come from the model's `k_scale` and `v_scale` buffers, which `quantize --kv-cache fp8` calibrates and a
-checkpoint keeps. Otherwise a cache takes scales that its first tokens give, and q and k are turned first:
-
-    q' = q / c · H,    k' = k · c · H,    c = (mean q² / mean k²)^¼ for each channel of a KV head
-
-which leaves every score as it was, for H is an orthonormal Hadamard matrix. c shares out each channel's magnitude
-between the two, as SmoothQuant does between a layer and its input, and H spreads what stands out over the whole head.
+Queries and keys are first turned alike (`quant.turning`), which leaves their scores and makes rounding them cost a
+third as much. Scales are one a KV head. That of the values comes from the model's `v_scale`, which `quantize
+--kv-cache fp8` calibrates and a checkpoint keeps; those of turned keys, and of values where nothing was calibrated,
+are what the first tokens give. Where attention itself stays in 16 bit, a checkpoint with calibrated FP8 scales is not
+turned, and `k_scale` is used, too: that is how other runtimes will read it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,9 +46,9 @@ from quant.formats.scaling import divided
 from quant.kernels.attention import DIMS, attention
 from quant.kernels.attention_quantize import quantize_attention
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
-from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.kv_cache import first_scale, kv_format, round_kv
 from quant.kernels.ring_attention import quantize_blocks
+from quant.turning import turning
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
@@ -128,52 +126,32 @@ def _config(model: nn.Module) -> Any:
     return config.get_text_config()
 
 
-def is_calibrated(module: nn.Module, format: Format | None) -> bool:
-    """Whether an attention module has scales for a cache in `format`: checkpoints keep those of FP8."""
-    return format is not None and format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
+def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
+    """Whether attention over a cache in `format` turns queries and keys; `fp8` says whether it is in FP8 itself."""
+    return fp8 or (format is not None and not _is_calibrated(module, format))
 
 
-def scales_of(module: nn.Module, format: Format, kv_heads: int) -> KVScales | None:
-    """Calibrated scales of an attention module's K and V, float32 `[kv_heads]`; None where it has none."""
-    if not is_calibrated(module, format):
-        return None
+def scales_of(
+    module: nn.Module, format: Format, kv_heads: int, turned: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Calibrated scales of K and V that fit a cache in `format`, float32 `[kv_heads]`; None for what has none.
+
+    Those of K are of keys that are not turned.
+    """
+    if not _is_calibrated(module, format):
+        return None, None
     found = []
     for name in ("k_scale", "v_scale"):
         scale = getattr(module, name)
         if scale.numel() not in (1, kv_heads):
             raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
         found.append(scale.float().flatten().expand(kv_heads))
-    return found[0], found[1]
+    return None if turned else found[0], found[1]
 
 
-def balance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """c of the module docstring, float32 `[kv_heads, dim]`, from q `[batch, heads, …, dim]` and k of KV heads."""
-    mean_q = q.float().unflatten(1, (k.shape[1], -1)).square().mean((0, 2, 3))
-    mean_k = k.float().square().mean((0, 2))
-    c = (mean_q / mean_k) ** 0.25
-    return torch.where((c > 2.0**-16) & (c < 2.0**16), c, torch.ones_like(c))
-
-
-def turn_q(q: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """q' of the module docstring."""
-    grouped: torch.Tensor = q.float().unflatten(1, (len(c), -1)) / c[:, None, None]
-    return (grouped.flatten(1, 2) @ _hadamard(q.shape[3], q.device)).to(q.dtype)
-
-
-def turn_k(k: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """k' of the module docstring."""
-    return ((k.float() * c[:, None]) @ _hadamard(k.shape[3], k.device)).to(k.dtype)
-
-
-def turn_back(k: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """k from k'."""
-    return ((k.float() @ _hadamard(k.shape[3], k.device)) / c[:, None]).to(k.dtype)
-
-
-@lru_cache(maxsize=8)
-def _hadamard(dim: int, device: torch.device) -> torch.Tensor:
-    rotation: torch.Tensor = hadamard_transform(torch.eye(dim)).to(device)
-    return rotation
+def _is_calibrated(module: nn.Module, format: Format) -> bool:
+    """Whether a module has scales for a cache in `format`: checkpoints keep those of FP8."""
+    return format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
 def _mask(
@@ -265,12 +243,15 @@ def _rounded(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
     """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
-    if (format is not None or fp8) and not is_calibrated(module, format):
-        c = balance(q, k)
-        q, k = turn_q(q, c), turn_k(k, c)
+    turned = turns(module, format, fp8)
+    if turned:
+        turn = turning(q, k)
+        q, k = turn.q(q), turn.k(k)
     if format is None:
         return q, k, v, None
-    k_scale, v_scale = scales_of(module, format, k.shape[1]) or (first_scale(k, format), first_scale(v, format))
+    k_scale, v_scale = scales_of(module, format, k.shape[1], turned)
+    k_scale = first_scale(k, format) if k_scale is None else k_scale
+    v_scale = first_scale(v, format) if v_scale is None else v_scale
     k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
     return q, k, v, (k_scale, v_scale) if format.name == "fp8" and k_scale is not None and v_scale is not None else None
 

@@ -7,7 +7,7 @@
 Each layer keeps its pages (`quant.kernels.kv_cache`). Under an attention of ours (`quant.attention_interface`), a
 layer hands the new keys and values on as they are, marked with itself; attention, which has the queries, lets it write
 them, and reads the pages. Under any other attention it writes at once and hands out the whole cache, dequantized, as
-other quantized caches of transformers do: slower, and without what balancing keys with queries gains.
+other quantized caches of transformers do: slower, and without what turning keys (`quant.turning`) gains.
 
 Beam search and `num_return_sequences` fork sequences, so what they share is stored once.
 """
@@ -20,19 +20,11 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from quant.attention_interface import (
-    IMPLEMENTATIONS,
-    KV_CACHES,
-    balance,
-    is_calibrated,
-    scales_of,
-    turn_back,
-    turn_k,
-    turn_q,
-)
+from quant.attention_interface import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.errors import UserError
 from quant.formats.format import Format
 from quant.kernels.kv_cache import PagedKVCache, kv_format
+from quant.turning import Turn, turning
 
 
 class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -57,7 +49,8 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self._pages: PagedKVCache | None = None
         self._sequences: list[int] = []
         self._waiting = False
-        self._balance: torch.Tensor | None = None
+        self._turns = False
+        self._turn: Turn | None = None
         self.format = format
         self.length = 0
 
@@ -75,8 +68,9 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 "stays in 16 bit (--kv-cache 16bit)"
             )
         assert self.format is not None
-        scales = scales_of(self._module, self.format, kv_heads)
-        k_scale, v_scale = (None, None) if scales is None else (scale[None] for scale in scales)
+        name = self._config._attn_implementation
+        self._turns = name in IMPLEMENTATIONS and turns(self._module, self.format, fp8=name == FP8)
+        k_scale, v_scale = scales_of(self._module, self.format, kv_heads, self._turns)
         self._pages = PagedKVCache(
             1,
             kv_heads,
@@ -84,8 +78,8 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             format=self.format,
             pages=batch * (new // self._page_size + 4),
             page_size=self._page_size,
-            k_scale=k_scale,
-            v_scale=v_scale,
+            k_scale=None if k_scale is None else k_scale[None],
+            v_scale=None if v_scale is None else v_scale[None],
             device=key_states.device,
         )
         self._sequences = [self._pages.add() for _ in range(batch)]
@@ -105,7 +99,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             )
         self.length += key_states.shape[2]
         if self._config._attn_implementation not in IMPLEMENTATIONS:
-            keys = key_states if self._balance is None else turn_k(key_states, self._balance)
+            keys = key_states if self._turn is None else self._turn.k(key_states)
             self._pages.append(0, self._sequences, keys, value_states)
             return self.read(key_states.dtype)
         self._waiting = True
@@ -117,10 +111,10 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Writes the new keys and values, turned as queries will be; gives the new queries, turned."""
         assert self._pages is not None
         self._waiting = False
-        if self.length == k.shape[2] and not is_calibrated(self._module, self.format):
-            self._balance = balance(q, k)
-        if self._balance is not None:
-            q, k = turn_q(q, self._balance), turn_k(k, self._balance)
+        if self._turns and self._turn is None:
+            self._turn = turning(q, k)
+        if self._turn is not None:
+            q, k = self._turn.q(q), self._turn.k(k)
         self._pages.append(0, self._sequences, k, v)
         return q
 
@@ -144,7 +138,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
         k, v = self.read_turned(dtype)
-        return k if self._balance is None else turn_back(k, self._balance), v
+        return k if self._turn is None else self._turn.back(k), v
 
     def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, keys as they are multiplied by what `write` gives."""
@@ -166,7 +160,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forgets everything."""
-        self._pages, self._sequences, self.length, self._balance = None, [], 0, None
+        self._pages, self._sequences, self.length, self._turn = None, [], 0, None
         self.is_initialized = self._waiting = False
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -1,0 +1,64 @@
+"""Turned queries and keys: the same scores, the same second moments, and less error after rounding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.kernels.kv_cache import first_scale, round_kv
+from quant.turning import turning
+
+
+def operands(batch: int, group: int, kv_heads: int, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Correlated channels of very different sizes, one of them always zero in q and another in k."""
+    made = torch.Generator().manual_seed(tokens + dim)
+    mix = torch.randn(2, dim, dim, generator=made)
+    q = torch.randn(batch, group * kv_heads, tokens, dim, generator=made) @ mix[0] * torch.logspace(-2, 1, dim)
+    k = torch.randn(batch, kv_heads, tokens, dim, generator=made) @ mix[1] * torch.logspace(1, -2, dim)
+    q[..., 7], k[..., 9] = 0, 0
+    return q, k
+
+
+@pytest.mark.parametrize(("batch", "group", "tokens", "dim"), [(1, 1, 1, 16), (2, 3, 40, 48), (1, 2, 5000, 64)])
+def test_scores_stay(batch: int, group: int, tokens: int, dim: int) -> None:
+    q, k = operands(batch, group, 2, tokens, dim)
+    turn = turning(q, k)
+    scores = [
+        a[:, :, -50:].double() @ b.double().repeat_interleave(group, 1).mT for a, b in ((q, k), (turn.q(q), turn.k(k)))
+    ]
+    torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=3e-6 * float(scores[0].abs().max()))
+    torch.testing.assert_close(turn.back(turn.k(k)), k, rtol=1e-4, atol=1e-5 * float(k.abs().max()))
+
+
+def test_second_moments_become_equal() -> None:
+    """So many tokens leave little of the prior. The size of q times that of k is then the least there is."""
+    q, k = operands(1, 1, 1, 2000, 32)
+    turn = turning(q, k)
+    moments = [x[0, 0].double().T @ x[0, 0].double() for x in (turn.q(q), turn.k(k))]
+    torch.testing.assert_close(moments[0], moments[1], rtol=0, atol=0.07 * float(moments[0].abs().max()))
+    before = [x[0, 0].double().T @ x[0, 0].double() for x in (q, k)]
+    # The sum of the singular values of Q Kᵀ's core, the nuclear norm, bounds |Q| |K| over all changes of basis.
+    product = torch.linalg.eigvals(before[0] @ before[1]).real.clamp(min=0).sqrt().sum()
+    sizes = [float(m.trace()) ** 0.5 for m in moments]
+    assert float(product) <= sizes[0] * sizes[1] * (1 + 1e-6) < 1.05 * float(product)
+
+
+@pytest.mark.parametrize(("name", "most"), [("fp8", 0.75), ("nvfp4", 0.6)])
+def test_rounded_keys_give_better_scores(name: str, most: float) -> None:
+    q, k = operands(1, 2, 2, 300, 64)
+    turn = turning(q, k)
+    errors = []
+    for query, key in ((q, k), (turn.q(q), turn.k(k))):
+        rounded = round_kv(key, FORMATS[name], first_scale(key, FORMATS[name]))
+        scores = [query.double() @ each.double().repeat_interleave(2, 1).mT for each in (key, rounded)]
+        errors.append(float((scores[1] - scores[0]).norm()))
+    assert errors[1] < most * errors[0]
+
+
+def test_what_is_not_finite_stays_visible() -> None:
+    """A model that overflows gives NaN as it would without us, and no error of a decomposition."""
+    q, k = operands(1, 1, 1, 20, 16)
+    k[0, 0, 3, 5] = torch.inf
+    turn = turning(q, k)
+    assert bool(turn.of_k.isfinite().all()) and not bool(turn.k(k).isfinite().all())
