@@ -12,8 +12,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
 from quant.kernels.attention_reference import reference
+from quant.kernels.kv_cache import round_kv
 from quant.kernels.ring_attention import _work, message_bytes, quantize_blocks, ring_attention, shard, unshard
 
 WORLDS = (2, 3, 4)
@@ -83,7 +83,8 @@ def rounded(x: torch.Tensor, name: str | None, world: int) -> torch.Tensor:
         else:
             amax = piece.abs().amax((2, 3))
             power = torch.exp2(torch.ceil(torch.log2(amax / (6 * 448))))
-            pieces.append(quantize(piece, FORMATS["nvfp4"], global_scale=power).dequantize().double())
+            rows = [round_kv(x, FORMATS["nvfp4"], scale) for x, scale in zip(piece, power, strict=True)]
+            pieces.append(torch.stack(rows).double())
     return torch.cat(pieces, 2)
 
 

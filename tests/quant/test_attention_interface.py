@@ -8,8 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import pytest
 import numpy as np
+import pytest
 import scipy.linalg
 import torch
 from click.testing import CliRunner
@@ -21,7 +21,6 @@ from quant.cli import main, quantize_command
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.kernels.kv_cache import first_scale, round_kv
-from quant.turning import turning
 
 transformers = pytest.importorskip("transformers")
 
