@@ -267,12 +267,9 @@ def _consume(
     rows: gl.constexpr = 16 * warps
     width: gl.constexpr = block_m if block_m < 64 else 64
     alone: gl.constexpr = block_m <= ALONE
-    if alone:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
-        narrow: gl.constexpr = layout
-    else:
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
-        narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+    version: gl.constexpr = [2, 0] if alone else [3, 0]
+    layout: gl.constexpr = gl.NVMMADistributedLayout(version, [warps, 1], [16, 8] if alone else [16, block_m, 16])
+    narrow: gl.constexpr = gl.NVMMADistributedLayout(version, [warps, 1], [16, 8] if alone else [16, width, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
     begin, end, each, rest = _span(units)
