@@ -155,7 +155,8 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
     magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
     code = encode(first, E4M3).view(torch.uint8).int()
-    best, least = first, None
+    best: torch.Tensor = first
+    least: torch.Tensor | None = None
     for offset in range(CANDIDATES[0], CANDIDATES[1] + 1):
         stored = decode((code + offset).clamp_(1, E4M3.max_code).to(torch.uint8).view(torch.float8_e4m3fn), E4M3)
         rounded = round_to(magnitude * (1 / stored), E2M1) * stored

@@ -19,8 +19,8 @@ a whole text sees the same keys and values as decoding token by token. What atte
     behind what is in a cache     `quant.kernels.decode_attention`, on the pages; queries in 16 bit, as its dots are
     padding or another mask       plain PyTorch on the rounded operands
 
-Queries and keys are first turned alike (`quant.turning`), which leaves their scores and makes rounding them cost a
-third as much. Scales are one a KV head. That of the values comes from the model's `v_scale`, which `quantize
+Queries and keys are first turned alike (`quant.turning`), which leaves their scores and makes rounding them to E4M3
+cost a third as much KL. Scales are one a KV head. That of the values comes from the model's `v_scale`, which `quantize
 --kv-cache fp8` calibrates and a checkpoint keeps; those of turned keys, and of values where nothing was calibrated,
 are what the first tokens give. Where attention itself stays in 16 bit, a checkpoint with calibrated FP8 scales is not
 turned, and `k_scale` is used, too: that is how other runtimes will read it.
@@ -46,7 +46,7 @@ from quant.formats.scaling import divided
 from quant.kernels.attention import DIMS, attention
 from quant.kernels.attention_quantize import quantize_attention
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
-from quant.kernels.kv_cache import first_scale, kv_format, round_kv
+from quant.kernels.kv_cache import HEADROOM, first_scale, kv_format, round_kv
 from quant.kernels.ring_attention import quantize_blocks
 from quant.turning import turning
 
@@ -136,7 +136,8 @@ def scales_of(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Calibrated scales of K and V that fit a cache in `format`, float32 `[kv_heads]`; None for what has none.
 
-    Those of K are of keys that are not turned.
+    Those of K are of keys that are not turned. Where these are, values get the room that a measured scale leaves:
+    saturating what calibration did not meet costs SmolLM2 0.2% of perplexity, and a power of two moves no code.
     """
     if not _is_calibrated(module, format):
         return None, None
@@ -146,7 +147,7 @@ def scales_of(
         if scale.numel() not in (1, kv_heads):
             raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
         found.append(scale.float().flatten().expand(kv_heads))
-    return None if turned else found[0], found[1]
+    return (None, found[1] * HEADROOM) if turned else (found[0], found[1])
 
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:

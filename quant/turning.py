@@ -76,13 +76,14 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     channels = product.diagonal(dim1=-2, dim2=-1)
     least = channels.mean(-1, keepdim=True) * _FLOOR
     least = torch.where(least > 0, least, torch.ones_like(least))
-    return (product * seen + torch.diag_embed(channels * PRIOR)) / (seen + PRIOR) + torch.diag_embed(
-        least.expand_as(channels)
-    )
+    prior = torch.diag_embed(channels * PRIOR)
+    mean: torch.Tensor = (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))
+    return mean
 
 
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
     """A power of symmetric matrices by their eigenvalues, those that rounding made negative or zero raised a little."""
     values, vectors = torch.linalg.eigh((x + x.mT) / 2)
     values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))
-    return (vectors * values[:, None] ** exponent) @ vectors.mT
+    raised: torch.Tensor = (vectors * values[:, None] ** exponent) @ vectors.mT
+    return raised

@@ -140,13 +140,13 @@ def test_fp8_attention_turns_keys_and_uses_the_calibrated_scale_of_values(model:
     fp8 = FORMATS["fp8"]
     for layer in model.model.layers:  # type: ignore[union-attr]
         layer.self_attn.register_buffer("k_scale", torch.tensor([1e-5]))  # type: ignore[union-attr]
-        layer.self_attn.register_buffer("v_scale", torch.tensor([0.3, 0.1]))  # type: ignore[union-attr]
+        layer.self_attn.register_buffer("v_scale", torch.tensor([0.02, 0.006]))  # type: ignore[union-attr]
 
     def change(module: Any, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
         q, k = turned(q, k)
         scale = q.abs().amax((2, 3), keepdim=True) / 448
         q = (q / scale).to(torch.float8_e4m3fn).float() * scale
-        return q, round_kv(k, fp8, first_scale(k, fp8)), round_kv(v, fp8, module.v_scale)
+        return q, round_kv(k, fp8, first_scale(k, fp8)), round_kv(v, fp8, 16 * module.v_scale)
 
     expected = by_hand(model, IDS, change)
     plain = logits_of(model, IDS)
