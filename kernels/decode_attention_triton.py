@@ -330,7 +330,7 @@ def launch(
     if splits > 1:
         parts = torch.empty((batch, splits, heads, new, dim), dtype=torch.float32, device=q.device)
         lses = torch.empty((batch, splits, heads, new), dtype=torch.float32, device=q.device)
-    overlap = overlap_options(q)
+    overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
     attend_kernel[splits, pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
