@@ -43,8 +43,8 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
         for place, word in _places(blob, by_word.keys()):
             for name, index, offset in by_word[word]:
                 start = place - offset
-                head = _heads(codes[name], bits[name])[index].tobytes()
-                if not held[name] and start >= 0 and blob[start : start + len(head)] == head:
+                begin = _heads(codes[name], bits[name])[index].tobytes()
+                if not held[name] and start >= 0 and blob[start : start + len(begin)] == begin:
                     held[name] = _lies_at(blob, start, _layouts(codes[name], bits[name])[index])
     return held
 
