@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
@@ -28,6 +27,8 @@ from quant.errors import UserError
 from quant.extras import require, versions
 from quant.loading import open_model
 from quant.pipeline import open_any
+
+gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 
 GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 BASE = GOLDENS / "base"

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
@@ -42,6 +41,8 @@ from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
 from quant.recipes.solver_names import ROUNDINGS, STEPS
 from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
+
+gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 
 BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
