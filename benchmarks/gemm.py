@@ -128,6 +128,8 @@ def _words(choice: tiles.Choice) -> str:
         c = choice
         swap = "ᵀ" if c.swap else ""
         return f"{c.block_m}x{c.block_n}x{c.block_k}{swap}/{c.splits} w{c.warps}s{c.stages}"
+    if isinstance(choice, tiles.PrefillTiles):
+        return f"tall {choice.block_m}x{128 * choice.halves} d{choice.depth}s{choice.stages}"
     return "dense"
 
 
@@ -251,10 +253,11 @@ def casts(compile_only: bool) -> Iterator[Row]:
 
 
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
-MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in (128, 256)] + [(WIDE, 512)]
+MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in (128, 256, 512)]
+PREFILL = [(shape, tokens) for shape in SHAPES for tokens in (1024, 4096)]
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
-    "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, (WIDE, 1024), (WIDE, 4096)], prepacked=True),
+    "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, *PREFILL], prepacked=True),
     "mxfp4": weights("mxfp4", [(shape, 16) for shape in SHAPES], prepacked=True),
     "peers": peers,
     "prefill": prefill,
