@@ -181,11 +181,17 @@ def allocate_for_api(
     max_kl: float | None,
     formats: str | Sequence[str] | None,
     solver: str | None,
+    changed: bool,
     where: Mapping[str, Any],
 ) -> Plan:
-    """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default."""
+    """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default.
+
+    `changed`: whether a guard or an observer was asked for, which would change what is measured here.
+    """
     if recipe != "nvfp4":
         raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
+    if changed:
+        raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
     goal = Goal(bits=bits, max_kl=max_kl)
     return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **where).plan
 

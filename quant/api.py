@@ -102,7 +102,8 @@ def quantize(
                 model, make_plan(model, "fp8", include=include, exclude=exclude, run=run), progress=progress
             )
         where = {"include": include, "exclude": exclude, "run": run, "progress": progress}
-        recipe = allocate_for_api(model, data, recipe, bits, max_kl, formats, solver, where)
+        changed = guard is not None or observer is not None
+        recipe = allocate_for_api(model, data, recipe, bits, max_kl, formats, solver, changed, where)
         include, exclude, solver = (), (), None
     if isinstance(recipe, Plan):
         if include or exclude or solver:

@@ -162,6 +162,13 @@ def _check_allocation(job: Job) -> None:
         raise UserError(f"{named[0]} fixes the formats that a budget would choose; name what it may use with --formats")
     if job.dry_run:
         raise UserError("--dry-run reads no weights, and an allocation measures what they lose; leave one of them out")
+    later = {"--guard": job.guard, "--observer": job.observer}
+    named = [option for option, value in later.items() if value is not None]
+    if named:
+        raise UserError(
+            f"{named[0]} would change what the allocation has measured; leave it out, and quantize again with "
+            f"--plan DIR/plan.json {named[0]} …"
+        )
 
 
 def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, load_seconds: float) -> dict[str, Any]:

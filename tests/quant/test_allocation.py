@@ -156,6 +156,8 @@ def test_from_python_in_one_call() -> None:
         api.quantize(_llama(), "fp8", _rows(), bits=6.0)
     with pytest.raises(UserError, match="nothing to allocate for"):
         api.quantize(_llama(), data=_rows(), formats="nvfp4")
+    with pytest.raises(UserError, match="guard= and observer= would change"):
+        api.quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
 
 
 def test_every_layer_says_why() -> None:
@@ -360,6 +362,7 @@ def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
 
     assert "--format fixes the formats that a budget would choose" in error("--bits", "5", "--format", "nvfp4")
     assert "--dry-run reads no weights" in error("--bits", "5", "--dry-run")
+    assert "--guard would change what the allocation has measured" in error("--bits", "5", "--guard", "0.1 keep")
     assert "write it like 24GB or 500MiB" in error("--fit", "24kg")
     calib = f"{tmp_path / 'tokens.safetensors'}:calibration"
     assert "smallest feasible value" in error("--bits", "3", "--calib", calib, "--seqlen", "24", "--calib-samples", "9")
