@@ -14,7 +14,8 @@ Programs stay on their SM, one each, and take every so many-th tile, in an order
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. Where there are at most
 half as many tiles as SMs, all are cut along K into equal shares: a program leaves the float32 sum of its share in
 `partial`, and when all have done so, adds up one piece of a tile. They are all on the GPU at that time, for there are
-no more than SMs. The order of every sum is fixed: results are the same in every run.
+no more than SMs; two streams of different priority that both launch such products could each hold the SMs that the
+other waits for, and must not. The order of every sum is fixed: results are the same in every run.
 
 Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
 GPU, where each program counts them; all are dealt out whole.
