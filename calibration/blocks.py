@@ -68,6 +68,11 @@ def output_of(result: Any) -> torch.Tensor:
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
 
 
+def stored_dtype(model: nn.Module) -> torch.dtype:
+    """That of the model's 16-bit or 32-bit weights, which a checkpoint's scales are rounded to."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
 def block_names(model: nn.Module) -> list[str]:
     """Names of the repeated blocks, outermost lists only, in model order."""
     found: list[str] = []

@@ -251,9 +251,12 @@ class Embeddings:
 
     def _embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Mean of the last hidden states, normalized: `[rows, hidden]`."""
-        result = self.model(rows)
-        hidden = result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
-        return torch.nn.functional.normalize(hidden.float().mean(dim=1), dim=-1)
+        return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
+
+
+def last_hidden(result: Any) -> torch.Tensor:
+    """The last hidden states in what an encoder returns, `[rows, tokens, hidden]`."""
+    return result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
 
 
 def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:

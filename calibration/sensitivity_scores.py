@@ -32,6 +32,7 @@ from torch.linalg import vecdot
 
 from quant.calibration.alone import Form, Key, digest_of
 from quant.calibration.baseline import Baseline
+from quant.calibration.blocks import stored_dtype
 from quant.calibration.candidates import KEPT, Candidate
 from quant.calibration.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity import METHODS, UNITS, GroupScores, Sensitivity
@@ -90,7 +91,7 @@ def score_groups(
         return found
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
     report = _reporter(progress, "calibrate")
-    stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    stored = stored_dtype(model)
     divergence = divergence_of(model)
     if amax is None:
         with prepared(model, None):

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from quant.calibration.block_work import BlockWork
-from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, streamed
+from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, stored_dtype, streamed
 from quant.calibration.data import check_ids
 from quant.calibration.experts import ExpertsWork
 from quant.calibration.group import Settings, Solved, gather
@@ -109,7 +109,7 @@ class _Walk:
         self.home = next(model.parameters()).device
         self.batches = list(rows.to(self.home).split(settings.batch))
         self.few = rows[:1, :16].to(self.home)
-        self.stored = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.stored = stored_dtype(model)
 
     def run(self) -> None:
         names = block_names(self.model)

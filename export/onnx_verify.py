@@ -28,6 +28,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from quant.calibration.blocks import stored_dtype
 from quant.export.onnx import LAYER_KEY
 from quant.export.onnx_opsets import register_schemas
 from quant.export.onnx_reference import evaluator
@@ -64,7 +65,7 @@ def verify(
     """
     graph = LayerGraphs(Path(path))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    dtype = stored_dtype(model)
     found = []
     for done, (name, module) in enumerate(layers, 1):
         found.append(_compare(name, module, graph, checkpoint(name) if checkpoint else None, dtype))

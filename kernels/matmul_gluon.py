@@ -384,17 +384,24 @@ def linear(
     if split:
         partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, count)
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
     linear_kernel[(programs,)](
-        TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, 64], x_layout),
-        TensorDescriptor(weight.codes, [N * K // 2048, 256], [256, 1], [2 * depth, 256], flat),
-        TensorDescriptor(weight.scale, [N * K // 4096, 64], [64, 1], [depth, 64], flat),
+        *descriptors(x, weight, block_m, depth),
         weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units,
         has_bias=bias is not None, gated=gated, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
         **registers(tiles), num_warps=tiles.warps, launch_pdl=tiles.overlap,
     )  # fmt: skip
     return y
+
+
+def descriptors(x: torch.Tensor, weight: BlockScaledTensor, block_m: int, depth: int) -> tuple[TensorDescriptor, ...]:
+    """What is fetched at once of x, words and scales: `block_m` rows by 64 columns, and `depth` tiles of the weight."""
+    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
+    return (
+        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [block_m, 64], x_layout),
+        TensorDescriptor(weight.codes, [weight.codes.numel() // 256, 256], [256, 1], [2 * depth, 256], flat),
+        TensorDescriptor(weight.scale, [weight.scale.numel() // 64, 64], [64, 1], [depth, 64], flat),
+    )
 
 
 def registers(tiles: GluonTiles) -> dict[str, int]:

@@ -53,6 +53,7 @@ from quant.kernels.matmul_gluon import (
     _put,
     _span,
     _store,
+    descriptors,
 )
 from quant.kernels.nvfp4_gluon import DECODED, decode
 from quant.kernels.tiles import PrefillTiles, prefill_tiles
@@ -437,13 +438,9 @@ def _launch(
     if cut:
         partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, cut)
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
     y_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
     prefill_kernel[(programs,)](
-        TensorDescriptor(x, [M, K], [x.stride(0), 1], [block_m, 64], x_layout),
-        TensorDescriptor(weight.codes, [weight.codes.numel() // 256, 256], [256, 1], [2 * depth, 256], flat),
-        TensorDescriptor(weight.scale, [weight.scale.numel() // 64, 64], [64, 1], [depth, 64], flat),
+        *descriptors(x, weight, block_m, depth),
         TensorDescriptor(y, [M, N], [N, 1], [block_m, 128], y_layout),
         weight.global_scale, x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
         1 if offsets is None else len(offsets) - 1, M, N, full, steps, cut * steps, tiles_m, tiles_n, K // 64,

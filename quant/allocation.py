@@ -37,6 +37,7 @@ from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.allocation_space import Constraint, Goal, Run, Space
 from quant.calibration.allocate import SCORE, Infeasible
 from quant.calibration.alone import Form, Key, solve_alone
+from quant.calibration.blocks import stored_dtype
 from quant.calibration.candidates import parse_candidates
 from quant.calibration.divergence import divergence_of
 from quant.calibration.sensitivity import Sensitivity
@@ -138,7 +139,7 @@ def allocate(
         check = check if len(check) else scored
     searched = rest[: effort.search_rows] if len(rest) else scored
     problem = space.problem(scores)
-    trial = Trial(model, space.groups, space.candidates, amax, stand_in, _dtype_of(model), forms)
+    trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), forms)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
     bench = Bench(trial, space, divergence_of(model), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
@@ -232,14 +233,10 @@ def _forms(
     """The solver that a trial rounds with, and what it gets ready-made from one that works from data."""
     if not get_pipeline(solver).needs_data:
         return solver, {}
-    stored = _dtype_of(model)
+    stored = stored_dtype(model)
     report = (lambda done, total: progress("alone", done, total)) if progress else None
     with prepared(model, dtype):
         return _STAND_IN, solve_alone(model, space.groups, space.allowed, rows, solver, stored, report)
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def _with_real_solver(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.blocks import stored_dtype
 from quant.calibration.collect import collect_input_amax
 from quant.calibration.generate import generate_rows
 from quant.calibration.group import Settings, Solved
@@ -125,7 +126,7 @@ def quantize(
     if plan.kv_cache is not None:
         assert data is not None
         scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
-        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", _dtype_of(model)))
+        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", stored_dtype(model)))
     return quantized
 
 
@@ -307,7 +308,7 @@ def calibrate(
         shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None
-            scale = static_input_scale(shared, member.activation, _dtype_of(model))
+            scale = static_input_scale(shared, member.activation, stored_dtype(model))
             assert scale is not None
             scales[member.name] = scale
     return scales
@@ -450,7 +451,3 @@ def use_expert_modules(model: nn.Module, plan: Plan) -> None:
 
         ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
         config._experts_implementation = "quant"
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

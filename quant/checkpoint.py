@@ -12,6 +12,7 @@ from torch import nn
 
 from quant import load_huggingface
 from quant.api import install_kv_scales, install_weight, use_expert_modules
+from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
@@ -50,8 +51,7 @@ def save(
     """
     layout.check_plan(plan)
     plan = files.plan_of_model(model, plan)
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    tensors = files.checkpoint_tensors(model, dtype)
+    tensors = files.checkpoint_tensors(model, stored_dtype(model))
     return _write(Path(directory), tensors, plan, getattr(model, "config", None), model, tokenizer, overwrite, finish)
 
 

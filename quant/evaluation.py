@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.divergence import last_hidden
 from quant.errors import UserError
 
 # 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
@@ -172,9 +173,7 @@ def _embedding_distance(
 def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean of the last hidden states, float64 `[rows, hidden]`."""
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    result: Any = model(input_ids=batch.to(device))
-    hidden: torch.Tensor = result.last_hidden_state if hasattr(result, "last_hidden_state") else result[0]
-    return hidden.double().mean(dim=1)
+    return last_hidden(model(input_ids=batch.to(device))).double().mean(dim=1)
 
 
 def _measure(reads: Sequence[Read], batch: torch.Tensor, first_row: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ Its decoding is repeated in PyTorch by test_prepack.py; its values are tested on
 """
 
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -13,39 +14,6 @@ from quant.kernels import matmul_gluon
 from quant.kernels.aot import CompiledKernel, assemble
 from quant.kernels.hardware import TARGETS
 from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
-
-
-def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool, gated: bool = False) -> CompiledKernel:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
-    kernel = matmul_gluon.linear_kernel
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
-    types = {
-        "x_desc": f"tensordesc<bf16[{block_m}, 64],{x_layout!r}>",
-        "w_desc": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
-        "s_desc": f"tensordesc<i32[{depth}, 64],{flat!r}>",
-    }
-    types |= {"global_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "partial": "*fp32", "counter": "*i32"}
-    options = matmul_gluon.registers(tiles)
-    constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
-    constants |= {"has_bias": split and not gated, "gated": gated}
-    constants["fetcher_registers"] = options.pop("fetcher_registers")
-    names = kernel.arg_names
-    types = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name == "N"]
-    source = GluonASTSource(
-        kernel,
-        types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, **options})
-    return CompiledKernel("linear_kernel", result.asm["ptx"], 90, (), warps, result.metadata.shared)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +28,20 @@ def compiled(block_m: int, warps: int, resident: int, depth: int, split: bool, g
     ],
 )
 def test_weights_go_from_registers_into_wgmma(
-    block_m: int, warps: int, resident: int, depth: int, split: bool, gated: bool
+    compile_matmul: Callable[..., CompiledKernel],
+    block_m: int,
+    warps: int,
+    resident: int,
+    depth: int,
+    split: bool,
+    gated: bool,
 ) -> None:
-    kernel = compiled(block_m, warps, resident, depth, split, gated)
+    tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
+    options = {"num_warps": warps, **matmul_gluon.registers(tiles)}
+    constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
+    constants |= {"has_bias": split and not gated, "gated": gated}
+    constants["fetcher_registers"] = options.pop("fetcher_registers")
+    kernel = compile_matmul(matmul_gluon.linear_kernel, block_m, depth, {}, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )

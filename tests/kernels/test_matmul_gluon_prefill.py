@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -21,43 +22,19 @@ from quant.kernels.tiles import PrefillTiles, prefill_tiles
 SIZES = ((128, 2), (128, 1), (64, 1), (32, 1))
 
 
-def compiled(tiles: PrefillTiles, split: bool, width: int) -> CompiledKernel:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon._runtime import GluonASTSource
-
-    kernel, block_m, depth = matmul_gluon_prefill.prefill_kernel, tiles.block_m, tiles.depth
-    flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
-    y_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
-    types = {
-        "x_desc": f"tensordesc<bf16[{block_m}, 64],{x_layout!r}>",
-        "w_desc": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
-        "s_desc": f"tensordesc<i32[{depth}, 64],{flat!r}>",
-        "y_desc": f"tensordesc<bf16[{block_m}, 128],{y_layout!r}>",
-    }
-    types |= {"global_scale": "*fp32", "bias": "*bf16", "y": "*bf16", "partial": "*fp32"}
-    types |= {"counter": "*i32", "offsets": "*i32"}
-    constants = {"has_bias": split, "halves": tiles.halves, "stages": tiles.stages, "depth": depth}
-    constants |= {"width": width, "split": split, "overlap": True}
-    names = kernel.arg_names
-    types = {name: types.get(name, "constexpr" if name in constants else "i32") for name in names}
-    aligned = [name for name, kind in types.items() if kind.startswith("*") or name == "N"]
-    source = GluonASTSource(
-        kernel,
-        types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8, "maxnreg": 168})
-    return CompiledKernel("prefill_kernel", result.asm["ptx"], 90, (), 8, result.metadata.shared)
-
-
 @pytest.mark.parametrize(("size", "split", "width"), [((128, 2), True, 0), ((64, 2), False, 0), ((128, 2), False, 128)])
-def test_weights_go_from_registers_into_wgmma(size: tuple[int, int], split: bool, width: int) -> None:
+def test_weights_go_from_registers_into_wgmma(
+    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int], split: bool, width: int
+) -> None:
+    from triton.experimental.gluon import language as gl
+
     tiles = prefill_tiles(*size, TARGETS["h100"])
-    kernel = compiled(tiles, split, width)
+    y_layout = gl.NVMMASharedLayout.get_default_for([tiles.block_m, 128], gl.bfloat16)
+    types = {"y_desc": f"tensordesc<bf16[{tiles.block_m}, 128],{y_layout!r}>", "offsets": "*i32"}
+    constants = {"has_bias": split, "halves": tiles.halves, "stages": tiles.stages, "depth": tiles.depth}
+    constants |= {"width": width, "split": split, "overlap": True}
+    options = {"num_warps": 8, "maxnreg": 168}
+    kernel = compile_matmul(matmul_gluon_prefill.prefill_kernel, tiles.block_m, tiles.depth, types, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
