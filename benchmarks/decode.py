@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _plot import lines
 from _table import machine, show, versions, write_json
 from gemm import random_weight
 from torch import nn
@@ -176,6 +177,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024, help="tokens in the cache")
     parser.add_argument("--seconds", type=float, default=1.0, help="of replays a row")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    parser.add_argument("--plot", type=Path, help="also draw the rate over BF16's by batch here: .png or .svg")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
@@ -197,6 +199,10 @@ def main() -> None:
     header = {**machine(), **versions("triton"), "layers": str(options.layers), "context": str(options.context)}
     if options.json:
         write_json(options.json, "Decoding, Llama 3 8B's shape", header, table)
+    if options.plot:
+        case = f"8B shape, {options.context} tokens of context"
+        drawn = [{**row, "case": case} for row in table]
+        lines(options.plot, drawn, x="batch", y="x bf16", line="linears", panel="case")
     show("Decoding, Llama 3 8B's shape", header, table)
 
 

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from _gemm_peers import humming
+from _plot import lines
 from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
@@ -329,6 +330,7 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
     parser.add_argument("--table", type=Path, help="also write the fastest launches as a table for kernels/tuned/")
+    parser.add_argument("--plot", type=Path, help="also draw NVFP4 over cuBLAS by tokens here: .png or .svg")
     parser.add_argument("--limit", type=float, help="seconds, after which the table shows what is there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -353,6 +355,13 @@ def main() -> None:
     title = "Multiplying by quantized weights"
     if options.json:
         write_json(options.json, title, header, rows)
+    if options.plot:
+        drawn = [
+            {**row, "N × K": f"{row['N']} × {row['K']}", "tokens": row["M"]}
+            for row in rows
+            if row["what"].startswith(("nvfp4 prepacked", "nvfp4 ×", "humming"))
+        ]
+        lines(options.plot, drawn, x="tokens", y="x bf16", line="what", panel="N × K")
     if options.table:
         entries = {r["key"]: {"choice": r["choice"], "microseconds": round(r["us"], 2)} for r in rows if "key" in r}
         text = json.dumps({"gpu": current().name, "entries": entries}, indent=1, sort_keys=True)
