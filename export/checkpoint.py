@@ -32,6 +32,8 @@ from quant.recipes.plan import LayerPlan, Plan
 
 SHARD_BYTES = 5 * 1000**3
 PLAN_FILE = "plan.json"
+OURS = (PLAN_FILE, "receipt.json")
+"""Files that mark a directory as one that Blockscale wrote, and may replace."""
 _EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -40,7 +42,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     """Gives a temporary directory that becomes `path` when the block ends without an error.
 
     Raises:
-        FileExistsError: `path` holds files and `overwrite` is False, or it is a file.
+        OSError: `path` is not to be replaced, as `check_destination` says.
     """
     check_destination(path, overwrite=overwrite)
     path = path.resolve()  # what a link points to is replaced, not the link
@@ -50,9 +52,7 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     try:
         yield temporary
         temporary.chmod(0o777 & ~_umask())
-        if path.exists():
-            shutil.rmtree(path)
-        temporary.rename(path)
+        _put_in_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
@@ -61,13 +61,58 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
         raise
 
 
+def _put_in_place(new: Path, path: Path) -> None:
+    """Renames `new` to `path`; what was there goes only when the new one stands, and comes back if it does not."""
+    if not path.exists():
+        new.rename(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.rename(old)
+    try:
+        new.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
 def check_destination(path: Path, *, overwrite: bool) -> None:
-    """Raises FileExistsError unless `path` is free, an empty directory or may be overwritten, and below no file."""
+    """Checks, before anything slow, that a directory can be put at `path`.
+
+    Raises:
+        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or they are not what
+            Blockscale writes.
+        OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
+            nothing can be written there.
+    """
     for place in (path, *path.parents):
         if place.exists() and not place.is_dir():
             raise FileExistsError(f"{place} is a file; name a directory for the checkpoint")
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
+    if os.path.ismount(path):
+        raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
+    whole = path.resolve()
+    if whole in (Path.cwd(), *Path.cwd().parents):
+        raise OSError(f"{path} is the current directory or above it; name a directory in it")
+    _check_files(path, overwrite)
+    parent = next(place for place in whole.parents if place.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
+
+
+def _check_files(path: Path, overwrite: bool) -> None:
+    files = sorted(place.name for place in path.iterdir()) if path.is_dir() else []
+    if not files:
+        return
+    if not overwrite:
         raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
+    if not any(name in files for name in OURS):
+        raise FileExistsError(
+            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: --overwrite replaces "
+            "only what Blockscale wrote; choose another directory"
+        )
 
 
 def _umask() -> int:

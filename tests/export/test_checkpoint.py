@@ -8,6 +8,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -68,17 +69,18 @@ def test_a_failure_leaves_everything_as_it_was(tmp_path: Path, error: BaseExcept
     target = tmp_path / "out" if existing else tmp_path / "new" / "parents" / "out"
     if existing:
         target.mkdir()
-        (target / "precious").write_text("old")
+        (target / "plan.json").write_text("old")
     with pytest.raises(type(error)), new_directory(target, overwrite=True) as directory:  # noqa: PT012
         (directory / "half").write_text("h")
         raise error
-    assert [p.name for p in tmp_path.rglob("*")] == (["out", "precious"] if existing else [])
+    assert [p.name for p in tmp_path.rglob("*")] == (["out", "plan.json"] if existing else [])
 
 
 def test_overwriting_replaces_the_whole_directory(tmp_path: Path) -> None:
     target = tmp_path / "out"
     target.mkdir()
     (target / "old-00001-of-00002.safetensors").write_text("old")
+    (target / "plan.json").write_text("old")
     with (
         pytest.raises(FileExistsError, match=r"out is not empty; pass --overwrite"),
         new_directory(target, overwrite=False),
@@ -88,11 +90,64 @@ def test_overwriting_replaces_the_whole_directory(tmp_path: Path) -> None:
     with new_directory(target, overwrite=True) as directory:
         (directory / "new").write_text("new")
     assert [p.name for p in target.iterdir()] == ["new"]
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_what_was_there_comes_back_if_the_new_cannot_be_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out"
+    target.mkdir()
+    (target / "plan.json").write_text("old")
+    rename = Path.rename
+
+    def refuse(self: Path, to: Path) -> Path:
+        if Path(self, "new").exists():
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"), new_directory(target, overwrite=True) as directory:
+        (directory / "new").write_text("new")
+    assert [str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")] == ["out", "out/plan.json"]
+
+
+def test_only_what_we_wrote_is_replaced(tmp_path: Path) -> None:
+    """`--out MODEL --overwrite` would delete the model that is being quantized, `--out ~` everything."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("weights")
+    with pytest.raises(FileExistsError, match=r"model holds config.json and no plan.json or receipt.json, so it is"):
+        check_destination(model, overwrite=True)
+    (model / "plan.json").write_text("{}")
+    check_destination(model, overwrite=True)
+
+
+def test_what_cannot_be_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (".", "..", str(tmp_path)):
+        with pytest.raises(OSError, match="is the current directory or above it; name a directory in it"):
+            check_destination(Path(place), overwrite=False)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "volume")
+    with pytest.raises(OSError, match="volume is a mount point"):
+        check_destination(tmp_path / "volume", overwrite=False)
+    check_destination(tmp_path / "volume" / "below", overwrite=False)
+
+
+def test_a_place_where_nothing_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(**options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    with pytest.raises(OSError, match=rf"a/b: {tmp_path} cannot be written to \(Read-only file system\); choose"):
+        check_destination(tmp_path / "a" / "b", overwrite=False)
 
 
 def test_a_link_to_a_directory_stays_a_link(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
-    (tmp_path / "real" / "old").write_text("old")
+    (tmp_path / "real" / "plan.json").write_text("old")
     (tmp_path / "link").symlink_to("real")
     with new_directory(tmp_path / "link", overwrite=True) as directory:
         (directory / "new").write_text("new")
@@ -104,7 +159,7 @@ def test_what_may_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "full").mkdir()
-    (tmp_path / "full" / ".hidden").write_text("x")
+    (tmp_path / "full" / "receipt.json").write_text("x")
     check_destination(tmp_path / "absent", overwrite=False)
     check_destination(tmp_path / "empty", overwrite=False)
     check_destination(tmp_path / "full", overwrite=True)

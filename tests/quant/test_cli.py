@@ -302,8 +302,11 @@ def test_a_destination_that_is_not_empty(tmp_path: Path) -> None:
     before = tree(tmp_path)
     assert "is not empty; pass --overwrite" in refused(quantize_base(out, "--format", "nvfp4a16"))
     assert tree(tmp_path) == before
+    assert "holds precious.txt and no plan.json" in refused(quantize_base(out, "--format", "nvfp4a16", "--overwrite"))
+    assert tree(tmp_path) == before
+    (out / "plan.json").write_text("old")
     assert quantize_base(out, "--format", "nvfp4a16", "--overwrite").exit_code == 0
-    assert not (out / "precious.txt").exists() and (out / "plan.json").exists()
+    assert not (out / "precious.txt").exists() and (out / "plan.json").read_text() != "old"
 
 
 def test_what_is_quantized_already(tmp_path: Path) -> None:
