@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.export import compressed_tensors as layout
+from quant.export.stored_names import EXPERT_PARTS, cut_experts, stored_names
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.embedding import QuantEmbedding
@@ -34,7 +35,6 @@ SHARD_BYTES = 5 * 1000**3
 PLAN_FILE = "plan.json"
 OURS = (PLAN_FILE, "receipt.json")
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
-_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @contextmanager
@@ -128,6 +128,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         model: with `QuantLinear` and `QuantExperts` in place.
         dtype: the model's dtype, for float scales.
     """
+    names = stored_names(model)
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts | QuantEmbedding)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor] = {}
@@ -139,7 +140,9 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
         if view in seen and tensor.numel() and tensor.data_ptr():
             continue
         seen.add(view)
-        tensors[name] = tensor.contiguous()
+        cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
+        for part, matrix in (cut_experts(name, tensor) if cut else {name: tensor}).items():
+            tensors[part] = matrix.contiguous()
     for name, module in quantized.items():
         for part, weight in layer_weights(name, module.quantized_weight).items():
             for suffix, tensor in layout.compress(weight, module.input_scale, dtype, module.activation_format).items():
@@ -148,7 +151,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype) -> dict[str, torch.
             beside = getattr(module, suffix, None)
             if beside is not None:
                 tensors[f"{name}.{suffix}"] = beside.contiguous()
-    return tensors
+    return {names.stored(name): tensor for name, tensor in tensors.items()}
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
@@ -169,12 +172,13 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
     """A layer's matrices by their names in the checkpoint.
 
     A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
-    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for.
+    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for, or that `stored_names` turns
+    into them.
     """
     if len(weight.shape) == 2:
         return {name: weight}
     stem, _, last = name.rpartition(".")
-    names = _EXPERT_PARTS.get(last, (last,))
+    names = EXPERT_PARTS.get(last, (last,))
     found = {}
     for index in range(weight.shape[0]):
         for part, matrix in zip(names, split_rows(weight.matrix(index), len(names)), strict=True):
@@ -188,7 +192,7 @@ def layer_tensor_names(names: Iterable[str], layer: LayerPlan) -> list[str]:
         own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_]+")
     else:
         stem, _, last = layer.name.rpartition(".")
-        own = re.compile(rf"{re.escape(stem)}\.\d+\.({'|'.join(_EXPERT_PARTS.get(last, (last,)))})\..+")
+        own = re.compile(rf"{re.escape(stem)}\.\d+\.({'|'.join(EXPERT_PARTS.get(last, (last,)))})\..+")
     return [name for name in names if own.fullmatch(name)]
 
 
@@ -274,7 +278,7 @@ def write_config(directory: Path, model: Any, plan: Plan) -> None:
     # Both may be stale: a model built from a config has no architectures there, and .to(dtype) leaves the dtype.
     fields["architectures"] = [type(model).__name__]
     fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
-    fields["quantization_config"] = layout.quantization_config(plan)
+    fields["quantization_config"] = layout.quantization_config(plan, stored_names(model))
     path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
@@ -320,7 +324,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     experts, input_scale = [], None
     for index in range(plan.shape[0]):
         parts = []
-        for part in _EXPERT_PARTS.get(last, (last,)):
+        for part in EXPERT_PARTS.get(last, (last,)):
             weight, input_scale = _read_linear(tensors, f"{stem}.{index}.{part}", plan.weight)
             parts.append(weight)
         experts.append(join_rows(parts))

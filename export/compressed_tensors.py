@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from quant.export.stored_names import StoredNames
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0
 from quant.formats.tensor import BlockScaledTensor
@@ -69,7 +70,8 @@ def compress(
     scale = weight.scale
     if format.scale.is_wide:
         stored = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-        scale = scale.to(stored)
+        # Gate and up of an expert may share theirs, and no two tensors of a file may share memory.
+        scale = scale.to(stored, copy=True)
         if format.block == (0, 0):
             scale = scale.reshape(1)
     if format.name == "int4":
@@ -122,13 +124,19 @@ def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
     return single if bool(_reciprocal(single) == reciprocal.reshape(1)) else exact
 
 
-def quantization_config(plan: Plan) -> dict[str, Any]:
+def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
     """`quantization_config` for config.json.
 
     One group per pair of formats. A group that holds every quantized linear targets the class, as the peers
     write it; otherwise each group lists its layers.
+
+    Args:
+        plan: what was applied.
+        names: of the model's tensors on disk. A layer that is called otherwise there is listed under both names:
+            transformers matches its modules' and servers those of the files.
     """
     check_plan(plan)
+    names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
     for layer in plan.quantized:
         assert layer.weight is not None
@@ -141,24 +149,29 @@ def quantization_config(plan: Plan) -> dict[str, Any]:
             "format": _LAYOUTS[weight.name],
             "input_activations": _activation_arguments(activation) if activation else None,
             "output_activations": None,
-            "targets": ["Linear"] if len(pairs) == 1 and not tables else _targets(layers),
+            "targets": ["Linear"] if len(pairs) == 1 and not tables else _targets(layers, names),
             "weights": _weight_arguments(weight),
         }
     return {
         "config_groups": groups,
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "global_compression_ratio": None,
-        "ignore": [layer.name for layer in plan.layers if layer.weight is None and layer.kind in ("linear", "head")],
+        "ignore": [
+            name
+            for layer in plan.layers
+            if layer.weight is None and layer.kind in ("linear", "head")
+            for name in names.both(layer.name)
+        ],
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},
-        "transform_config": _transform_config(plan),
+        "transform_config": _transform_config(plan, names),
         "version": VERSION,
     }
 
 
-def _transform_config(plan: Plan) -> dict[str, Any]:
+def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
     """Online rotations of inputs, one scheme a block size. The weights in the files are rotated already."""
     blocks: dict[int, list[LayerPlan]] = {}
     for layer in plan.quantized:
@@ -167,7 +180,7 @@ def _transform_config(plan: Plan) -> dict[str, Any]:
     schemes = {
         f"hadamard_{block}": {
             "type": "hadamard",
-            "apply": [{"targets": _targets(layers), "location": "input", "inverse": False, "ignore": []}],
+            "apply": [{"targets": _targets(layers, names), "location": "input", "inverse": False, "ignore": []}],
             "randomize": False,
             "requires_grad": False,
             "head_dim": block,
@@ -216,11 +229,16 @@ def _counted(names: Sequence[str]) -> str:
     return f"{names[0]} needs" if len(names) == 1 else f"{len(names)} layers, {names[0]} first, need"
 
 
-def _targets(layers: Sequence[LayerPlan]) -> list[str]:
-    return [
-        f"re:{re.escape(layer.name.rpartition('.')[0])}\\..*" if layer.kind == "experts" else layer.name
-        for layer in layers
-    ]
+def _targets(layers: Sequence[LayerPlan], names: StoredNames) -> list[str]:
+    targets: list[str] = []
+    for layer in layers:
+        if layer.kind != "experts":
+            targets += names.both(layer.name)
+            continue
+        # The name of one of its experts, without the number and the part.
+        stems = (name.rsplit(".", 2)[0] for name in names.both(f"{layer.name.rpartition('.')[0]}.0.down_proj"))
+        targets += [f"re:{re.escape(stem)}\\..*" for stem in stems]
+    return list(dict.fromkeys(targets))
 
 
 def _weight_arguments(format: Format) -> dict[str, Any]:

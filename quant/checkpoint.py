@@ -16,6 +16,7 @@ from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
+from quant.export.stored_names import RenamedTensors, expert_names, stored_names
 from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
 from quant.planning import check_plan_fits
@@ -128,10 +129,10 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     directory = Path(directory)
     if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint (no {files.PLAN_FILE}, no quantization_config)")
-    tensors = files.TensorFiles(directory)
     built = model is None
     if model is None:
         model = _build(directory)
+    tensors = open_tensors(directory, model)
     plan = _plan_of(directory, model)
     owned: set[str] = set()
     for layer in plan.quantized:
@@ -145,6 +146,11 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)
     return model.eval()
+
+
+def open_tensors(directory: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The tensors of a checkpoint of `model`, read when asked for, under the names that its modules have."""
+    return RenamedTensors(files.TensorFiles(directory), stored_names(model))
 
 
 def _build(directory: Path) -> nn.Module:
@@ -190,6 +196,7 @@ def _quantization_config(directory: Path) -> dict[str, Any] | None:
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    tensors = _with_fused_experts(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()
@@ -199,6 +206,16 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
     if lost or unexpected:
         what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
         raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def _with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
+    found = dict(tensors)
+    for name, parameter in model.named_parameters():
+        one_by_one = expert_names(name, len(parameter)) if parameter.dim() == 3 and name not in found else []
+        if one_by_one and all(each in found for each in one_by_one):
+            found[name] = torch.cat([found.pop(each) for each in one_by_one]).view(parameter.shape)
+    return found
 
 
 def _tensor(model: nn.Module, name: str) -> Any:

@@ -92,10 +92,11 @@ class Job:
 
     def stored(self, name: str) -> BlockScaledTensor:
         """A layer's weight as the checkpoint's files hold it."""
-        from quant.export.checkpoint import TensorFiles, read_layer
+        from quant.checkpoint import open_tensors
+        from quant.export.checkpoint import read_layer
 
         assert self.plan is not None
-        return read_layer(TensorFiles(self.directory), self.plan.by_name[name])[0]
+        return read_layer(open_tensors(self.directory, self.model), self.plan.by_name[name])[0]
 
 
 def export_onnx_files(job: Job) -> dict[str, Any]:

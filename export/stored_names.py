@@ -1,0 +1,164 @@
+"""The names that a model's tensors have on disk, where those are not its modules'.
+
+transformers 5 builds a model from parts that need not be called, or cut, as they are in its checkpoint:
+
+    disk     model.layers.0.block_sparse_moe.experts.3.w1.weight     language_model.model.layers.0.…
+    module   model.layers.0.mlp.experts.gate_up_proj                 model.language_model.layers.0.…
+
+Servers have read the names on disk for years, and transformers itself looks for an expert's matrices under no others:
+a checkpoint with the modules' names would leave its experts at random values there. transformers keeps the rules of
+its conversion as data; they are read here in both directions. Everything else speaks of modules:
+one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and `.down_proj` until they are written.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
+"""Matrices of an expert that one fused parameter holds, in the order of its rows; others hold one of their own name."""
+
+_EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
+Rename = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class StoredNames:
+    """Names of tensors, there and back.
+
+    Attributes:
+        renamings: from a module's name to that on disk, one after the other.
+        back: the other way.
+        experts: names on disk of an expert's matrices, by those that they have here.
+        cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
+    """
+
+    renamings: tuple[Rename, ...] = ()
+    back: tuple[Rename, ...] = ()
+    experts: Mapping[str, str] = field(default_factory=dict)
+    cut: frozenset[str] = frozenset()
+
+    def stored(self, name: str) -> str:
+        """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
+        stem, _, suffix = name.rpartition(".")
+        # Rules speak of weights; what stands for a quantized one goes where the weight would.
+        weight = suffix.startswith(("weight_", "input_"))
+        found = f"{stem}.weight" if weight else name
+        found = _apply(self.renamings, _swap(found, self.experts))
+        return f"{found.removesuffix('.weight')}.{suffix}" if weight else found
+
+    def of_model(self, name: str) -> str:
+        """The inverse of `stored`; a name of the model's own stays."""
+        stem, _, suffix = name.rpartition(".")
+        weight = suffix.startswith(("weight_", "input_"))
+        found = _apply(self.back, f"{stem}.weight" if weight else name)
+        found = _swap(found, {theirs: ours for ours, theirs in self.experts.items()})
+        return f"{found.removesuffix('.weight')}.{suffix}" if weight else found
+
+    def both(self, layer: str) -> list[str]:
+        """A layer's name as transformers knows it, and, where that differs, as the files have it."""
+        return list(dict.fromkeys((layer, self.stored(f"{layer}.weight").removesuffix(".weight"))))
+
+
+def stored_names(model: nn.Module | None) -> StoredNames:
+    """The names for a model of transformers; for any other, nothing changes."""
+    # A model of transformers cannot exist while its library is not loaded.
+    if "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
+        return StoredNames()
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # before 5.0 there were no conversions
+        return StoredNames()
+    known = _plain(get_model_conversion_mapping(model, add_legacy=False))
+    # Of the rules for a kind of model, those that its own checkpoint needed.
+    used = getattr(model, "_weight_conversions", None)
+    used = known if used is None else _plain(used)
+    fused = _fused(known)
+    return StoredNames(
+        renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
+        back=tuple(_renaming(rule) for rule in known if _is_renaming(rule)),
+        experts={
+            ours: theirs
+            for last, names in fused.items()
+            for ours, theirs in zip(EXPERT_PARTS.get(last, (last,)), names, strict=True)
+        },
+        cut=frozenset(_fused(used)),
+    )
+
+
+class RenamedTensors(Mapping[str, torch.Tensor]):
+    """Tensors of files under the names of the model."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: StoredNames) -> None:
+        self._tensors = tensors
+        self._stored = {names.of_model(name): name for name in tensors}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._tensors[self._stored[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def expert_names(name: str, experts: int) -> list[str]:
+    """The matrices of a fused parameter that stays in 16 bit, by the names they have one by one; all of an expert's
+    after each other."""
+    stem, _, last = name.rpartition(".")
+    return [f"{stem}.{index}.{part}.weight" for index in range(experts) for part in EXPERT_PARTS.get(last, (last,))]
+
+
+def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A fused parameter `[experts, out, in]` as one matrix for each of `expert_names`: views."""
+    names = expert_names(name, len(weight))
+    return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
+
+
+def _plain(rules: Iterable[Any]) -> list[Any]:
+    """Rules without those that add or remove a prefix: whether there was one is known of no file."""
+    return [rule for rule in rules if type(rule).__name__ in ("WeightRenaming", "WeightConverter")]
+
+
+def _is_renaming(rule: Any) -> bool:
+    return type(rule).__name__ == "WeightRenaming"
+
+
+def _renaming(rule: Any) -> Rename:
+    return lambda name: str(rule.rename_source_key(name)[0])
+
+
+def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
+    """Names on disk of an expert's matrices, by the parameter that they are stacked in."""
+    found = {}
+    for rule in rules:
+        operations = [type(operation).__name__ for operation in getattr(rule, "operations", ())]
+        if operations not in (["MergeModulelist"], ["MergeModulelist", "Concatenate"]):
+            continue
+        last = rule.target_patterns[0].rpartition(".")[2]
+        names = tuple(pattern.split(".")[-2] for pattern in rule.source_patterns)
+        if len(names) == len(EXPERT_PARTS.get(last, (last,))):
+            found[last] = names
+    return found
+
+
+def _apply(renamings: Iterable[Rename], name: str) -> str:
+    for rename in renamings:
+        name = rename(name)
+    return name
+
+
+def _swap(name: str, parts: Mapping[str, str]) -> str:
+    """`name` with the matrix of an expert called as `parts` has it."""
+    match = _EXPERT.fullmatch(name)
+    if match is None or match[2] not in parts:
+        return name
+    return f"{match[1]}.{parts[match[2]]}.{match[3]}"
