@@ -3,7 +3,9 @@
     program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes ─▶ page table[position / page_size]
                                            V likewise
 
-The codes are those of `quant.kernels.kv_cache.encode_kv`, bit for bit.
+The codes are those of `quant.kernels.kv_cache.encode_kv`, bit for bit. And the way back, for what attends to values:
+
+    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
 """
 
 from __future__ import annotations
@@ -125,3 +127,39 @@ def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Ten
         kind=kind, per_token=per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):
+    """NVFP4 to values; codes `[heads, tokens, dim / 2]`, `width`: `dim` as a power of two."""
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    head = tl.program_id(1)
+    line = head.to(tl.int64) * tokens + token
+    inside = (token < tokens)[:, None]
+    byte = tl.arange(0, width // 2)
+    mask = inside & (byte < dim // 2)[None, :]
+    code = tl.load(codes + line[:, None] * (dim // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
+    block = tl.arange(0, width // 16)
+    mask = inside & (block < dim // 16)[None, :]
+    step = tl.load(blocks + line[:, None] * (dim // 16) + block[None, :], mask=mask, other=0.0).to(tl.float32)
+    step *= tl.load(scale + head)
+    code = tl.join(code, code >> 4).reshape(rows, width // 16, 16)
+    # FP16 of sign, exponent and mantissa is the value · 2⁻¹⁴.
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    element = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    value = (element * step[:, :, None]).reshape(rows, width)
+    column = tl.arange(0, width)
+    mask = inside & (column < dim)[None, :]
+    tl.store(out + line[:, None] * dim + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def read(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`, contiguous."""
+    batch, heads, tokens, half = codes.shape
+    out = torch.empty((batch, heads, tokens, 2 * half), dtype=dtype, device=codes.device)
+    width = triton.next_power_of_2(2 * half)
+    rows = 4096 // width
+    read_kernel[triton.cdiv(tokens, rows), batch * heads](
+        codes, blocks, scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
+    )
+    return out

@@ -40,7 +40,7 @@ from quant.formats.number import E4M3
 from quant.formats.scaling import divided, global_scale_of
 from quant.kernels.attention import attention
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
-from quant.kernels.kv_cache import decode_kv, encode_kv
+from quant.kernels.kv_cache import KVPages, decode_kv, encode_kv
 
 RING_FORMATS = ("fp8", "nvfp4")
 """Formats in which keys and values are passed on, beside 16 bit."""
@@ -119,10 +119,14 @@ class _Message:
     def write(self, buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Quantizes both pieces of k and v into `buffer`."""
         views = self.views(buffer)
-        for targets, x in zip((views[: len(views) // 2], views[len(views) // 2 :]), (k, v), strict=True):
-            for piece, half in enumerate(x.chunk(2, 2)):
-                for target, part in zip(targets, _encoded(half, self.format), strict=True):
-                    target[piece].view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
+        for piece, pair in enumerate(zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)):
+            targets = [view[piece] for view in views]
+            if k.is_cuda and self.format is not None and self.format.global_scale:
+                _append(targets, pair, self.format)
+                continue
+            parts = [part for x in pair for part in _encoded(x, self.format)]
+            for target, part in zip(targets, parts, strict=True):
+                target.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
 
     def read(self, buffer: torch.Tensor, piece: int, dtype: torch.dtype) -> _Keys:
         """Piece 0 or 1 as attention takes it."""
@@ -131,8 +135,7 @@ class _Message:
             return _Keys(views[0], views[1])
         if not self.format.global_scale:
             return _Keys(views[0], views[2], views[1], views[3])
-        k, v = (_exact(views[i : i + 3], self.format).to(dtype) for i in (0, 3))
-        return _Keys(k, v)
+        return _Keys(*(_exact(views[i : i + 3], self.format, dtype) for i in (0, 3)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,9 +158,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
         return (x,)
     if not format.global_scale:
         return quantize_blocks(x)
-    # A power of two, so that code · block scale · global scale is exact in BF16.
-    scale = global_scale_of(x.abs().amax((2, 3)).float(), format)
-    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = _power_of_two(x, format)
     codes, blocks = [], []
     for row, factors in zip(x, scale, strict=True):
         code, _, block = encode_kv(row, format, factors)
@@ -167,10 +168,36 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
     return torch.stack(codes), torch.stack(blocks), scale
 
 
-def _exact(parts: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
+def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
+    """The same for NVFP4's K and V on a GPU, by the kernel that writes caches: a piece is one page a batch entry."""
+    from quant.kernels.kv_cache_triton import write
+
+    k, v = pair
+    k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = targets
+    k_scale.copy_(_power_of_two(k, format))
+    v_scale.copy_(_power_of_two(v, format))
+    zero = torch.zeros(1, 1, dtype=torch.int32, device=k.device)
+    for row in range(len(k)):
+        here = slice(row, row + 1)
+        page = KVPages(
+            k_codes[here], v_codes[here], format, k.shape[3], k_scale[row], v_scale[row], k_blocks[here], v_blocks[here]
+        )
+        write(page, zero, zero[0], k[here], v[here])
+
+
+def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
+    return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
+
+
+def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) -> torch.Tensor:
     """The values of a piece from its codes, block scales and global scales."""
+    if parts[0].is_cuda:
+        from quant.kernels.kv_cache_triton import read
+
+        return read(*parts, dtype)
     rows = zip(*parts, strict=True)
-    return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows])
+    return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
 
 
 def message_bytes(k: torch.Tensor, format: Format | None) -> int:

@@ -13,8 +13,18 @@ import torch.multiprocessing
 
 from quant.formats.format import FORMATS
 from quant.kernels.attention_reference import reference
+from quant.kernels.interpreter import interpreted
 from quant.kernels.kv_cache import round_kv
-from quant.kernels.ring_attention import _work, message_bytes, quantize_blocks, ring_attention, shard, unshard
+from quant.kernels.ring_attention import (
+    _append,
+    _Message,
+    _work,
+    message_bytes,
+    quantize_blocks,
+    ring_attention,
+    shard,
+    unshard,
+)
 
 WORLDS = (2, 3, 4)
 FORMAT_NAMES = (None, "fp8", "nvfp4")
@@ -137,6 +147,29 @@ def test_quantized_messages_are_small() -> None:
     assert message_bytes(k, FORMATS["fp8"]) == 2 * (k.numel() + 8 * 32 * 4)
     assert message_bytes(k, FORMATS["fp8"]) < 0.51 * whole
     assert message_bytes(k, FORMATS["nvfp4"]) < 0.282 * whole
+
+
+@pytest.mark.parametrize("dim", [32, 96])
+def test_what_a_gpu_passes_on_is_what_a_cpu_does(dim: int) -> None:
+    """NVFP4 by the kernels, interpreted: the same bytes, and the same values back."""
+    from quant.kernels.kv_cache_triton import read
+
+    nvfp4 = FORMATS["nvfp4"]
+    k, v = (torch.randn(2, 3, 40, dim) * torch.logspace(-3, 1, 40)[:, None] for _ in "kv")
+    k[:, 0] *= 30
+    k, v = k.bfloat16(), v.bfloat16()
+    message = _Message.of(k, nvfp4)
+    expected, got = torch.zeros(2, message.nbytes, dtype=torch.uint8)
+    message.write(expected, k, v)
+    with interpreted():
+        for piece, pair in enumerate(zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)):
+            _append([view[piece] for view in message.views(got)], pair, nvfp4)
+        assert torch.equal(got, expected)
+        for piece in range(2):
+            keys = message.read(expected, piece, torch.bfloat16)
+            parts = [view[piece] for view in message.views(got)]
+            assert torch.equal(read(*parts[:3], torch.bfloat16), keys.k)  # type: ignore[call-arg]
+            assert torch.equal(read(*parts[3:], torch.bfloat16), keys.v)  # type: ignore[call-arg]
 
 
 def test_ranks_that_differ_are_named(results: Any) -> None:
