@@ -39,6 +39,14 @@ class AllocationRequest:
         Raises:
             UserError: a quantity that cannot be read, or an option that means nothing without a budget.
         """
+        for option, given, users in (
+            ("--ctx", self.ctx != type(self).ctx, {"--fit": self.fit}),
+            ("--batch", self.batch != type(self).batch, {"--fit": self.fit, "--latency": self.latency}),
+        ):
+            if given and all(value is None for value in users.values()):
+                raise UserError(
+                    f"{option} means something to {' and '.join(users)} only; leave it out, or give one too"
+                )
         budgets = (self.bits, self.fit, self.latency, self.max_kl, self.max_ppl_increase)
         if all(budget is None for budget in budgets):
             extras = {

@@ -42,6 +42,7 @@ from quant.recipes.recipe import Recipe
 from quant.report import LayerResult, layer_result
 
 Progress = Callable[[str, int, int], None]
+_DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,11 +78,13 @@ def quantize(
         model: any module; a transformers model needs nothing else.
         recipe: a preset's name, a recipe, or a finished plan.
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
-            at inputs. None lets a causal language model write its own where the plan needs any; see `own_text`.
+            at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`. None lets a
+            causal language model write its own where the plan needs any; see `own_text`.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
-        run: calls the model on any valid input; how fusion groups are found in models that are not transformers'.
+        run: calls the model on any valid input, which is how fusion groups are found; needed where the model does not
+            run on token ids and `data` is not given.
         guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is
             off by more than the limit, relatively, gets the next format; replaces the recipe's.
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
@@ -95,6 +98,8 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    if run is None and data is not None and data.is_floating_point():
+        run = _on_first(data)
     if bits is not None or max_kl is not None or formats is not None:
         from quant.allocation import allocate_for_api
 
@@ -115,6 +120,7 @@ def quantize(
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
     plan = with_options(plan, guard, observer)
     check_solvers(plan)
+    _refuse_meta(model, plan)
     settings = _settings(plan, device)
     if data is None and lacks_data(plan):
         data = own_text(model, plan, progress=progress)
@@ -128,6 +134,20 @@ def quantize(
         scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
         install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", stored_dtype(model)))
     return quantized
+
+
+def _on_first(data: torch.Tensor) -> Callable[[nn.Module], Any]:
+    """Calls a model on the first of its inputs."""
+    return lambda model: model(data[:1])
+
+
+def _refuse_meta(model: nn.Module, plan: Plan) -> None:
+    for layer in plan.quantized:
+        if _weight_of(model, layer).is_meta:
+            raise UserError(
+                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
+                "quant.make_plan plans without"
+            )
 
 
 def _quantize_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None) -> Quantized:
@@ -242,7 +262,7 @@ def lacks_data(plan: Plan) -> str | None:
         if solver_needs_data(layer):
             return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
         if has_static_scale(layer):
-            return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}"
+            return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}, or choose {_DYNAMIC}"
     if plan.provenance.get("guard"):
         return f"a guard compares layers on held-out text; {way_out}"
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None

@@ -114,7 +114,9 @@ def evaluate(
     """
     models = [model] if baseline is None else [model, baseline]
     for each in models:
-        _check_rows(each, rows)
+        check_evaluable(each, rows)
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
     with torch.no_grad(), _prepared(models, dtype):
@@ -137,6 +139,40 @@ def evaluate(
         seconds=time.perf_counter() - started,
         baseline_perplexity=None if baseline is None else _exp(baseline_nll),
     )
+
+
+def check_evaluable(model: nn.Module, rows: torch.Tensor) -> None:
+    """Checks on two tokens that `evaluate` can measure a model, for those who would otherwise learn it late.
+
+    Raises:
+        ValueError: the rows do not suit the model, it does not run on token ids, or it gives something else than
+            logits or hidden states for each.
+    """
+    _check_rows(model, rows)
+    name, probe = type(model).__name__, rows[:1, :2]
+    try:
+        found = run_probe(model, probe)
+    except ValueError as error:
+        raise UserError(f"{name} cannot be evaluated on text: {error}") from error
+    if found.dim() != 3 or found.shape[:2] != probe.shape:
+        raise UserError(
+            f"{name} cannot be evaluated on text: for 1 row of 2 tokens it gives {list(found.shape)}, and perplexity "
+            "takes one prediction for each token"
+        )
+
+
+def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
+    """What a model gives for token ids, int64 `[rows, tokens]`: logits where it has any.
+
+    Raises:
+        ValueError: it does not run on them.
+    """
+    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    try:
+        with torch.no_grad():
+            return _call(model, probe.to(device), "logits")
+    except Exception as error:  # the model's own code, which may fail in any way on what it is not made for
+        raise ValueError(f"it does not run on token ids ({' '.join(str(error).split())})") from error
 
 
 def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:

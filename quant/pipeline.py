@@ -22,19 +22,19 @@ from quant.allocation_request import AllocationRequest
 from quant.allocation_space import Goal
 from quant.attention_interface import quantized_attention
 from quant.calibration.data import calibration_rows, token_rows
-from quant.errors import UserError
-from quant.evaluation import Evaluation, evaluate
+from quant.errors import UserError, counted
+from quant.evaluation import Evaluation, check_evaluable, evaluate, run_probe
 from quant.export.checkpoint import check_destination
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.extras import versions
 from quant.load_huggingface import load_tokenizer
 from quant.load_state import call_factory
 from quant.loading import Source, open_model
-from quant.plan_tools import Problem, read_plan, refuse
+from quant.plan_tools import Problem, read_plan, refuse, set_kv_cache
 from quant.planning import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import Recipe, get_recipe
+from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.report import LayerResult, Report, kv_cache_of, peak_rss, print_summary, render_html
 
 # A plan as it was read, and what could not be read of it.
@@ -121,7 +121,14 @@ def _recipe(job: Job) -> Recipe | PlanFile:
     else:
         assert job.format_name is not None
         recipe = get_recipe(job.format_name)
-    return replace(recipe, kv_cache=job.kv_cache) if job.kv_cache else recipe
+    return replace(recipe, kv_cache=_kv_cache(job)) if job.kv_cache else recipe
+
+
+def _kv_cache(job: Job) -> str:
+    """`--kv-cache` as recipes spell it."""
+    assert job.kv_cache is not None
+    chosen = set_kv_cache(Plan(()), job.kv_cache).kv_cache
+    return chosen.name if chosen else KEEP
 
 
 def _plan(job: Job, source: Source, recipe: Recipe | PlanFile) -> Plan:
@@ -178,6 +185,8 @@ def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, load_secon
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
+    if eval_rows is not None:
+        check_evaluable(source.model, eval_rows)
     with console.stages(quiet) as progress:
         data = read_calibration(job, source, progress)
         found = allocate(
@@ -187,7 +196,7 @@ def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, load_secon
             solver=job.solver or "rtn",
             include=job.include,
             exclude=job.exclude,
-            kv_cache=job.kv_cache,
+            kv_cache=_kv_cache(job) if job.kv_cache else None,
             check=eval_rows if goal.has_limit else None,
             seed=job.seed,
             provenance={**_provenance(job, source), "calibration": job.calib or "self"},
@@ -217,11 +226,12 @@ def _run_model(
     allocation: Allocation | None = None,
 ) -> dict[str, Any]:
     assert source.model is not None and job.out is not None
-    model = source.model
+    model, asked = source.model, plan
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
     eval_rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen) if job.eval_text else None
     baseline = None
     if eval_rows is not None:
+        check_evaluable(model, eval_rows)
         baseline = copy.deepcopy(model) if ready is None else model
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
@@ -239,6 +249,7 @@ def _run_model(
     tokenizer = _tokenizer_if_any(source)
     report = _report(job, source, plan, quantized.layers, bytes_before, evaluation)
     report.seconds = {"load": load_seconds, **quantized.seconds}
+    report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
         report.seconds |= {"score": allocation.sensitivity.seconds, "allocate": allocation.record.seconds}
@@ -255,6 +266,18 @@ def _run_model(
     return _finish(job, report, quiet)
 
 
+def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
+    """What a guard changed: one sentence, or nothing."""
+    changed = [layer for layer in made.layers if layer.weight != asked.by_name[layer.name].weight]
+    if not changed:
+        return []
+    kept = sum(layer.weight is None for layer in changed)
+    return [
+        f"the guard {made.provenance.get('guard')!r} gave {len(changed)} of {counted(len(asked.quantized), 'layer')} "
+        f"another format, {kept} of them 16 bit, {changed[0].name} first: {changed[0].reason}"
+    ]
+
+
 def read_calibration(job: Job, source: Source, progress: api.Progress, plan: Plan | None = None) -> torch.Tensor:
     """Token rows of --calib, or what the model writes itself for `plan`; None stands for one that is being found."""
     if job.calib is None or job.calib == "self":
@@ -262,13 +285,22 @@ def read_calibration(job: Job, source: Source, progress: api.Progress, plan: Pla
         plan = plan or make_plan(source.model, "fp8", include=job.include, exclude=job.exclude)
         return api.own_text(source.model, plan, _tokenizer_if_any(source), seed=job.seed, progress=progress)
     tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
-    return calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
+    rows = calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
+    if source.model is not None:
+        try:
+            run_probe(source.model, rows[:1, :2])
+        except ValueError as error:
+            raise UserError(
+                f"--calib {job.calib}: {type(source.model).__name__} cannot be calibrated on text: {error}; calibrate "
+                "in Python with inputs of its own, quant.quantize(model, …, data), or choose a format that needs none, "
+                "such as fp8_channel or mxfp8"
+            ) from error
+    return rows
 
 
 def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, load_seconds: float) -> dict[str, Any]:
     assert source.state_dict is not None and job.out is not None
-    if job.eval_text is not None:
-        raise UserError(f"{job.model}: a bare state dict cannot be evaluated; pass --model-factory to build its module")
+    _check_state_dict(job, plan)
     started = time.perf_counter()
     with console.stages(quiet) as progress:
         solved, results = api.solve_state_dict(source.state_dict, plan, progress=progress)
@@ -284,6 +316,25 @@ def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, load_seco
         finish=lambda directory, hashes: _write_report(report, plan, directory, hashes),
     )
     return _finish(job, report, quiet)
+
+
+def _check_state_dict(job: Job, plan: Plan) -> None:
+    """Refuses what takes a model that runs."""
+    needs = {
+        "--eval": job.eval_text,
+        "--calib": job.calib,
+        "a KV cache's scales": plan.kv_cache,
+        "a guard": plan.provenance.get("guard"),
+        "an observer": plan.provenance.get("observer"),
+    }
+    named = [what for what, value in needs.items() if value is not None]
+    named += [f"{layer.name}'s solver {layer.solver}" for layer in plan.quantized if api.solver_needs_data(layer)]
+    named += [f"{layer.name}'s static input scale" for layer in plan.quantized if api.has_static_scale(layer)]
+    if named:
+        raise UserError(
+            f"{job.model}: {named[0]} takes a model that runs, and this is a bare state dict; pass --model-factory to "
+            "build its module, or leave it out"
+        )
 
 
 def _report(

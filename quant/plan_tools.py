@@ -153,7 +153,8 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
 
 def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     activation = setting.activation
-    if not setting.input_given and setting.weight is not None:
+    # The input of an embedding is the number of a row: it has no format unless one is asked for, and refused.
+    if not setting.input_given and setting.weight is not None and layer.kind != "embedding":
         if setting.weight == layer.weight:
             activation = layer.activation
         elif layer.activation is not None or (layer.weight is None and inputs_too):
@@ -393,6 +394,7 @@ def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> 
 
 def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
     have = {layer.name: layer for layer in layers}
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
     found = []
     for planned in plan.layers:
         layer = have.get(planned.name)
@@ -401,6 +403,9 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
         elif layer.shape != planned.shape:
             what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
             found.append(Problem(planned.name, what, "name the model the plan is for"))
+        elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
+            what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
+            found.append(Problem(planned.name, what, "keep it in 16 bit"))
         elif planned.weight is not None and layer.obstacle is not None:
             found.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
     for name in have:

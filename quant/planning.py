@@ -5,6 +5,7 @@ Nothing here reads a weight, so a model on the meta device, or the shapes in a s
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -55,8 +56,23 @@ def make_plan(
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     plan = resolve(layers, recipe, only=include, provenance=provenance)
     if not plan.quantized:
-        raise UserError(f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers")
+        raise UserError(
+            f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"
+        )
     return plan
+
+
+def _why_none(plan: Plan) -> str:
+    """The reasons of layers that a recipe might have quantized, most frequent first."""
+    weights = [layer for layer in plan.layers if layer.kind not in ("norm", "embedding")]
+    reasons = Counter(layer.reason for layer in weights)
+    listed = "; ".join(
+        f"{counted(count, 'layer')}, {next(layer.name for layer in weights if layer.reason == reason)} first: {reason}"
+        for reason, count in reasons.most_common(4)
+    )
+    if not any("is not a multiple of" in reason for reason in reasons):
+        return listed or "it has neither linear layers nor fused experts"
+    return f"{listed}. fp8_channel and int8 take any width"
 
 
 def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
@@ -103,10 +119,17 @@ def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
     missing = [layer.name for layer in plan.layers if layer.name not in have]
     extra = sorted(set(have) - set(plan.by_name))
     wrong = [n for n, layer in plan.by_name.items() if n in have and have[n] != layer.shape]
+    tied = {name for layer in layers if layer.tied_to is not None for name in (layer.name, layer.tied_to)}
+    shared = [layer.name for layer in plan.quantized if layer.name in tied]
     if wrong:
         name = wrong[0]
         shapes = f"{list(have[name])} in the model, {list(plan.by_name[name].shape)} in the plan"
         raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
+    if shared:
+        raise UserError(
+            f"the plan does not fit this model: the weight of {shared[0]} is also another layer's, and is stored once "
+            "and in 16 bit; keep it in 16 bit"
+        )
     for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
         if names:
             raise UserError(

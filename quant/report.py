@@ -395,9 +395,11 @@ def print_summary(report: Report, console: Console) -> None:
 
 def summary(report: Report) -> list[tuple[str, str]]:
     """The headline figures as pairs of label and text."""
+    quantized = any(layer.format is not None for layer in report.layers)
+    bits = f"{report.effective_bits:.3f} per quantized weight, scales counted" if quantized else "nothing is quantized"
     rows = [
         ("size", f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)} ({_shrinking(report.ratio)})"),
-        ("effective bits", f"{report.effective_bits:.3f} per quantized weight, scales counted"),
+        ("effective bits", bits),
     ]
     formats: dict[str, list[LayerResult]] = {}
     for layer in report.layers:

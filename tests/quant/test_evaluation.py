@@ -223,7 +223,9 @@ def test_own_dtype(base: Any, rows: torch.Tensor) -> None:
 def test_restored_after_an_error(base: Any) -> None:
     class Broken(Bigram):
         def forward(self, ids: torch.Tensor) -> Any:
-            raise RuntimeError("broken")
+            if ids.shape[1] > 2:  # not yet on the two tokens that it is tried on
+                raise RuntimeError("broken")
+            return super().forward(ids)
 
     model = Broken(torch.zeros(3, 3, dtype=torch.float16))
     with pytest.raises(RuntimeError, match="broken"):
