@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quant.calibration.blocks import find_chains
+from quant.calibration.data import few_of
 from quant.calibration.divergence import Divergence
 from quant.calibration.trial import Memory, Trial
 
@@ -40,7 +41,7 @@ class Baseline:
     def __init__(self, trial: Trial, divergence: Divergence, rows: torch.Tensor) -> None:
         self.trial, self.divergence, self.rows = trial, divergence, rows
         self.batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
-        self.chain = _chain(trial, rows[:1, :16])
+        self.chain = _chain(trial, few_of(rows))
         self.place = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
             for group in trial.groups

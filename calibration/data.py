@@ -33,6 +33,9 @@ from quant.calibration.generate import generate_rows
 
 Text = str | Path | torch.Tensor
 
+FEW = 16
+"""Tokens that something is tried on."""
+
 
 def calibration_rows(
     source: Text | Iterable[Any] | None,
@@ -209,6 +212,14 @@ def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tok
             f"{name}: token id {bad} is outside the {owner}'s vocabulary of {size}; "
             "the ids were made with another tokenizer"
         )
+
+
+def few_of(rows: torch.Tensor) -> torch.Tensor:
+    """A little of the calibration rows, to try things on: tokens of the first row, or whole inputs of another kind."""
+    if not rows.is_floating_point():
+        return rows[:1, :FEW]
+    # Vectors are one token each; images and sequences have many.
+    return rows[:FEW] if rows.dim() == 2 else rows[:1]
 
 
 def check_ids(rows: torch.Tensor, model: nn.Module) -> None:

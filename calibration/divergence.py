@@ -1,12 +1,13 @@
-"""How far a changed model is from the original: next-token distributions, or embeddings where there are none.
+"""How far a changed model is from the original: next-token distributions, classes, or embeddings.
 
     next token   KL(base‖model) over the vocabulary, at every position of a row but the last
+    class        KL(base‖model) over the classes, one figure a row
     embedding    1 − cosine of the mean last hidden state, one figure a row
 
-Both are zero and flat at the original, so near it they are quadratic forms: ½ δᵀ F δ, with F the Fisher information.
-`probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for the next token the negative
-log-likelihood of a token that the model itself proposes; for an embedding its product with a random direction. Then
-½ E[(g · δ)²] is the divergence that a change δ causes, and one backward pass gives g at every layer.
+All are zero and flat at the original, so near it they are quadratic forms: ½ δᵀ F δ, with F the Fisher information.
+`probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for the next token or class the
+negative log-likelihood of one that the model itself proposes; for an embedding its product with a random direction.
+Then ½ E[(g · δ)²] is the divergence that a change δ causes, and one backward pass gives g at every layer.
 
 Logits are what does not fit, so the output head is left out of the forward pass and applied to slices of positions.
 A model that does more than its head to the hidden states (soft caps, scales) is taken whole.
@@ -29,6 +30,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import output_of
+from quant.calibration.data import few_of
 from quant.calibration.fast_products import fast_dtype
 
 # 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
@@ -80,11 +82,15 @@ class Divergence(Protocol):
         ...
 
 
-def divergence_of(model: nn.Module) -> Divergence:
-    """The one that fits `model`: next tokens if it has an output head."""
+def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
+    """The one that fits `model`: next tokens if it has an output head, classes if it gives one vector for each row."""
     find_head = getattr(model, "get_output_embeddings", None)
     head = find_head() if callable(find_head) else None
-    return Embeddings(model) if head is None else NextToken(model, head)
+    if head is not None:
+        return NextToken(model, head)
+    with torch.no_grad():
+        found = last_hidden(model(few_of(rows)))
+    return Classes(model) if found.dim() == 2 else Embeddings(model)
 
 
 class NextToken:
@@ -187,7 +193,7 @@ class NextToken:
     def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
         if self.split is None:
-            self.split = self._can_split(rows[:1, :16])
+            self.split = self._can_split(few_of(rows))
         if not self.split:
             return self._forward(rows)[:, :-1].flatten(0, 1)
         return self._before_head(rows)[:, :-1].flatten(0, 1)
@@ -214,6 +220,24 @@ class NextToken:
         # Rounding differs by far less than this even in BF16, a forgotten factor by more.
         same = expected.shape == found.shape
         return same and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+
+
+class Classes(NextToken):
+    """KL of the classes that a model tells rows into: what it gives for a row is one vector of logits."""
+
+    unit = "nats: KL(base‖model) of the class"
+    probes = 8
+    by_token = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, nn.Identity())
+        self.split = False
+
+    def count(self, rows: torch.Tensor) -> int:
+        return rows.shape[0]
+
+    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._forward(rows)
 
 
 class Embeddings:

@@ -92,7 +92,7 @@ def score_groups(
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
     report = _reporter(progress, "calibrate")
     stored = stored_dtype(model)
-    divergence = divergence_of(model)
+    divergence = divergence_of(model, rows)
     if amax is None:
         with prepared(model, None):
             amax = measure_amax(model, groups, candidates, rows, report)

@@ -32,7 +32,7 @@ from torch import nn
 
 from quant.calibration.block_work import BlockWork
 from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, stored_dtype, streamed
-from quant.calibration.data import check_ids
+from quant.calibration.data import check_ids, few_of
 from quant.calibration.experts import ExpertsWork
 from quant.calibration.group import Settings, Solved, gather
 from quant.calibration.rotation_merge import merge_rotations
@@ -108,7 +108,7 @@ class _Walk:
         self.merged: dict[str, str] = {}
         self.home = next(model.parameters()).device
         self.batches = list(rows.to(self.home).split(settings.batch))
-        self.few = rows[:1, :16].to(self.home)
+        self.few = few_of(rows).to(self.home)
         self.stored = stored_dtype(model)
 
     def run(self) -> None:

@@ -141,7 +141,7 @@ def allocate(
     problem = space.problem(scores)
     trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), forms)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
-    bench = Bench(trial, space, divergence_of(model), scored, check, searched, progress, expected)
+    bench = Bench(trial, space, divergence_of(model, rows), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
     with prepared(model, dtype), trial:
         found = loop.run()
@@ -277,7 +277,7 @@ def _with_real_solver(
 
 def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None) -> float:
     """The joint loss of a model that is quantized for real."""
-    divergence = divergence_of(quantized)
+    divergence = divergence_of(quantized, bench.check)
     with prepared(quantized, dtype):
         total = sum(
             divergence.measure(part, reference)

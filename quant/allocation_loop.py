@@ -108,8 +108,10 @@ class Bench:
         Raises:
             UserError: the model has no next tokens.
         """
-        if not isinstance(self.divergence, NextToken):
-            raise UserError("--max-ppl-increase needs a causal language model; use --max-kl, here 1 − cosine")
+        if type(self.divergence) is not NextToken:
+            raise UserError(
+                f"--max-ppl-increase needs a causal language model; use --max-kl, here {self.divergence.unit}"
+            )
         return math.exp(self._nll(choice) - self._nll(None)) - 1
 
     def _nll(self, choice: np.ndarray | None) -> float:

@@ -1,8 +1,8 @@
 """What an allocation decided and how well it foresaw the result: data for the report and for `report.json`.
 
 The sensitivity table that it started from is `quant.calibration.sensitivity.Sensitivity`; `report.json` holds the
-two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, or 1 − cosine of the embeddings for a
-model without a vocabulary; `unit` says which.
+two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine
+of the embeddings for an encoder; `unit` says which.
 
 Bits are counted over all weights that the allocator may choose a format for, those that it left in 16 bit included;
 codes, block scales, global scales and pads count, and embeddings, norms and output heads do not.

@@ -306,8 +306,8 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
             return 30 * torch.tanh(self.inner(rows).logits / 3)
 
     model, rows = Scaled(), _rows(2)
-    plain = divergence_of(model.inner)
-    other = divergence_of(model)
+    plain = divergence_of(model.inner, rows)
+    other = divergence_of(model, rows)
     reference = other.reference(rows)
     with torch.no_grad():
         base = model(rows)[:, :-1].log_softmax(-1)
@@ -432,7 +432,7 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
     with prepared(model, torch.float32):
         amax = measure_amax(model, groups, by_name, rows)
         with Trial(model, groups, by_name, amax, stored=torch.bfloat16) as trial:
-            whole, resumed = (Baseline(trial, divergence_of(model), rows) for _ in range(2))
+            whole, resumed = (Baseline(trial, divergence_of(model, rows), rows) for _ in range(2))
             assert len(resumed.batches) == 3 and len(resumed.chain) == 2
             assert resumed.start(base) == pytest.approx(whole.loss(base), rel=1e-6)
             # A changed bit of an input is rounded the other way now and then, as an expert is routed.
