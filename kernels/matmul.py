@@ -95,8 +95,10 @@ def linear_kernel(
     tile_n, tile_m, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     m = tile_m * block_m + tl.arange(0, block_m)
     n = tile_n * block_n + tl.arange(0, block_n)
-    # Rows beyond the end read the last one: those loads need no mask, and their results are never stored.
-    x_row = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
+    # No row of x beyond the last is read: each would be one more request to the same lines of L2, from every program.
+    x_row = x + m.to(tl.int64)[:, None] * x_stride
+    there = (m < M)[:, None]
+    # Rows of W beyond the end read the last one: those loads need no mask, and their results are never stored.
     code_row = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * codes_stride
     per_weight: tl.constexpr = columns > 0 and columns < block_k
     per_tile: tl.constexpr = columns >= block_k
@@ -105,7 +107,7 @@ def linear_kernel(
     for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, block_k))):
         start = step * block_k
         k = start + tl.arange(0, block_k)
-        tokens = tl.load(x_row + k[None, :], mask=k[None, :] < K, other=0.0)
+        tokens = tl.load(x_row + k[None, :], mask=there & (k[None, :] < K), other=0.0)
         product = tl.zeros_like(acc) if per_tile else acc
         if bits == 4:
             byte = step * (block_k // 2) + tl.arange(0, block_k // 2)
