@@ -8,14 +8,19 @@
 `kernels/matmul_gluon.py` says how words become operands. Here a tile is tall: 256 rows of W by 128 tokens. Bytes decide
 that. A step of 64 columns takes 1024 clocks of the tensor cores; W is cheap to fetch in four bits (9 KB) where x in
 sixteen is not (16 KB), so that this tile asks the L2 cache for 25 KB a step, and one of 128 × 256 in 16 bit for 48.
-Decoded values never touch shared memory, of whose bandwidth the right operand takes half.
+Decoded values never touch shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two
+or the sum of two (96, 160, 192), are there so that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
-and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. Where there are at most
-half as many tiles as SMs, all are cut along K into equal shares: a program leaves the float32 sum of its share in
-`partial`, and when all have done so, adds up one piece of a tile. They are all on the GPU at that time, for there are
-no more than SMs; two streams of different priority that both launch such products could each hold the SMs that the
-other waits for, and must not. The order of every sum is fixed: results are the same in every run.
+and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
+round are cut along K where that gives every SM something to do (`tiles.deal`): each program does a part of one before
+its whole tiles, leaves the float32 sum in `partial`, and adds up some pieces of that tile at its end. The order of
+every sum is fixed: results are the same in every run.
+
+No program waits for another for long: of two streams, each could hold the SMs that the other needs. One that has
+looked in vain `LOOKS` times leaves its pieces to the last part to arrive. A tile's counter tells both, in one atomic
+step: how many parts have arrived, and, in a bit of its own, who has looked for the last time. So either the owner of a
+piece sees all parts, or the last part sees that the owner is gone.
 
 Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
 GPU, where each program counts them; all are dealt out whole.
@@ -48,18 +53,21 @@ from quant.kernels.matmul_gluon import (
     _advance,
     _barrier,
     _before,
+    _halve,
     _order,
-    _program_of,
-    _put,
-    _span,
     _store,
     descriptors,
 )
 from quant.kernels.nvfp4_gluon import DECODED, decode
-from quant.kernels.tiles import PrefillTiles, prefill_tiles
+from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
 _FETCHER_REGISTERS = gl.constexpr(40)
+_PIECE = gl.constexpr(32)
+_ARRIVAL_BITS = gl.constexpr(16)
+_ARRIVALS = gl.constexpr((1 << 16) - 1)
+LOOKS = 64
+"""How often a program looks whether all parts of its tile are there, before it leaves its pieces to the last one."""
 
 
 @gluon.jit
@@ -114,21 +122,27 @@ def _place(
 
 
 @gluon.jit
-def _work(full, steps, units):
-    """What this program does: first unit of its share, units of it, and units in all."""
-    begin, end, each, rest = _span(units)
-    whole = gl.cdiv(gl.maximum(full - gl.program_id(0), 0), gl.num_programs(0))
-    return begin, end - begin, end - begin + whole * steps, each, rest
+def _turns(full, cut, parts):
+    """First and end of this program's turns: turn 0 is a part of a tile that is cut, each later one a whole tile."""
+    program = gl.program_id(0)
+    whole = gl.cdiv(gl.maximum(full - program, 0), gl.num_programs(0))
+    return (program >= cut * parts).to(gl.int32), 1 + whole
 
 
 @gluon.jit
-def _next_tile(done, begin, streamed, full, steps):
-    """The tile that comes after `done` units, and which of its units: first of them, and how many."""
-    shared = done < streamed
-    inside = gl.where(shared, (begin + done) // steps, (done - streamed) // steps)
-    start = gl.where(shared, begin + done - inside * steps, 0)
-    tile = gl.where(shared, full + inside, gl.program_id(0) + inside * gl.num_programs(0))
-    return tile, inside, start, gl.where(shared, gl.minimum(steps - start, streamed - done), steps)
+def _turn(turn, full, steps, parts, split: gl.constexpr):
+    """Tile of a turn, and which of its units: first of them, and how many."""
+    program = gl.program_id(0)
+    tile = program + (turn - 1) * gl.num_programs(0)
+    start = turn * 0
+    count = start + steps
+    if split:
+        shared = turn == 0
+        part = program % parts
+        tile = gl.where(shared, full + program // parts, tile)
+        start = gl.where(shared, steps * part // parts, 0)
+        count = gl.where(shared, steps * (part + 1) // parts - start, steps)
+    return tile, start, count
 
 
 @gluon.jit
@@ -140,30 +154,35 @@ def _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, panel, k, tiles_k, panel
 
 
 @gluon.jit
-def _fetch_x(x_desc, x_ring, bar, slot, m, k, depth: gl.constexpr):
+def _fetch_x(
+    x_desc, tail_desc, x_ring, tail_ring, bar, slot, m, k, depth: gl.constexpr, tail: gl.constexpr
+):  # fmt: skip
+    wide: gl.constexpr = x_desc.block_type.shape[0]
     for d in gl.static_range(depth):
-        tma.async_copy_global_to_shared(x_desc, [m, (k * depth + d) * 64], bar, x_ring.index(slot * depth + d))
+        column = (k * depth + d) * 64
+        tma.async_copy_global_to_shared(x_desc, [m, column], bar, x_ring.index(slot * depth + d))
+        if tail:
+            tma.async_copy_global_to_shared(tail_desc, [m + wide, column], bar, tail_ring.index(slot * depth + d))
 
 
 @gluon.jit
 def _produce(
-    x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, ready, empty, offsets, experts, M, N, full, steps, units, tiles_m,
-    tiles_n, tiles_k, stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr, width: gl.constexpr,
-    overlap: gl.constexpr,
+    x_desc, tail_desc, w_desc, s_desc, x_ring, tail_ring, w_ring, s_ring, ready, empty, offsets, experts, M, N, full,
+    cut, parts, steps, tiles_m, tiles_n, tiles_k, stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr,
+    tail: gl.constexpr, width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    block_m: gl.constexpr = x_desc.block_type.shape[0]
+    block_m: gl.constexpr = x_desc.block_type.shape[0] + tail
     nbytes: gl.constexpr = depth * (block_m * 128 + panels * 2304)
     full = _whole_tiles(full, tiles_n, offsets, experts, block_m, width)
-    begin, streamed, total, _, _ = _work(full, steps, units)
-    done = begin * 0
-    slot = begin * 0
+    turn, end = _turns(full, cut, parts)
+    slot = turn * 0
     phase = slot + 1
     head = slot + 0
     if overlap:
         _order(_LET_NEXT_START)
         # The first stages: the weight at once, x when it is there.
-        if total > 0:
-            tile, _, start, count = _next_tile(done, begin, streamed, full, steps)
+        if turn < end:
+            tile, start, count = _turn(turn, full, steps, parts, split)
             n, expert, m, _ = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
             panel = expert * (N // 64) + n * panels
             head = gl.minimum(count, stages)
@@ -172,21 +191,21 @@ def _produce(
                 _fetch_w(w_desc, s_desc, w_ring, s_ring, ready.index(i), i, panel, start + i, tiles_k, panels, depth)
             _order(_WAIT_FOR_KERNEL)
             for i in range(head):
-                _fetch_x(x_desc, x_ring, ready.index(i), i, m, start + i, depth)
+                _fetch_x(x_desc, tail_desc, x_ring, tail_ring, ready.index(i), i, m, start + i, depth, tail)
                 slot, phase = _advance(slot, phase, stages)
-    while done < total:
-        tile, _, start, count = _next_tile(done, begin, streamed, full, steps)
+    while turn < end:
+        tile, start, count = _turn(turn, full, steps, parts, split)
         n, expert, m, _ = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
         panel = expert * (N // 64) + n * panels
         for i in range(head, count):
             mbarrier.wait(empty.index(slot), phase)
             bar = ready.index(slot)
             mbarrier.expect(bar, nbytes)
-            _fetch_x(x_desc, x_ring, bar, slot, m, start + i, depth)
+            _fetch_x(x_desc, tail_desc, x_ring, tail_ring, bar, slot, m, start + i, depth, tail)
             _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, panel, start + i, tiles_k, panels, depth)
             slot, phase = _advance(slot, phase, stages)
         head = slot * 0
-        done += count
+        turn += 1
 
 
 @gluon.jit
@@ -220,158 +239,237 @@ def _stage(acc, scale, bias, y_tile, n, N, has_bias: gl.constexpr):
 
 
 @gluon.jit
-def _send(low, high, scale, bias, y_desc, y_tile, n, m, N, halves: gl.constexpr, has_bias: gl.constexpr):
+def _send(
+    low, low_tail, high, high_tail, scale, bias, y_desc, tail_desc, y_tile, y_tail, n, m, N, halves: gl.constexpr,
+    tail: gl.constexpr, has_bias: gl.constexpr,
+):  # fmt: skip
     """A whole tile to y; it is written while the next one is multiplied."""
     rows: gl.constexpr = low.shape[0]
+    wide: gl.constexpr = low.shape[1]
     # The tile before has been read.
     tma.store_wait(0)
     _barrier()
     _stage(low, scale, bias, y_tile.index(0), n, N, has_bias)
+    if tail:
+        _stage(low_tail, scale, bias, y_tail.index(0), n, N, has_bias)
     if halves == 2:
         _stage(high, scale, bias, y_tile.index(1), n + rows, N, has_bias)
+        if tail:
+            _stage(high_tail, scale, bias, y_tail.index(1), n + rows, N, has_bias)
     fence_async_shared()
     _barrier()
     for half in gl.static_range(halves):
         tma.async_copy_shared_to_global(y_desc, [m, n + half * rows], y_tile.index(half))
+        if tail:
+            tma.async_copy_shared_to_global(tail_desc, [m + wide, n + half * rows], y_tail.index(half))
+
+
+@gluon.jit
+def _pass(low, low_tail, high, high_tail, under_way: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr):
+    """Waits until so many products of a tile's halves are under way."""
+    if halves == 2 and tail > 0:
+        low, low_tail, high, high_tail = warpgroup_mma_wait(2 * under_way, deps=[low, low_tail, high, high_tail])
+    elif halves == 2:
+        low, high = warpgroup_mma_wait(under_way, deps=[low, high])
+    elif tail > 0:
+        low, low_tail = warpgroup_mma_wait(2 * under_way, deps=[low, low_tail])
+    else:
+        low = warpgroup_mma_wait(under_way, deps=[low])
+    return low, low_tail, high, high_tail
+
+
+@gluon.jit
+def _leave(acc, place):
+    """Writes a sum in pieces of `_PIECE` tokens, 16 bytes of a thread after those of the one before it."""
+    rows: gl.constexpr = acc.shape[0]
+    columns: gl.constexpr = acc.shape[1]
+    if columns > _PIECE:
+        low, high = _halve(acc)
+        _leave(low, place)
+        _leave(high, place + rows * (columns // 2))
+    else:
+        flat = acc.reshape([rows // 16, 2, 8, columns // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
+        flat = flat.reshape([rows * columns // 4, 4])
+        layout: gl.constexpr = flat.type.layout
+        i = gl.arange(0, rows * columns // 4, gl.SliceLayout(1, layout))
+        j = gl.arange(0, 4, gl.SliceLayout(0, layout))
+        gl.store(place + (i[:, None] * 4 + j[None, :]), flat)
 
 
 @gluon.jit
 def _piece_sum(
-    partial, lowest, highest, piece, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, like: gl.constexpr,
-    rows: gl.constexpr, width: gl.constexpr, tile_size: gl.constexpr,
+    partial, lowest, parts, piece, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, rows: gl.constexpr,
+    tile_size: gl.constexpr,
 ):  # fmt: skip
-    """Adds what programs `lowest` to `highest` left of a piece [rows, width] of a tile, and stores it."""
-    row = gl.arange(0, rows, gl.SliceLayout(1, like))
-    column = gl.arange(0, width, gl.SliceLayout(0, like))
-    inside = piece * (rows * width) + row[:, None] * width + column[None, :]
-    total = gl.zeros((rows, width), gl.float32, like)
+    """Adds what programs from `lowest` on left of a piece `[rows, _PIECE]` of their tile, and stores it."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
+    size: gl.constexpr = rows * _PIECE
+    i = gl.arange(0, size // 4, gl.SliceLayout(1, layout))
+    j = gl.arange(0, 4, gl.SliceLayout(0, layout))
+    inside = piece * size + (i[:, None] * 4 + j[None, :])
+    total = gl.zeros((size // 4, 4), gl.float32, layout)
     # Four reads under way at once: each takes half a microsecond.
-    for group in range(lowest, highest + 1, 4):
-        for j in gl.static_range(4):
-            other = group + j
-            place = partial + (2 * other + (other == lowest).to(gl.int32)).to(gl.int64) * tile_size
+    for group in range(0, parts, 4):
+        for other in gl.static_range(4):
+            place = partial + (lowest + group + other).to(gl.int64) * tile_size
             # Past L1, which knows nothing of what other programs wrote.
-            there = (inside >= 0) & (other <= highest)
+            there = (inside >= 0) & (group + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
+    total = total.reshape([_PIECE // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, _PIECE])
     _store(total, scale, bias, y, n, m, M, N, has_bias)
 
 
 @gluon.jit
+def _finish(
+    partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N, offsets,
+    experts, has_bias: gl.constexpr, halves: gl.constexpr, rows: gl.constexpr, block_m: gl.constexpr,
+    width: gl.constexpr,
+):  # fmt: skip
+    """Adds up this program's pieces of the tile that it has a part of, and those that others left to it."""
+    program = gl.program_id(0)
+    if program < cut * parts:
+        across: gl.constexpr = block_m // _PIECE
+        tile = program // parts
+        part = program - tile * parts
+        arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
+        while ((arrivals & _ARRIVALS) < parts) & (looks > 0):
+            arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
+            looks -= 1
+        mine = 1 << (part + _ARRIVAL_BITS)
+        arrivals = gl.atomic_add(counter + tile, mine, sem="acq_rel")
+        # Whoever comes last leaves the counter as it was found.
+        if arrivals + mine == parts + ((1 << parts) - 1 << _ARRIVAL_BITS):
+            gl.store(counter + tile, 0)
+        todo = abandoned | gl.where((arrivals & _ARRIVALS) == parts, 1 << part, 0)
+        n, _, m, _ = _place(full + tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
+        for piece in range(halves * across):
+            if (todo >> (piece % parts)) & 1 != 0:
+                half = piece // across
+                _piece_sum(partial, program - part, parts, piece, scale, bias, y, (n * halves + half) * rows,
+                           m + (piece - half * across) * _PIECE, M, N, has_bias, rows,
+                           halves * rows * block_m)  # fmt: skip
+
+
+@gluon.jit
 def _consume(
-    x_ring, words, scales, y_tile, y_desc, ready, empty, global_scale, bias, y, partial, counter, offsets, experts,
-    M, N, full, steps, units, tiles_m, tiles_n, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr,
-    block_m: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    x_ring, tail_ring, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, bias, y,
+    partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, stages: gl.constexpr,
+    depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr, tail: gl.constexpr, width: gl.constexpr,
+    has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     panels: gl.constexpr = warps // 4
-    piece_m: gl.constexpr = block_m if block_m < 64 else 64
-    across: gl.constexpr = block_m // piece_m
-    pieces: gl.constexpr = halves * across
-    tile_size: gl.constexpr = halves * rows * block_m
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, block_m, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, piece_m, 16])
+    block_m: gl.constexpr = wide + tail
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, wide, 16])
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    tail_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tail if tail else wide, 16])
+    tail_operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=tail_layout, k_width=2)
     full = _whole_tiles(full, tiles_n, offsets, experts, block_m, width)
-    begin, streamed, total, each, rest = _work(full, steps, units)
-    program, programs = gl.program_id(0), gl.num_programs(0)
+    turn, end = _turns(full, cut, parts)
     if overlap:
         _order(_WAIT_FOR_KERNEL)
-    done = begin * 0
-    slot = begin * 0
-    phase = begin * 0
-    while done < total:
-        tile, inside, start, count = _next_tile(done, begin, streamed, full, steps)
-        low = gl.zeros((rows, block_m), gl.float32, layout)
+    slot = turn * 0
+    phase = turn * 0
+    abandoned = turn * 0
+    while turn < end:
+        tile, _, count = _turn(turn, full, steps, parts, split)
+        low = gl.zeros((rows, wide), gl.float32, layout)
         high = low
+        low_tail = low
+        if tail:
+            low_tail = gl.zeros((rows, tail), gl.float32, tail_layout)
+        high_tail = low_tail
         for step in range(count):
             mbarrier.wait(ready.index(slot), phase)
             for d in gl.static_range(depth):
                 tokens = x_ring.index(slot * depth + d).permute((1, 0))
                 a = _operand(words.index(slot), scales.index(slot), 0, d, warps, operand)
                 low = warpgroup_mma(a, tokens, low, is_async=True)
+                if tail:
+                    more = tail_ring.index(slot * depth + d).permute((1, 0))
+                    again = gl.convert_layout(a, tail_operand, assert_trivial=True)
+                    low_tail = warpgroup_mma(again, more, low_tail, is_async=True)
                 # The product before this one has read its operands; this one goes on while the next are decoded.
-                if halves == 2:
-                    low, high = warpgroup_mma_wait(1, deps=[low, high])
-                else:
-                    low = warpgroup_mma_wait(1, deps=[low])
+                low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
                 if d == 0:
                     mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
                 if halves == 2:
                     a = _operand(words.index(slot), scales.index(slot), panels, d, warps, operand)
                     high = warpgroup_mma(a, tokens, high, is_async=True)
-                    low, high = warpgroup_mma_wait(1, deps=[low, high])
+                    if tail:
+                        more = tail_ring.index(slot * depth + d).permute((1, 0))
+                        again = gl.convert_layout(a, tail_operand, assert_trivial=True)
+                        high_tail = warpgroup_mma(again, more, high_tail, is_async=True)
+                    low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
             slot, phase = _advance(slot, phase, stages)
-        if halves == 2:
-            low, high = warpgroup_mma_wait(0, deps=[low, high])
-        else:
-            low = warpgroup_mma_wait(0, deps=[low])
+        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
         mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
-        done += count
-        n, expert, m, last = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
-        n = n * (halves * rows)
-        scale = gl.load(global_scale + expert).to(gl.float32) * DECODED
-        if split and count < steps:
-            # Two places a program: for a tile that it begins, and for one that an earlier program began.
-            place = partial + (2 * program + (start == 0).to(gl.int32)).to(gl.int64) * tile_size
-            _put(low, place)
+        if split and turn == 0:
+            place = partial + gl.program_id(0).to(gl.int64) * (halves * rows * block_m)
+            _leave(low, place)
+            if tail:
+                _leave(low_tail, place + rows * wide)
             if halves == 2:
-                _put(high, place + rows * block_m)
+                _leave(high, place + rows * block_m)
+                if tail:
+                    _leave(high_tail, place + rows * (block_m + wide))
             _barrier()
-            gl.atomic_add(counter + inside, 1, sem="release")
-        elif width > 0:
-            if m + block_m > last:
-                # Rows of other experts follow.
-                _store(low, scale, bias, y, n, m, last, N, has_bias)
-                if halves == 2:
-                    _barrier()
-                    _store(high, scale, bias, y, n + rows, m, last, N, has_bias)
-            else:
-                _send(low, high, scale, bias, y_desc, y_tile, n, m, N, halves, has_bias)
+            arrivals = gl.atomic_add(counter + gl.program_id(0) // parts, 1, sem="acq_rel")
+            abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
         else:
-            _send(low, high, scale, bias, y_desc, y_tile, n, m, N, halves, has_bias)
+            n, expert, m, last = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
+            n = n * (halves * rows)
+            scale = gl.load(global_scale + expert).to(gl.float32) * DECODED
+            if width > 0:
+                if m + block_m > last:
+                    # Rows of other experts follow.
+                    _store(low, scale, bias, y, n, m, last, N, has_bias)
+                    if halves == 2:
+                        _barrier()
+                        _store(high, scale, bias, y, n + rows, m, last, N, has_bias)
+                else:
+                    _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
+                          halves, tail, has_bias)  # fmt: skip
+            else:
+                _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
+                      halves, tail, has_bias)  # fmt: skip
+        turn += 1
     tma.store_wait(0)
     if split:
-        for piece in range(program, units // steps * pieces, programs):
-            tile = piece // pieces
-            piece = piece - tile * pieces
-            lowest = _program_of(tile * steps, each, rest)
-            highest = _program_of(tile * steps + steps - 1, each, rest)
-            if highest > lowest:
-                arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
-                while arrivals < highest - lowest + 1:
-                    arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
-                n, _, m, _ = _place(full + tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
-                half = piece // across
-                n = n * (halves * rows) + half * rows
-                m += (piece - half * across) * piece_m
-                scale = gl.load(global_scale).to(gl.float32) * DECODED
-                _piece_sum(partial, lowest, highest, piece, scale, bias, y, n, m, M, N, has_bias, narrow,
-                           rows, piece_m, tile_size)  # fmt: skip
-                # Whoever takes the last piece leaves the counter as it was found.
-                if gl.atomic_add(counter + tile, 1, sem="relaxed") == highest - lowest + pieces:
-                    gl.store(counter + tile, 0)
+        scale = gl.load(global_scale).to(gl.float32) * DECODED
+        _finish(partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N,
+                offsets, experts, has_bias, halves, rows, block_m, width)  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["experts", "M", "full", "steps", "units", "tiles_m", "tiles_n", "tiles_k"])
+@gluon.jit(
+    do_not_specialize=["experts", "M", "full", "cut", "parts", "looks", "steps", "tiles_m", "tiles_n", "tiles_k"]
+)
 def prefill_kernel(
-    x_desc, w_desc, s_desc, y_desc, global_scale, bias, y, partial, counter, offsets, experts, M, N, full, steps, units,
-    tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr, halves: gl.constexpr, stages: gl.constexpr,
-    depth: gl.constexpr, width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    x_desc, x_tail_desc, w_desc, s_desc, y_desc, y_tail_desc, global_scale, bias, y, partial, counter, offsets,
+    experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
+    halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, width: gl.constexpr,
+    split: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """See the module docstring; `steps` units make a tile, `units` are those of the tiles that are cut.
+    """See the module docstring; `steps` units make a tile; after `full` tiles, `cut` have `parts` programs each.
 
     With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
     """
     panels: gl.constexpr = halves * gl.num_warps() // 4
-    block_m: gl.constexpr = x_desc.block_type.shape[0]
+    rows: gl.constexpr = 16 * gl.num_warps()
+    wide: gl.constexpr = x_desc.block_type.shape[0]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, block_m, 64], x_desc.layout)
+    x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, wide, 64], x_desc.layout)
     w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
     s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
     words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
     scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
-    y_tile = gl.allocate_shared_memory(gl.bfloat16, [halves, block_m, 16 * gl.num_warps()], y_desc.layout)
+    y_tile = gl.allocate_shared_memory(gl.bfloat16, [halves, wide, rows], y_desc.layout)
+    x_tail = x_ring
+    y_tail = y_tile
+    if tail:
+        x_tail = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, tail, 64], x_tail_desc.layout)
+        y_tail = gl.allocate_shared_memory(gl.bfloat16, [halves, tail, rows], y_tail_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
@@ -379,11 +477,12 @@ def prefill_kernel(
         mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
-            (_consume, (x_ring, words, scales, y_tile, y_desc, ready, empty, global_scale, bias, y, partial, counter,
-                        offsets, experts, M, N, full, steps, units, tiles_m, tiles_n, stages, depth, halves, block_m,
-                        width, has_bias, split, overlap)),
-            (_produce, (x_desc, w_desc, s_desc, x_ring, w_ring, s_ring, ready, empty, offsets, experts, M, N, full,
-                        steps, units, tiles_m, tiles_n, tiles_k, stages, depth, panels, width, overlap)),
+            (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale,
+                        bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
+                        tiles_n, stages, depth, halves, wide, tail, width, has_bias, split, overlap)),
+            (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
+                        experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
+                        tail, width, split, overlap)),
         ],
         [1],
         [_FETCHER_REGISTERS],
@@ -405,9 +504,8 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     y = x.new_empty(len(x), weight.shape[0])
     if len(x):
         count = triton.cdiv(y.shape[1], 128 * tiles.halves) * triton.cdiv(len(x), tiles.block_m)
-        # Parts of a tile wait for each other, so that all programs must be there at once.
         programs = min(tiles.programs, current(x.device.index or 0).sms)
-        _launch(x, weight, bias, y, None, tiles, *deal(count, programs))
+        _launch(x, weight, bias, y, None, tiles, deal(count, programs, triton.cdiv(x.shape[1] // 64, tiles.depth)))
     return y
 
 
@@ -416,7 +514,7 @@ def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Te
     y = x.new_empty(len(x), weight.shape[1])
     if len(x):
         tiles = grouped_tiles(len(x), len(offsets) - 1, y.shape[1], current(x.device.index or 0))
-        _launch(x, weight, None, y, offsets, tiles, tiles.programs, 0)
+        _launch(x, weight, None, y, offsets, tiles, (tiles.programs, 0, 0, 1))
     return y
 
 
@@ -427,37 +525,33 @@ def _launch(
     y: torch.Tensor,
     offsets: torch.Tensor | None,
     tiles: PrefillTiles,
-    programs: int,
-    full: int,
+    dealt: tuple[int, int, int, int],
 ) -> None:
     (M, K), N = x.shape, y.shape[1]
+    programs, full, cut, parts = dealt
     rows, block_m, depth = 128 * tiles.halves, tiles.block_m, tiles.depth
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K // 64, depth)
-    cut = 0 if offsets is not None else tiles_m * tiles_n - full
     partial = counter = y
     if cut:
-        partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
+        partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, cut)
-    y_layout = gl.NVMMASharedLayout.get_default_for([block_m, 128], gl.bfloat16)
+    wide = 1 << block_m.bit_length() - 1
+    tail = block_m - wide
+    x_desc, w_desc, s_desc = descriptors(x, weight, wide, depth)
     prefill_kernel[(programs,)](
-        *descriptors(x, weight, block_m, depth),
-        TensorDescriptor(y, [M, N], [N, 1], [block_m, 128], y_layout),
+        x_desc, _tile_of(x, tail, 64) if tail else x_desc, w_desc, s_desc, y_desc := _tile_of(y, wide, 128),
+        _tile_of(y, tail, 128) if tail else y_desc,
         weight.global_scale, x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
-        1 if offsets is None else len(offsets) - 1, M, N, full, steps, cut * steps, tiles_m, tiles_n, K // 64,
-        has_bias=bias is not None, halves=tiles.halves, stages=tiles.stages, depth=depth,
+        1 if offsets is None else len(offsets) - 1, M, N, full, cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
+        has_bias=bias is not None, halves=tiles.halves, tail=tail, stages=tiles.stages, depth=depth,
         width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
         overlap=tiles.overlap, num_warps=8, maxnreg=168, launch_pdl=tiles.overlap,
     )  # fmt: skip
 
 
-def deal(tiles: int, programs: int) -> tuple[int, int]:
-    """Programs, and how many of `tiles` are dealt out whole: all, or none, where each program gets a part of one.
-
-    What a last, short round of whole tiles leaves idle costs less than cutting its tiles: on an H100, 28672 × 4096 by
-    256 tokens took 91 us in two rounds, and 117 with the second cut.
-    """
-    parts = programs // tiles
-    return (tiles * parts, 0) if parts > 1 else (min(tiles, programs), tiles)
+def _tile_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)
 
 
 def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:

@@ -65,7 +65,7 @@ class PrefillTiles:
     """A launch of Hopper's kernel for many tokens.
 
     Attributes:
-        block_m: tokens of a tile.
+        block_m: tokens of a tile: a power of two from 32 on, or the sum of two.
         halves: of 128 rows of W that a tile has: 1 or 2.
         programs: one for each SM.
         depth: tiles of 64 columns of K that are fetched at once.
@@ -97,8 +97,19 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 
 FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
-PREFILL_UNITS = {(128, 2): 1.40, (128, 1): 0.76, (64, 1): 0.54, (32, 1): 0.46}
+PREFILL_UNITS = {
+    (128, 2): 1.33,
+    (192, 1): 1.12,
+    (160, 1): 1.02,
+    (128, 1): 0.73,
+    (64, 2): 0.94,
+    (64, 1): 0.54,
+    (32, 1): 0.46,
+}
 """(block_m, halves) of the kernel for many tokens, and microseconds of a tile's 128 columns on an H100."""
+_START, _END, _CUT = 0.5, 1.3, 7.0
+"""Further microseconds: of a launch, of a tile of 128 × 128 at its end, and of the sums where such tiles are cut."""
+_MOST_PARTS = 8
 _CUT_UNITS = {64: (10.0, 0.54), 128: (12.0, 0.83)}
 """block_m of the kernel for few, which shares a tile among programs: microseconds once, and for 128 columns."""
 GLUON_LAUNCHES = {
@@ -126,8 +137,11 @@ def from_dict(data: dict[str, Any]) -> Choice:
 
 
 def bucket(tokens: int) -> int:
-    """Number of tokens that stands for `tokens` in tables: the next power of two, at most 4096."""
-    return min(1 << max(tokens - 1, 0).bit_length(), 4096)
+    """Number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64; at most 4096.
+
+    With few tokens the time hardly depends on them; with many, on how their tiles go into the SMs.
+    """
+    return min(-(-tokens // FEW) * FEW, 4096) if tokens > FEW else 1 << max(tokens - 1, 0).bit_length()
 
 
 def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool) -> Choice:
@@ -156,17 +170,20 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware) -> Choice:
     """For a prepacked weight and many tokens: the launch of the least time, by what its parts took on an H100.
 
-    Whole tiles go out in rounds, one to each SM, and the last round may leave most of them idle. Where tiles are cut,
-    always so by the kernel for few tokens, their sums cost time once.
+    Tiles go out in rounds, one to each SM, and the last round may leave some of them idle. Where tiles are cut, always
+    so by the kernel for few tokens, their sums cost time once.
     """
     rows, columns = shape
-    steps = -(-columns // 128)
     times: dict[Choice, float] = {}
     for (block_m, halves), unit in PREFILL_UNITS.items():
+        choice = prefill_tiles(block_m, halves, hardware)
+        steps = -(-columns // (64 * choice.depth))
         count = -(-rows // (128 * halves)) * -(-tokens // block_m)
-        parts = hardware.sms // count
-        cut, whole = -(-steps // max(parts, 1)) * unit + 10 * halves, -(-count // hardware.sms) * steps * unit + 2
-        times[prefill_tiles(block_m, halves, hardware)] = cut if parts > 1 else whole
+        programs, full, cut, parts = deal(count, hardware.sms, steps)
+        rounds, part = -(-full // programs), -(-steps // parts) if cut else 0
+        ends = (rounds * _END + (_CUT if cut else 0)) * block_m * halves / 128
+        times[choice] = _START + (rounds * steps + part) * choice.depth / 2 * unit + ends
+    steps = -(-columns // 128)
     for block_m, (once, unit) in _CUT_UNITS.items():
         count = -(-rows // 128) * -(-tokens // block_m)
         times[gluon_tiles(block_m, 8, 1, hardware)] = once + count * steps / hardware.sms * unit
@@ -219,6 +236,21 @@ def _splits(tiles: int, columns: int, block_k: int, programs: int) -> int:
     return splits
 
 
+def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
+    """How `tiles` of `steps` units each go to `programs`, one on each SM.
+
+    Returns:
+        Programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
+        each of those. They are cut where each program of that round would have less than half a tile; cutting all
+        into equal shares costs more than it saves, for programs at different columns share nothing in L2.
+    """
+    rounds, left = divmod(tiles, programs)
+    parts = min(programs // left, _MOST_PARTS, max(steps // 4, 1)) if left else 1
+    if parts < 2:
+        return min(tiles, programs), tiles, 0, 1
+    return programs if rounds else left * parts, rounds * programs, left, parts
+
+
 def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, depth: int = 2) -> GluonTiles:
     """A launch that fills every SM: as many stages as its shared memory has room for."""
     slot = depth * (block_m * 128 + warps // 4 * 2304) + 16
@@ -227,8 +259,9 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
     return GluonTiles(block_m, hardware.sms * resident, warps, resident, depth, stages)
 
 
-def prefill_tiles(block_m: int, halves: int, hardware: Hardware, depth: int = 2) -> PrefillTiles:
+def prefill_tiles(block_m: int, halves: int, hardware: Hardware) -> PrefillTiles:
     """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit."""
-    slot = depth * (block_m * 128 + halves * 4608) + 16
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
-    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // slot, 8))
+    slot = block_m * 128 + halves * 4608
+    depth = 2 if room // (2 * slot + 16) > 2 else 1
+    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8))

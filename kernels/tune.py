@@ -2,7 +2,7 @@
 
 A table is a JSON file of one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
 of the file that a search writes holds the versions of Triton and of this package, so that an update of either starts
-afresh. Tokens are powers of two, each for the numbers up to it.
+afresh. Tokens are powers of two up to 64, then multiples of 64, each for the numbers up to it.
 
 A search times every candidate as a serving loop would run it: replayed from a CUDA graph, over copies of the weight
 that together do not fit in the L2 cache. A candidate is first compared with the dequantized weight in float64; one
@@ -60,13 +60,16 @@ def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], 
     table, count = _table(gpu.name), tiles.bucket(tokens)
     if count <= tiles.FEW:
         most = max(_SAME, count)
+    elif prepacked:
+        # Tiles that go evenly into the SMs for one number of tokens do not for another; the guess knows.
+        most = count
     else:
         most = 8 * count
     while count <= most:
         found = table.get(key(format, count, shape, prepacked))
         if found is not None:
             return found
-        count *= 2
+        count = 1 << count.bit_length()
     return None
 
 
