@@ -73,7 +73,8 @@ def paged_attention(
     """softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
 
     Args:
-        q: `[batch, heads, new, dim]`, BF16, FP16 or, on a CPU, FP32; `pages.kv_heads` divides `heads`.
+        q: `[batch, heads, new, dim]`, BF16, FP16 or FP32; `pages.kv_heads` divides `heads`. A GPU's tensor cores take
+            it in FP16, or as a cache that is not quantized is; sums and output of FP32 stay that.
         pages: a layer's pages.
         block_table: int32 `[batch, most pages]`: the pages of each sequence in order.
         lengths: int32 `[batch]`: tokens of each sequence, the new ones included.
@@ -104,8 +105,6 @@ def paged_attention(
     scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     if q.device.type != "cuda":
         return paged_reference(q, pages, block_table, lengths, softmax_scale=scale, window=window, softcap=softcap)
-    if q.dtype is torch.float32:
-        raise ValueError(f"{where}: q is float32; on a GPU it is bfloat16 or float16")
     from quant.kernels.decode_attention_triton import launch
 
     if tiles is None:
@@ -131,7 +130,7 @@ def _check(
     if q.shape[1] % pages.kv_heads:
         raise ValueError(f"{where}: {pages.kv_heads} KV heads do not divide {q.shape[1]} heads")
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise ValueError(f"{where}: q is {q.dtype}; expected bfloat16 or float16")
+        raise ValueError(f"{where}: q is {q.dtype}; expected bfloat16, float16 or float32")
     if pages.page_size not in PAGE_SIZES:
         raise ValueError(f"{where}: pages of {pages.page_size} tokens; known: {', '.join(map(str, PAGE_SIZES))}")
     for name, tensor, dims in (("block_table", block_table, 2), ("lengths", lengths, 1)):

@@ -192,11 +192,12 @@ def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) -> torch.Tensor:
     """The values of a piece from its codes, block scales and global scales."""
-    if parts[0].is_cuda:
+    codes, blocks, scale = parts
+    if codes.is_cuda:
         from quant.kernels.kv_cache_triton import read
 
-        return read(*parts, dtype)
-    rows = zip(*parts, strict=True)
+        return read(codes, blocks, scale, dtype)
+    rows = zip(codes, blocks, scale, strict=True)
     return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
 
 

@@ -108,6 +108,17 @@ def test_kernel_against_float64(name: str | None, dim: int, heads: int, new: int
     assert error(out, expected) < TOLERANCE[name]
 
 
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "nvfp4"])
+def test_queries_in_float32_lose_what_fp16_does(name: str) -> None:
+    """Three bits less than BF16: a float32 model gets sums and outputs as they are."""
+    cache = filled(name, [150, 1, 65])
+    q = torch.randn(3, 8, 1, 64)
+    expected = exact(q, *cache, softmax_scale=0.125)
+    for splits in (1, 2):
+        out = kernel(q, *cache, DecodeTiles(8, 32, 4, 3, splits))
+        assert out.dtype is torch.float32 and error(out, expected) < 4e-4
+
+
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 @pytest.mark.parametrize(("window", "softcap"), [(40, None), (None, 3.0), (1, 5.0)])
 def test_kernel_with_a_window_and_a_cap(name: str, window: int | None, softcap: float | None) -> None:
@@ -229,6 +240,10 @@ def test_gpu_kernel_against_float64(name: str | None, dim: int, heads: int, new:
         expected = paged_reference(q, *cache, compute=torch.float64, **options)  # type: ignore[arg-type]
         assert bool(out.isfinite().all())
         assert error(out, expected.double()) < TOLERANCE[name]
+    if name is not None:
+        # Of 8 bits a BF16 output loses four times what FP16 operands do.
+        expected = paged_reference(q.double(), *cache, compute=torch.float64)
+        assert error(paged_attention(q.float(), *cache), expected) < 4e-4
 
 
 @pytest.mark.gpu
