@@ -1,19 +1,21 @@
 """Queries and keys turned alike, so that rounding either costs their scores little.
 
-    C  = (mean k kᵀ)⁻¹ # (mean q qᵀ)            of a KV head; # is the geometric mean of two matrices
-    q' = q · C^-½ · H,    k' = k · C^½ · H       H an orthonormal Hadamard matrix
+    A = mean k kᵀ = L Lᵀ,    B = mean q qᵀ,    Lᵀ B L = W Λ Wᵀ          of a KV head
+    k' = k · L⁻ᵀ W Λ^¼ · H,    q' = q · L W Λ^-¼ · H                    H an orthonormal Hadamard matrix
 
-Every score stays as it was, for C^-½ H and C^½ H are each other's inverse, transposed. C is what makes the second
-moments of q' and k' equal, which is best: the error of a score is the rounding of one times the size of the other.
-Were C diagonal, this would be the sharing out of each channel's magnitude that SmoothQuant does between a layer and
-its input; as a matrix, it also uses that neighbouring channels, and the two that a rotary embedding turns into each
-other, go together. H then spreads what stands out over the whole head, for a block's error grows with its largest
-value.
+Every score stays as it was, for the two matrices are each other's inverse, transposed. Before H, the second moments of
+q' and k' are both Λ^½. That they are equal is best: the error of a score is the rounding of one times the size of the
+other. Were the moments diagonal, this would be the sharing out of each channel's magnitude that SmoothQuant does
+between a layer and its input; as matrices, they also use that neighbouring channels, and the two that a rotary
+embedding turns into each other, go together. That both are diagonal lets H, whose entries are all of one size, give
+every channel of either the same second moment: errors grow with the sum of what channels are of size, squared, and
+that is least where they are alike.
 
 The moments are those of the first tokens that there are. Few tokens say little about how channels go together, so
 products of different channels count as if `PRIOR` more tokens had shown none.
 
-Source of #: Pusz and Woronowicz, 1975. With A = L Lᵀ, A⁻¹ # B = L⁻ᵀ (Lᵀ B L)^½ L⁻¹.
+The basis in which two quadratic forms are one and diagonal is that of balanced realizations (Moore, 1981; the
+algorithm is that of Laub, Heath, Paige and Ward, 1987).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.hadamard import hadamard_block, hadamard_transform
 
 PRIOR = 64
 """Tokens without any correlation between channels that every mean is joined by."""
@@ -58,12 +60,16 @@ def turning(q: torch.Tensor, k: torch.Tensor) -> Turn:
     # Decomposed on the CPU whatever the device: small matrices, and the GPU's solvers take several times as long.
     of_q, of_k = (_moment(x, k.shape[1]).cpu() for x in (q, k))
     lower = torch.linalg.cholesky(of_k)
-    middle = _power(lower.mT @ of_q @ lower, 0.5)
-    # L⁻ᵀ X L⁻¹ by two triangular systems.
-    half = torch.linalg.solve_triangular(lower.mT, middle, upper=True)
-    mean = torch.linalg.solve_triangular(lower.mT, half.mT, upper=True)
-    rotation = hadamard_transform(torch.eye(k.shape[3], dtype=torch.float64))
-    return Turn(*((_power(mean, exponent) @ rotation).float().to(k.device) for exponent in (-0.5, 0.5)))
+    product = lower.mT @ of_q @ lower
+    values, vectors = torch.linalg.eigh((product + product.mT) / 2)
+    # What rounding made negative or zero is raised a little; signs are free, and fixed so that devices agree.
+    root = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))[:, None] ** 0.25
+    vectors = vectors * vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True)).sign()
+    # Where H has several blocks, each gets large channels and small ones.
+    order = torch.arange(k.shape[3]).view(hadamard_block(k.shape[3]), -1).T.flatten()
+    vectors, root = vectors[..., order], root[..., order]
+    matrices = lower @ (vectors / root), torch.linalg.solve_triangular(lower.mT, vectors * root, upper=True)
+    return Turn(*(hadamard_transform(matrix).float().to(k.device) for matrix in matrices))
 
 
 def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -79,11 +85,3 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     prior = torch.diag_embed(channels * PRIOR)
     mean: torch.Tensor = (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))
     return mean
-
-
-def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A power of symmetric matrices by their eigenvalues, those that rounding made negative or zero raised a little."""
-    values, vectors = torch.linalg.eigh((x + x.mT) / 2)
-    values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))
-    raised: torch.Tensor = (vectors * values[:, None] ** exponent) @ vectors.mT
-    return raised

@@ -36,12 +36,22 @@ def test_second_moments_become_equal() -> None:
     q, k = operands(1, 1, 1, 2000, 32)
     turn = turning(q, k)
     moments = [x[0, 0].double().T @ x[0, 0].double() for x in (turn.q(q), turn.k(k))]
-    torch.testing.assert_close(moments[0], moments[1], rtol=0, atol=0.07 * float(moments[0].abs().max()))
+    torch.testing.assert_close(moments[0], moments[1], rtol=0, atol=0.1 * float(moments[0].abs().max()))
     before = [x[0, 0].double().T @ x[0, 0].double() for x in (q, k)]
     # The sum of the singular values of Q Kᵀ's core, the nuclear norm, bounds |Q| |K| over all changes of basis.
     product = torch.linalg.eigvals(before[0] @ before[1]).real.clamp(min=0).sqrt().sum()
     sizes = [float(m.trace()) ** 0.5 for m in moments]
     assert float(product) <= sizes[0] * sizes[1] * (1 + 1e-6) < 1.05 * float(product)
+
+
+@pytest.mark.parametrize(("dim", "most"), [(64, 1.1), (96, 1.2)])
+def test_channels_become_alike(dim: int, most: float) -> None:
+    """One Hadamard matrix makes them equal but for the prior; three of 32 channels, nearly."""
+    q, k = operands(1, 1, 1, 2000, dim)
+    turn = turning(q, k)
+    for x in (turn.q(q), turn.k(k)):
+        channels = x[0, 0].double().square().mean(0)
+        assert float(channels.amax() / channels.amin()) < most
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 0.75), ("nvfp4", 0.6)])
