@@ -270,6 +270,7 @@ def _dense(
     """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8.
 
     `scales` are those of k and v that are in E4M3 already: their codes are found again, and nothing is rounded twice.
+    Nor are a float32 model's operands on a GPU, whose quantizer takes 16 bit: they are rounded as on a CPU.
     """
     dim, dtype = q.shape[3], q.dtype
     options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -280,24 +281,31 @@ def _dense(
     if kernel and room != dim:
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
     out: torch.Tensor
-    if kernel:
-        # The kernels read and write 16 bit; FP8 operands are no better than that.
-        half = torch.bfloat16 if dtype is torch.float32 else dtype
-        q, k, v = (x.to(half) for x in (q, k, v))
+    if kernel and dtype is not torch.float32:
         given = None if scales is None else _scales_of_heads(q, *scales)
         attend = quantize_attention(q, k, v, scales=given).attend if fp8 else partial(attention, q, k, v)
-        out = attend(**options, dtype=half)
-        return out[..., :dim].to(dtype)
+        out = attend(**options, dtype=dtype)
+        return out[..., :dim]
     if fp8 and scales is not None:
-        names = ("q_scale", "k_scale", "v_scale")
-        options |= zip(names, _scales_of_heads(q, *scales), strict=True)
-        q, k, v = (
-            encode(x.float() / options[name][..., None, None], E4M3) for x, name in zip((q, k, v), names, strict=True)
-        )
+        found = _scales_of_heads(q, *scales)
+        q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), found, strict=True))
+        options |= zip(("q_scale", "k_scale", "v_scale"), found, strict=True)
     elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
+    if kernel:
+        return _in_float32(q, k, v, **options)[..., :dim]
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
     return out
+
+
+def _in_float32(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, **options: Any
+) -> torch.Tensor:
+    """The FP8 kernel for a float32 model: its output in FP16, in units of V's scale, of which 448 is the most."""
+    unit = v_scale if v_scale.dim() == 2 else v_scale.amax(-1)
+    relative = v_scale / (unit if v_scale.dim() == 2 else unit[..., None])
+    out = attention(q, k, v, v_scale=relative, dtype=torch.float16, **options)
+    return out.float() * unit.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None, None]
 
 
 def _scales_of_heads(

@@ -131,8 +131,6 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
         """Causal attention of the newest tokens over the pages."""
         assert self._pages is not None
-        if q.is_cuda and q.dtype is torch.float32:
-            return self._pages.attend(0, self._sequences, q.bfloat16(), **options).float()
         return self._pages.attend(0, self._sequences, q, **options)
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
