@@ -16,6 +16,9 @@ from quant.errors import UserError
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Tokens to add at most.")
 @click.option("--device", help="cpu, cuda or cuda:N; by default the GPU where there is one.")
+@click.option(
+    "--dtype", metavar="DTYPE", help="Of what is not quantized: bfloat16, float16 or float32; by default the model's."
+)
 @ATTENTION
 @KV_CACHE
 @QUIET
@@ -26,6 +29,7 @@ def generate_command(
     prompt: str,
     max_new_tokens: int,
     device: str | None,
+    dtype: str | None,
     attention: str | None,
     kv_cache: str | None,
     quiet: bool,
@@ -46,7 +50,7 @@ def generate_command(
         raise UserError(f"{model} ({type(source.model).__name__}) is no causal language model; it cannot continue text")
     assert source.model is not None
     how = attention_options(model, attention, kv_cache)
-    written = generate(source.model, source.load_tokenizer(), prompt, max_new_tokens, device=device, **how)
+    written = generate(source.model, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, **how)
     if as_json:
         click.echo(
             json.dumps({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second}, indent=1)

@@ -17,6 +17,9 @@ from torch import nn
 from quant.attention_interface import quantized_attention
 from quant.errors import UserError, counted
 
+DTYPES = ("bfloat16", "float16", "float32")
+"""What --dtype takes."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -59,6 +62,7 @@ def generate(
     max_new_tokens: int,
     *,
     device: str | None = None,
+    dtype: str | None = None,
     attention: str | None = None,
     kv_cache: str | None = None,
 ) -> Generation:
@@ -71,6 +75,7 @@ def generate(
         prompt: text.
         max_new_tokens: at least 1.
         device: "cpu", "cuda", "cuda:1", …; None takes the GPU where there is one.
+        dtype: one of `DTYPES`, what is not quantized is computed in it; None leaves it as the model has it.
         attention: "fp8" or "16bit".
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
 
@@ -80,6 +85,8 @@ def generate(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
     _check(model, ids, max_new_tokens, device)
+    if dtype is not None:
+        _cast(model, dtype)
     model.eval().to(device)
     kernels = _prepare(model, device)
     ids = ids.to(device)
@@ -142,6 +149,21 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         seen = counted(torch.cuda.device_count(), "GPU")
         raise UserError(f"--device {device}: PyTorch sees {seen} here; use --device cpu")
+
+
+def _cast(model: nn.Module, dtype: str) -> None:
+    """Puts `model` in a dtype; what it keeps in float32 itself, such as the frequencies of positions, stays that."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
+    wide = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype is torch.float32 and buffer.numel()
+    ]
+    model.to(getattr(torch, dtype))
+    for module, name, buffer in wide:
+        setattr(module, name, buffer)
 
 
 def _prepare(model: nn.Module, device: str) -> str:

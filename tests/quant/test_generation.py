@@ -11,6 +11,7 @@ from torch import nn
 
 from quant.checkpoint import load
 from quant.cli import main, quantize_command
+from quant.generation import _cast
 from quant.kernels.linear import QuantLinear
 
 transformers = pytest.importorskip("transformers")
@@ -86,6 +87,26 @@ def test_greedy_tokens_are_those_of_the_dequantized_model(checkpoint: Path) -> N
     assert written["text"] == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+def test_the_dtype_is_that_of_everything_but_codes_scales_and_frequencies(checkpoint: Path) -> None:
+    """The tokens are those of the dequantized model in that dtype; a position's angle needs float32 in any."""
+    frequencies = load(checkpoint).model.rotary_emb.inv_freq  # type: ignore[union-attr]
+    for name in ("float32", "float16"):
+        arguments = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json", "--device", "cpu", "--dtype", name)
+        result = run(main, "generate", checkpoint, *arguments)
+        assert result.exit_code == 0, result.output
+        written = json.loads(result.stdout)
+        model = dequantized(checkpoint).to(getattr(torch, name))
+        model.model.rotary_emb.inv_freq = frequencies  # type: ignore[union-attr]
+        assert written["tokens"] == greedy(model, written["prompt_tokens"], 12, model.config.eos_token_id)
+        cast = load(checkpoint)
+        _cast(cast, name)
+        assert {p.dtype for p in cast.parameters()} == {getattr(torch, name)}
+        assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)  # type: ignore[union-attr, arg-type]
+        for before, after in zip(load(checkpoint).modules(), cast.modules(), strict=True):
+            if isinstance(before, QuantLinear):
+                assert torch.equal(before.dequantize(), after.dequantize())  # type: ignore[operator]
+
+
 def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
     result = run(main, "generate", BASE, "--prompt", PROMPT, "--max-new-tokens", 5, "--device", "cpu")
     assert result.exit_code == 0, result.output
@@ -99,6 +120,7 @@ def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
         (("--prompt", ""), "the prompt holds no token"),
         (("--prompt", PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; expected 1 or more"),
         (("--prompt", PROMPT, "--max-new-tokens", "500"), "the model takes 128; shorten the prompt"),
+        (("--prompt", PROMPT, "--dtype", "int8"), "--dtype int8: unknown; known: bfloat16, float16, float32"),
         (("--prompt", PROMPT, "--device", "teapot"), "--device teapot is no device"),
         (("--prompt", PROMPT, "--device", "cuda:63"), "--device cuda:63: PyTorch sees"),
     ],
