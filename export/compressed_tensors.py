@@ -191,8 +191,12 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
     return {"config_groups": schemes} if schemes else {}
 
 
-def runtime_warnings(plan: Plan) -> list[str]:
+def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16) -> list[str]:
     """What other runtimes do not do with a checkpoint of `plan`: one sentence a kind of part, none if all is standard.
+
+    Args:
+        plan: what was applied.
+        dtype: the model's.
 
     Input scales and low-rank branches have no place in the layout. Rotations have one, `transform_config`, which
     compressed-tensors itself applies and which runtimes may ignore, as transformers up to 5.23 does. That same
@@ -216,6 +220,12 @@ def runtime_warnings(plan: Plan) -> list[str]:
     tables = [m.name for m in plan.quantized if m.kind == "embedding"]
     if tables:
         warnings.append(f"{_counted(tables)} quant.load: other runtimes take embeddings in 16 bit only")
+    unpacked = [m.weight for m in plan.quantized if m.weight is not None and not m.weight.scale.is_wide]
+    if unpacked and dtype != torch.bfloat16:
+        warnings.append(
+            f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
+            f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
+        )
     experts = [m.name for m in plan.quantized if m.kind == "experts"]
     if experts:
         warnings.append(

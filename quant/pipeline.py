@@ -359,7 +359,7 @@ def _report(
         seconds={},
         peak_rss_bytes=peak_rss(),
         files={},
-        warnings=[*runtime_warnings(plan), *fusion_warnings(plan)],
+        warnings=[*runtime_warnings(plan, source.dtype), *fusion_warnings(plan)],
         kv_cache=kv_cache_of(source.config, plan),
     )
 

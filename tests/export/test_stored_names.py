@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 import quant
+from quant.export.compressed_tensors import runtime_warnings
 from quant.export.stored_names import StoredNames, cut_experts, stored_names
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -128,6 +129,27 @@ def test_layers_in_several_formats_are_targeted_by_both_names(tmp_path: Path) ->
     targets = config["config_groups"]["group_1"]["targets"]
     assert_same_in_transformers(result.model, tmp_path / "ours")
     assert targets == [r"re:model\.layers\.0\.mlp\.experts\..*", r"re:model\.layers\.0\.block_sparse_moe\.experts\..*"]
+
+
+@pytest.mark.parametrize(("dtype", "fails"), [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)])
+@pytest.mark.parametrize("format", ["nvfp4a16", "mxfp8", "int4a16"])
+def test_what_transformers_unpacks_to_bfloat16_is_told(
+    format: str, dtype: torch.dtype, fails: bool, tmp_path: Path
+) -> None:
+    """The warning stands where transformers really fails, and its way out works."""
+    text = transformers.LlamaConfig(**{**TEXT, "hidden_size": 128})
+    result = quant.quantize(randomized(transformers.LlamaForCausalLM(text)).to(dtype), format)
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    warnings = runtime_warnings(result.plan, dtype)
+    ids = torch.arange(8)[None]
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    if not fails or format == "int4a16":
+        assert not warnings and load(tmp_path / "ours")(ids).logits.isfinite().all()
+        return
+    assert "unpacks" in warnings[0] and "dtype=torch.bfloat16" in warnings[0]
+    with pytest.raises(RuntimeError, match="same dtype"):
+        load(tmp_path / "ours")(ids)
+    assert load(tmp_path / "ours", dtype=torch.bfloat16)(ids).logits.isfinite().all()
 
 
 def test_names_of_models_that_are_not_transformers_stay() -> None:
