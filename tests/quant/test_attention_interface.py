@@ -44,7 +44,7 @@ def calibrate(model: nn.Module) -> nn.Module:
 
 
 def turned(q: torch.Tensor, k: torch.Tensor, first: int = 40) -> tuple[torch.Tensor, torch.Tensor]:
-    """q and k turned by their first tokens, in float64, head by head, by SciPy's generalized eigenproblem."""
+    """q and k turned by their first tokens, in float64, head by head, with SciPy's matrix functions."""
     dim, group = q.shape[3], q.shape[1] // k.shape[1]
     rotation = scipy.linalg.hadamard(dim) / dim**0.5
     turned_q, turned_k = q.double().numpy().copy(), k.double().numpy().copy()
@@ -57,13 +57,10 @@ def turned(q: torch.Tensor, k: torch.Tensor, first: int = 40) -> tuple[torch.Ten
             least = moment.diagonal().mean() / len(rows) * 2.0**-20
             moments.append((moment + prior) / (len(rows) + 64) + least * np.eye(dim))
         of_k, of_q = moments
-        # of_q z = λ of_k⁻¹ z, with zᵀ of_k⁻¹ z = 1, a generalized eigenproblem.
-        inverse = np.linalg.inv(of_k)
-        values, basis = scipy.linalg.eigh(of_q, inverse)
-        seen = np.linalg.solve(np.linalg.cholesky(of_k), basis)
-        basis = basis * np.sign(seen[np.abs(seen).argmax(0), np.arange(dim)]) * values**-0.25
-        turned_q[:, heads] = turned_q[:, heads] @ basis @ rotation
-        turned_k[:, head] = turned_k[:, head] @ (inverse @ basis * values**0.5) @ rotation
+        lower = np.linalg.cholesky(of_k)
+        root = scipy.linalg.fractional_matrix_power(lower.T @ of_q @ lower, 0.25)
+        turned_q[:, heads] = turned_q[:, heads] @ lower @ np.linalg.inv(root) @ rotation
+        turned_k[:, head] = turned_k[:, head] @ np.linalg.solve(lower.T, root) @ rotation
     return torch.from_numpy(turned_q).float(), torch.from_numpy(turned_k).float()
 
 

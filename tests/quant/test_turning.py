@@ -44,14 +44,13 @@ def test_second_moments_become_equal() -> None:
     assert float(product) <= sizes[0] * sizes[1] * (1 + 1e-6) < 1.05 * float(product)
 
 
-@pytest.mark.parametrize(("dim", "most"), [(64, 1.1), (96, 1.2)])
-def test_channels_become_alike(dim: int, most: float) -> None:
-    """One Hadamard matrix makes them equal but for the prior; three of 32 channels, nearly."""
-    q, k = operands(1, 1, 1, 2000, dim)
-    turn = turning(q, k)
-    for x in (turn.q(q), turn.k(k)):
-        channels = x[0, 0].double().square().mean(0)
-        assert float(channels.amax() / channels.amin()) < most
+def test_other_sums_turn_hardly_otherwise() -> None:
+    """What differs between devices, 1e-6 of each value, is no more after turning: both round the same numbers."""
+    q, k = operands(1, 3, 3, 400, 64)
+    noisy = [x * (1 + 1e-6 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))) for x in (q, k)]
+    one, other = turning(q, k), turning(*noisy)
+    for a, b in ((one.q(q), other.q(q)), (one.k(k), other.k(k))):
+        assert float((a - b).norm() / a.norm()) < 3e-6
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 0.75), ("nvfp4", 0.6)])
