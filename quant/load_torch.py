@@ -14,12 +14,14 @@ import pickle
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.errors import UserError
+from quant.exported_linears import restore_linears
 from quant.load_state import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -91,7 +93,7 @@ def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Module:
-    """The module of a `torch.export.save` archive.
+    """The module of a `torch.export.save` archive, with its linear layers as modules again.
 
     Args:
         path: the file.
@@ -112,6 +114,13 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
         ) from error
     if dtype is not None and any(p.dtype != dtype for p in model.parameters() if p.is_floating_point()):
         raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
+    restore_linears(model)
+    # Its graph does what it did when it was exported; torch refuses to be asked even for that.
+    model.eval = MethodType(_stay, model)  # type: ignore[method-assign]
+    return model
+
+
+def _stay(model: nn.Module) -> nn.Module:
     return model
 
 

@@ -346,6 +346,8 @@ def _report(
     evaluation: Evaluation | None,
 ) -> Report:
     saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
+    # transformers loads what has a config; its troubles with other dtypes are nobody else's.
+    dtype = source.dtype if source.config is not None else torch.bfloat16
     return Report(
         model=source.name,
         layers=results,
@@ -359,7 +361,7 @@ def _report(
         seconds={},
         peak_rss_bytes=peak_rss(),
         files={},
-        warnings=[*runtime_warnings(plan, source.dtype), *fusion_warnings(plan)],
+        warnings=[*runtime_warnings(plan, dtype), *fusion_warnings(plan)],
         kv_cache=kv_cache_of(source.config, plan),
     )
 

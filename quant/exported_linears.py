@@ -1,0 +1,76 @@
+"""Linear layers of an exported program, put back as modules.
+
+An exported program has no layers. Its graph reads parameters and calls functions on them:
+
+    f_weight = get_attr[f.weight];  f_bias = get_attr[f.bias];  y = aten.linear(x, f_weight, f_bias)
+
+What is quantized here is modules, so each such call becomes one of an `nn.Linear` that holds the same parameters under
+the same names: `y = call_module[f](x)`. The graph computes what it did, and a linear layer of it can be taken out and
+replaced like any other's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.fx import GraphModule, Node
+
+
+def restore_linears(model: nn.Module) -> None:
+    """Makes modules of the calls of `aten.linear` in `model`, where the weight and its bias lie in one place, alone.
+
+    A weight that something else reads too stays as it is, for that would go on reading it in 16 bit.
+    """
+    if not isinstance(model, GraphModule):
+        return
+    calls: dict[str, list[Node]] = {}
+    for node in model.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.linear.default:
+            calls.setdefault(_place(node), []).append(node)
+    for place, nodes in calls.items():
+        if place and all(_is_alone(node, nodes) for node in nodes):
+            _restore(model, place, nodes)
+    model.graph.lint()
+    model.recompile()
+
+
+def _place(call: Node) -> str:
+    """Path of the module that holds what a call reads: `a` for `a.weight` and `a.bias`; empty where there is none."""
+    weight, bias = call.args[1], call.args[2] if len(call.args) > 2 else None
+    if not isinstance(weight, Node) or weight.op != "get_attr" or call.kwargs:
+        return ""
+    place, _, last = str(weight.target).rpartition(".")
+    if last != "weight" or (bias is not None and (not isinstance(bias, Node) or bias.target != f"{place}.bias")):
+        return ""
+    return place
+
+
+def _is_alone(call: Node, calls: list[Node]) -> bool:
+    """Whether nothing but `calls` reads the parameters of one of them, which all read the same."""
+    parameters = [node for node in call.args[1:] if isinstance(node, Node)]
+    targets = [node.target for node in parameters]
+    others = [node for node in call.graph.nodes if node.op == "get_attr" and node.target in targets]
+    same = all([n.target for n in other.args[1:] if isinstance(n, Node)] == targets for other in calls)
+    return same and all(user in calls for node in others for user in node.users)
+
+
+def _restore(model: GraphModule, place: str, calls: list[Node]) -> None:
+    held = model.get_submodule(place)
+    weight, bias = held.weight, getattr(held, "bias", None)
+    assert isinstance(weight, nn.Parameter)
+    with torch.device("meta"):
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
+    linear.train(model.training)
+    parent, _, last = place.rpartition(".")
+    setattr(model.get_submodule(parent), last, linear)
+    for call in calls:
+        with model.graph.inserting_before(call):
+            new = model.graph.call_module(place, (call.args[0],))
+        new.meta = call.meta
+        call.replace_all_uses_with(new)
+        read = [node for node in call.args[1:] if isinstance(node, Node)]
+        model.graph.erase_node(call)
+        for node in read:
+            if not node.users:
+                model.graph.erase_node(node)
