@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from quant.formats.format import FORMATS
 from quant.kernels.kv_cache import first_scale, round_kv
-from quant.turning import turning
+from quant.turning import _by_eigenvalues, _by_products, turning
 
 
 def operands(batch: int, group: int, kv_heads: int, tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +53,27 @@ def test_other_sums_turn_hardly_otherwise() -> None:
     one, other = turning(q, k), turning(*noisy)
     for a, b in ((one.q(q), other.q(q)), (one.k(k), other.k(k))):
         assert float((a - b).norm() / a.norm()) < 3e-6
+
+
+@pytest.mark.parametrize(("ratio", "error"), [(1e3, 1e-12), (1e9, 1e-6), (1e14, 1.0)])
+def test_powers_by_products_are_those_by_eigenvalues(ratio: float, error: float) -> None:
+    """And inverse to each other whatever the eigenvalues are, so that scores stay."""
+    vectors = torch.linalg.qr(torch.randn(2, 64, 64, dtype=torch.float64)).Q
+    values = torch.logspace(0, -math.log10(ratio), 64, dtype=torch.float64)
+    x = 7e3 * (vectors * values) @ vectors.mT
+    x = (x + x.mT) / 2
+    inverse, root = _by_products(x)
+    for got, expected in zip((inverse, root), _by_eigenvalues(x), strict=True):
+        assert float((got - expected).norm() / expected.norm()) < error
+    torch.testing.assert_close(inverse @ root, torch.eye(64).double().expand_as(x), rtol=0, atol=1e-9)
+
+
+@pytest.mark.gpu
+def test_gpu_turns_as_the_cpu_does() -> None:
+    q, k = operands(1, 3, 3, 400, 64)
+    here, there = turning(q, k), turning(q.cuda(), k.cuda())
+    for a, b in ((here.q(q), there.q(q.cuda())), (here.k(k), there.k(k.cuda()))):
+        assert float((a - b.cpu()).norm() / a.norm()) < 1e-5
 
 
 @pytest.mark.parametrize(("name", "most"), [("fp8", 0.75), ("nvfp4", 0.6)])
