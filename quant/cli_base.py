@@ -1,7 +1,7 @@
 """What the commands share: how they fail, and the options that most of them take.
 
-An expected error (`ValueError`, `OSError`) is one line on standard error and exit code 2; `--debug` shows the
-traceback behind it.
+An expected error (`ValueError`, `OSError`, no memory) is one line on standard error and exit code 2; `--debug` shows
+the traceback behind it.
 """
 
 from __future__ import annotations
@@ -40,12 +40,23 @@ class Command(click.Command):
         """Runs the command."""
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            if ctx.params.get("debug"):
+        except (ValueError, OSError, MemoryError, RuntimeError) as error:
+            memory = _is_out_of_memory(error)
+            if ctx.params.get("debug") or (isinstance(error, RuntimeError) and not memory):
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
+            if memory:
+                message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
             click.echo(f"error: {message}", err=True)
             ctx.exit(2)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether Python, numpy or torch, on a CPU or a GPU, found no memory."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
+    )
 
 
 class Toolbox(click.Group):

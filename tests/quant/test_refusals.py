@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import click
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -11,6 +13,7 @@ from torch import nn
 
 import quant
 from quant.cli import main, quantize_command
+from quant.cli_base import Command
 from quant.errors import UserError
 from quant.planning import check_plan_fits
 from quant.recipes.layers import find_layers
@@ -192,3 +195,19 @@ def test_what_a_guard_changed_is_in_the_report(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
     assert "nothing is quantized" in said and "the guard '1e-6' gave 14 of 14 layers another format, 14 of them" in said
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_no_memory_is_one_line(library: str) -> None:
+    """Asked of the allocators themselves, for more than there is; any other error of torch is a defect and shows."""
+
+    @click.command(cls=Command)
+    @click.option("--fail", is_flag=True)
+    def command(fail: bool) -> None:
+        if fail:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        torch.empty(1 << 60, dtype=torch.uint8) if library == "torch" else np.empty(1 << 60, dtype=np.uint8)
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == 2 and re.fullmatch(r"error: out of memory: [^\n]+\n", result.stderr)
+    assert isinstance(CliRunner().invoke(command, ["--fail"]).exception, RuntimeError)
