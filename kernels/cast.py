@@ -12,8 +12,8 @@ then, with the row in registers:
     [columns] ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes
 
 The values are those of the modules that are replaced, each intermediate rounded to the dtype of x where they round
-it, and the codes those of `formats/`: to nearest even, against the decoded scale. The optional Hadamard rotation is a
-dot with a matrix of signs, exact in FP32 accumulation.
+it, and the codes those of `formats/`: to nearest even, against the decoded scale. The optional Hadamard rotation is
+made of butterflies in registers (`kernels/hadamard_triton.py`), bit for bit that of `kernels/hadamard.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import divided, global_scale_of
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hadamard_triton import hadamard_of_threads
 from quant.kernels.hardware import current
 from quant.kernels.matmul import decode_scale
 
@@ -37,9 +38,13 @@ MAX_COLUMNS = 32768
 
 @triton.jit
 def reciprocal(step):
-    """1 / step, correctly rounded: the quick division, and one step of Newton's method."""
+    """1 / step, correctly rounded: the quick division, and one step of Newton's method.
+
+    That step ends below for a mantissa of ones, which alone leaves so much.
+    """
     near = 1.0 / step
-    return tl.fma(tl.fma(-step, near, 1.0), near, near)
+    near = tl.fma(tl.fma(-step, near, 1.0), near, near)
+    return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)
 
 
 @triton.jit
@@ -50,7 +55,20 @@ def quotient(x, step, inverse):
     the second adds the quotient of that. A division costs three times as much.
     """
     near = x * inverse
-    return tl.fma(tl.fma(-near, step, x), inverse, near)
+    return tl.fma(tl.fma(near, -step, x), inverse, near)
+
+
+@triton.jit
+def quotient_to_code(x, step, inverse):
+    """x / step for an x of at most 11 bits and a step from 1e-30 to 1e30, such that no code is another.
+
+    1 / step is taken in two parts, the second being what its rounding left, and their products with x are rounded
+    once, in an FMA: an error of 2^-48 beside that of a division. No quotient comes so close to a place where the
+    codes change without being there; tests/kernels/test_cast.py tries those next to one.
+    """
+    left = tl.fma(inverse, -step, 1.0)
+    rest = tl.fma(left, left, left) * inverse
+    return tl.fma(x, inverse, x * rest)
 
 
 @triton.jit
@@ -61,19 +79,22 @@ def encode_e2m1(x):
 
 @triton.jit
 def encode_e2m1_of(magnitude, signed):
-    """Codes, int32, of float32 magnitudes with the signs of `signed`: to nearest even, saturating, NaN as well.
+    """Codes, int32, of float32 magnitudes with the signs of `signed`: to nearest even, saturating, NaN as well."""
+    sign = (signed.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
+    return (_e2m1_bits(magnitude) - 0x4B400000) | sign
 
-    A step of the grid is half the power of two below the value, and at least a half. Adding 1.5 · 2^23 steps leaves
-    the number of steps in the low bits of the sum, rounded as the hardware rounds; each doubling of the power adds
-    two codes. The constant's 2 makes up for the exponent's bias, modulo 8.
+
+@triton.jit
+def _e2m1_bits(magnitude):
+    """Codes of float32 magnitudes, and 0x4B400000 on top.
+
+    From value to code is a line of three parts that gets flatter, and so the least of three lines: 2x, x + 2 and
+    x / 2 + 4. Each is one FMA that ends at 1.5 * 2^23, where float32 rounds to whole numbers, even ones at ties.
     """
     magnitude = tl.minimum(magnitude, 6.0)
-    power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
-    magic = power + ((22 << 23) + 0x400002)
-    steps = (magnitude + magic.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
-    code = steps + (power >> 22)
-    sign = (signed.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True)
-    return (code & 7) | (sign & -8)
+    line = tl.minimum(tl.fma(magnitude, 2.0, 12582912.0), magnitude + 12582914.0)
+    line = tl.minimum(line, tl.fma(magnitude, 0.5, 12582916.0))
+    return line.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -96,114 +117,209 @@ def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
 
 
 @triton.jit
-def _signs(n: tl.constexpr):
-    """The Sylvester-Hadamard matrix, [n, n]: minus where row and column share an odd number of bits."""
-    common = tl.arange(0, n)[:, None] & tl.arange(0, n)[None, :]
-    common ^= common >> 8
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    return tl.where((common & 1) == 1, -1.0, 1.0)
+def _rounded(x, dtype: tl.constexpr, pairs: tl.constexpr):
+    """float32 of x rounded to `dtype`; by `pairs`, two BF16 are made and taken apart in three instructions."""
+    if pairs and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 pair;
+                cvt.rn.bf16x2.f32 pair, $3, $2;
+                shl.b32 $0, pair, 16;
+                and.b32 $1, pair, 0xffff0000; }""",
+            "=r,=r,r,r", [x], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _rounded_product(x, weight, dtype: tl.constexpr, pairs: tl.constexpr):
+    """float32 of x rounded to `dtype`, times a weight in that dtype, rounded again."""
+    if pairs and dtype == tl.bfloat16 and weight.dtype == dtype:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 pair;
+                cvt.rn.bf16x2.f32 pair, $3, $2;
+                mul.rn.bf16x2 pair, pair, $4;
+                shl.b32 $0, pair, 16;
+                and.b32 $1, pair, 0xffff0000; }""",
+            "=r,=r,r,r,r", [x, weight], dtype=tl.float32, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _added(x, residual, dtype: tl.constexpr, pairs: tl.constexpr):
+    """float32 of x + residual, rounded as `hidden` has it."""
+    return _rounded(x + residual.to(tl.float32), dtype, pairs)
+
+
+@triton.jit
+def _finish(value, scaling, other, dtype: tl.constexpr, source: tl.constexpr, pairs: tl.constexpr):
+    """What is quantized, float32, every step rounded to `dtype`; `other` is the norm's weight, or the second factor."""
+    if source == "swiglu":
+        return _rounded_product(value / (1.0 + tl.exp(-value)), other, dtype, pairs)
+    else:
+        return _rounded_product(value * scaling, other, dtype, pairs)
+
+
+@triton.jit
+def _neighbours(pointer, end, threads: tl.constexpr, per: tl.constexpr, wide: tl.constexpr):
+    """A row, as float32 if `wide`, as `[threads, per]`, 16, 32 or 64 neighbours a thread; zeros beyond `end`.
+
+    They are read 16 bytes at a time, as vectors of eight, and joined: whatever is `[threads, ...]` lies in the
+    registers of those threads, and no element moves to another.
+    """
+    first = tl.arange(0, threads)[:, None] * per
+    value = _after(_eight(pointer, first, end, wide), _eight(pointer, first + 8, end, wide))
+    if per > 16:
+        value = _after(value, _after(_eight(pointer, first + 16, end, wide), _eight(pointer, first + 24, end, wide)))
+    if per > 32:
+        third = _after(_eight(pointer, first + 32, end, wide), _eight(pointer, first + 40, end, wide))
+        fourth = _after(_eight(pointer, first + 48, end, wide), _eight(pointer, first + 56, end, wide))
+        value = _after(value, _after(third, fourth))
+    return value
+
+
+@triton.jit
+def _eight(pointer, first, end, wide: tl.constexpr):
+    """float32 of the eight from each of `first`, `[threads, 1]`; the row begins at a multiple of four bytes."""
+    if wide and pointer.dtype.element_ty == tl.bfloat16:
+        # Two of them are a shift and an AND of a word; where they are taken apart first, the compiler needs three.
+        word = first // 2 + tl.arange(0, 4)[None, :]
+        words = tl.load(pointer.to(tl.pointer_type(tl.int32)) + word, mask=word < end // 2, other=0)
+        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
+        return tl.join(low, high).reshape(first.shape[0], 8)
+    else:
+        column = first + tl.arange(0, 8)[None, :]
+        value = tl.load(pointer + column, mask=column < end, other=0.0)
+        return value.to(tl.float32) if wide else value
+
+
+@triton.jit
+def _after(a, b):
+    """`[threads, n]` twice: each row of a, then that of b."""
+    return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
+
+
+@triton.jit
+def _halves(x):
+    """`[threads, n]` twice of `[threads, 2 n]`: what `_after` put together."""
+    return tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))
+
+
+@triton.jit
+def _store(pointer, value, end, at_once: tl.constexpr):
+    """`[threads, columns]` as a row, `at_once` elements of a thread at a time."""
+    threads: tl.constexpr = value.shape[0]
+    columns: tl.constexpr = value.shape[1]
+    place = tl.arange(0, threads)[:, None] * columns + tl.arange(0, at_once)[None, :]
+    if columns == at_once:
+        tl.store(pointer + place, value, mask=place < end)
+    elif columns == 2 * at_once:
+        low, high = _halves(value)
+        tl.store(pointer + place, low, mask=place < end)
+        tl.store(pointer + place + at_once, high, mask=place + at_once < end)
+    else:
+        low, high = _halves(value)
+        first, second = _halves(low)
+        third, fourth = _halves(high)
+        tl.store(pointer + place, first, mask=place < end)
+        tl.store(pointer + place + at_once, second, mask=place + at_once < end)
+        tl.store(pointer + place + 2 * at_once, third, mask=place + 2 * at_once < end)
+        tl.store(pointer + place + 3 * at_once, fourth, mask=place + 3 * at_once < end)
+
+
+@triton.jit
+def quantize_threads_kernel(
+    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, columns, eps,
+    source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
+    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
+    per: tl.constexpr, whole: tl.constexpr, pairs: tl.constexpr, swizzled: tl.constexpr,
+):  # fmt: skip
+    """As `quantize_rows_kernel`, where a thread has `per` neighbours, and so whole blocks: for NVFP4 and rotations.
+
+    With one row as one vector, a block would be shared by threads, and each would find its scale. `whole` says that
+    rows, of K or, where `flat`, of `columns`, are whole numbers of threads.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dtype: tl.constexpr = x.dtype.element_ty
+    threads: tl.constexpr = width // per
+    start, end = row * K, K
+    if flat:
+        start, end = row * width, width
+    elif whole:
+        start, end = row * (K // per) * per, K // per * per
+    normed: tl.constexpr = source == "rms" or source == "add_rms"
+    value = _neighbours(x + row * x_stride, end, threads, per, True)
+    if source == "add_rms":
+        value = _added(value, _neighbours(second + row * second_stride, end, threads, per, True), dtype, pairs)
+        column = tl.arange(0, threads)[:, None] * per + tl.arange(0, per)[None, :]
+        tl.store(hidden + start + column, value.to(dtype), mask=column < end)
+    scaling = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / K + eps) if normed else 1.0
+    if normed:
+        value = _finish(value, scaling, _neighbours(norm_weight, end, threads, per, False), dtype, source, pairs)
+    if source == "swiglu":
+        other = _neighbours(second + row * second_stride, end, threads, per, False)
+        value = _finish(value, 1.0, other, dtype, source, pairs)
+    if hadamard > 0:
+        value = _rounded(hadamard_of_threads(value, hadamard) * root, dtype, pairs)
+
+    own: tl.constexpr = block if block > 0 and block < per else per
+    parts: tl.constexpr = per // own
+    amax = tl.max(tl.abs(value.reshape(threads, parts, own)), axis=2)
+    if static:
+        step = tl.load(global_scale).to(tl.float32) + tl.zeros((threads, parts), tl.float32)
+    elif block > 0 and block <= per:
+        second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
+        stored, step = encode_scale(amax, second_level, kind, largest)
+        index = tl.arange(0, threads)[:, None] * parts + tl.arange(0, parts)[None, :]
+        if swizzled:
+            place = _swizzled_place(start // block + index, columns // block)
+        else:
+            place = start // block + index
+        tl.store(scale + place, stored, mask=index < end // block)
+    else:
+        # A block of 0 is the row.
+        share: tl.constexpr = block // per if block > 0 else threads
+        stored, step = encode_scale(tl.max(amax.reshape(threads // share, share), axis=1), 1.0, kind, largest)
+        index = tl.arange(0, threads // share)
+        if block > 0:
+            tl.store(scale + start // block + index, stored, mask=index < end // block)
+        else:
+            tl.store(scale + row + index, stored)
+        step = tl.broadcast_to(step[:, None], (threads // share, share)).reshape(threads, 1)
+
+    steps = _steps(value.reshape(threads, parts, own), step[:, :, None], kind, static)
+    if element == "e2m1":
+        words = _words(steps.reshape(width // 8, 8), value.reshape(width // 8, 8)).reshape(threads, per // 8)
+        _store((codes + start // 2).to(tl.pointer_type(tl.int32)), words, end // 8, 4 if per > 16 else 2)
+    else:
+        _store(codes + start, _encode_byte(steps, element).reshape(threads, per), end, 16)
 
 
 @triton.jit
 def quantize_rows_kernel(
-    x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, rows, eps,
-    source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
-    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
-    """A row a program; with a rotation, several rows, for the matrix of signs is dear. See the module docstring."""
-    if hadamard > 0:
-        signs = _signs(hadamard).to(x.dtype.element_ty)
-        for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-            _quantize_row(tl.cast(row, tl.int64), signs, x, second, norm_weight, hidden, codes, scale, global_scale,
-                          x_stride, second_stride, K, eps, source, element, largest, kind, block, static,
-                          hadamard, root, flat, width)  # fmt: skip
-    else:
-        _quantize_row(tl.program_id(0).to(tl.int64), 0, x, second, norm_weight, hidden, codes, scale, global_scale,
-                      x_stride, second_stride, K, eps, source, element, largest, kind, block, static,
-                      hadamard, root, flat, width)  # fmt: skip
-
-
-@triton.jit
-def _read(x, second, hidden, row, start, column, inside, x_stride, second_stride, source: tl.constexpr):
-    """float32 of x, or of x + residual as it is written to `hidden`."""
-    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
-    if source == "add_rms":
-        value += tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-        rounded = value.to(x.dtype.element_ty)
-        tl.store(hidden + start + column, rounded, mask=inside)
-        value = rounded.to(tl.float32)
-    return value
-
-
-@triton.jit
-def _finish(
-    value, scaling, second, norm_weight, row, column, inside, second_stride, dtype: tl.constexpr, source: tl.constexpr
-):
-    """What is quantized, float32, every step rounded to `dtype`."""
-    if source == "rms" or source == "add_rms":
-        weight = tl.load(norm_weight + column, mask=inside, other=0.0)
-        value = ((value * scaling).to(dtype) * weight).to(dtype).to(tl.float32)
-    if source == "swiglu":
-        other = tl.load(second + row * second_stride + column, mask=inside, other=0.0).to(tl.float32)
-        gate = (value / (1.0 + tl.exp(-value))).to(dtype).to(tl.float32)
-        value = (gate * other).to(dtype).to(tl.float32)
-    return value
-
-
-@triton.jit
-def quantize_nvfp4_kernel(
     x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
-    source: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
-    """As `quantize_rows_kernel`, for NVFP4 without a rotation: a thread has both halves of a block.
-
-    With one row as one vector, a block would be shared by two threads, and each would find its scale.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    dtype: tl.constexpr = x.dtype.element_ty
-    start = row * K
-    low = tl.arange(0, width // 16)[:, None] * 16 + tl.arange(0, 8)[None, :]
-    high = low + 8
-    end = width if flat else K
-    inside = low < end
-    a = _read(x, second, hidden, row, start, low, inside, x_stride, second_stride, source)
-    b = _read(x, second, hidden, row, start, high, inside, x_stride, second_stride, source)
-    normed: tl.constexpr = source == "rms" or source == "add_rms"
-    scaling = tl.rsqrt(tl.sum(tl.sum(a * a + b * b, axis=1), axis=0) / K + eps) if normed else 1.0
-    a = _finish(a, scaling, second, norm_weight, row, low, inside, second_stride, dtype, source)
-    b = _finish(b, scaling, second, norm_weight, row, high, inside, second_stride, dtype, source)
-    amax = tl.max(tl.maximum(tl.abs(a), tl.abs(b)), axis=1)
-    stored, step = encode_scale(amax, tl.load(global_scale).to(tl.float32), "e4m3", 6.0)
-    index = tl.arange(0, width // 16)
-    tl.store(scale + start // 16 + index, stored, mask=index < end // 16)
-    inverse = reciprocal(step)[:, None]
-    shift = (tl.arange(0, 8) * 4)[None, :]
-    first = tl.sum(encode_e2m1_of(tl.abs(quotient(a, step[:, None], inverse)), a) << shift, axis=1)
-    other = tl.sum(encode_e2m1_of(tl.abs(quotient(b, step[:, None], inverse)), b) << shift, axis=1)
-    words = (codes + start // 2).to(tl.pointer_type(tl.int32)) + index[:, None] * 2 + tl.arange(0, 2)[None, :]
-    tl.store(words, tl.join(first, other), mask=(index < end // 16)[:, None])
-
-
-@triton.jit
-def _quantize_row(
-    row, signs, x, second, norm_weight, hidden, codes, scale, global_scale, x_stride, second_stride, K, eps,
     source: tl.constexpr, element: tl.constexpr, largest: tl.constexpr, kind: tl.constexpr, block: tl.constexpr,
-    static: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
+    static: tl.constexpr, flat: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
-    """One row of K, which is `width` where `flat`. With `block` 0 the row has one scale."""
+    """A row of K a program, or `width` elements where `flat`. With `block` 0 the row has one scale."""
+    row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, width)
     dtype: tl.constexpr = x.dtype.element_ty
     start = row * K
     inside = column < (width if flat else K)
-    value = _read(x, second, hidden, row, start, column, inside, x_stride, second_stride, source)
     normed: tl.constexpr = source == "rms" or source == "add_rms"
+    other = second + row * second_stride + column
+    value = tl.load(x + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if source == "add_rms":
+        value = _added(value, tl.load(other, mask=inside, other=0.0), dtype, False)
+        tl.store(hidden + start + column, value.to(dtype), mask=inside)
     scaling = tl.rsqrt(tl.sum(value * value, axis=0) / K + eps) if normed else 1.0
-    value = _finish(value, scaling, second, norm_weight, row, column, inside, second_stride, dtype, source)
-    if hadamard > 0:
-        turned = tl.dot(value.to(dtype).reshape(width // hadamard, hadamard), signs)
-        value = (turned * root).to(dtype).to(tl.float32).reshape(width)
+    if normed:
+        value = _finish(value, scaling, tl.load(norm_weight + column, mask=inside, other=0.0), dtype, source, False)
+    if source == "swiglu":
+        value = _finish(value, 1.0, tl.load(other, mask=inside, other=0.0), dtype, source, False)
 
     if static:
         steps = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
@@ -215,7 +331,7 @@ def _quantize_row(
         stored, step = encode_scale(amax, 1.0, kind, largest)
         tl.store(scale + row, stored)
         if (amax > 1e-20) & (amax < 1e30):
-            steps = quotient(kept.to(tl.float32), step, reciprocal(step))
+            steps = quotient_to_code(kept.to(tl.float32), step, reciprocal(step))
         else:
             steps = tl.div_rn(kept.to(tl.float32), step)
     else:
@@ -229,19 +345,81 @@ def _quantize_row(
         elif kind == "e8m0":
             steps = (blocks * tl.div_rn(1.0, step)[:, None]).reshape(width)
         else:
-            steps = quotient(blocks, step[:, None], reciprocal(step)[:, None]).reshape(width)
+            steps = quotient_to_code(blocks, step[:, None], reciprocal(step)[:, None]).reshape(width)
 
     if element == "e2m1":
-        code = encode_e2m1_of(tl.abs(steps), value)
-        word = tl.sum(code.reshape(width // 8, 8) << (tl.arange(0, 8) * 4)[None, :], axis=1)
+        word = _words(steps.reshape(width // 8, 8), value.reshape(width // 8, 8))
         index = tl.arange(0, width // 8)
         words = (codes + start // 2).to(tl.pointer_type(tl.int32))
         tl.store(words + index, word, mask=index < (width if flat else K) // 8)
-    elif element == "int8":
-        nearest = (steps + 12582912.0) - 12582912.0
-        tl.store(codes + start + column, tl.clamp(nearest, -127.0, 127.0).to(tl.int8), mask=inside)
     else:
-        tl.store(codes + start + column, tl.clamp(steps, -448.0, 448.0).to(tl.float8e4nv), mask=inside)
+        tl.store(codes + start + column, _encode_byte(steps, element), mask=inside)
+
+
+@triton.jit
+def _encode_byte(steps, element: tl.constexpr):
+    """INT8 or E4M3 of float32: to nearest even, saturating, as the cast to E4M3 does by itself."""
+    if element == "int8":
+        return tl.clamp((steps + 12582912.0) - 12582912.0, -127.0, 127.0).to(tl.int8)
+    else:
+        return steps.to(tl.float8e4nv)
+
+
+@triton.jit
+def _swizzled_place(index, across):
+    """Where the tensor cores want the scale of a block: tiles of 128 rows by 4, one after another.
+
+    In a tile, 16 bytes are four blocks of row r, then of rows r + 32, r + 64 and r + 96.
+    """
+    row, column = index // across, index % across
+    tile = row // 128 * ((across + 3) // 4) + column // 4
+    return tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
+
+
+@triton.jit
+def _steps(x, step, kind: tl.constexpr, static: tl.constexpr):
+    """x / step, as correctly rounded as a code can show, each part of `[threads, parts, columns]` by its own step."""
+    if kind == "e8m0":
+        return x * tl.div_rn(1.0, step)
+    elif kind == "e4m3":
+        return quotient_to_code(x, step, reciprocal(step))
+    else:
+        if static:
+            x = tl.clamp(x, -512.0 * step, 512.0 * step)
+        # By a power of two to where nothing overflows, and underflows only what is far below the smallest code.
+        shift = tl.where(step < 1e-22, 1.2676506002282294e30, tl.where(step > 1e27, 7.888609052210118e-31, 1.0))
+        return quotient_to_code(x * shift, step * shift, reciprocal(step * shift))
+
+
+@triton.jit
+def _words(steps, signed):
+    """Rows of eight codes of E2M1 as one int32 each, the first in the lowest bits, with the signs of `signed`."""
+    s0, s1, s2, s3, s4, s5, s6, s7 = _columns(signed.to(tl.uint32, bitcast=True))
+    signs = s7 >> 28
+    signs = (signs << 4) | (s6 >> 28)
+    signs = (signs << 4) | (s5 >> 28)
+    signs = (signs << 4) | (s4 >> 28)
+    signs = (signs << 4) | (s3 >> 28)
+    signs = (signs << 4) | (s2 >> 28)
+    signs = (signs << 4) | (s1 >> 28)
+    signs = (signs << 4) | (s0 >> 28)
+    # 0x4B400000 eight times, each four bits further left.
+    words = tl.sum(_e2m1_bits(tl.abs(steps)) << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
+    return (words & 0x77777777) | (signs.to(tl.int32, bitcast=True) & -0x77777778)
+
+
+@triton.jit
+def _columns(x):
+    """The columns of `[rows, 8]`."""
+    rows: tl.constexpr = x.shape[0]
+    even, odd = tl.split(x.reshape(rows, 4, 2))
+    x04, x26 = tl.split(even.reshape(rows, 2, 2))
+    x15, x37 = tl.split(odd.reshape(rows, 2, 2))
+    x0, x4 = tl.split(x04)
+    x2, x6 = tl.split(x26)
+    x1, x5 = tl.split(x15)
+    x3, x7 = tl.split(x37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 def quantize(
@@ -270,6 +448,28 @@ def quantize(
     return quantize_rows(x, format, "plain", scale=scale, global_scale=global_scale, hadamard=hadamard)
 
 
+def quantize_swizzled(
+    x: torch.Tensor, format: Format, *, global_scale: torch.Tensor | None = None, hadamard: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`quantize` with the block scales where the tensor cores of Blackwell read them: what `torch._scaled_mm` takes.
+
+    Args:
+        x: `[..., in]`, FP16 or BF16.
+        format: `nvfp4`, `mxfp4` or `mxfp8`.
+        global_scale, hadamard: as `quantize` takes them.
+
+    Returns:
+        Codes, `[tokens, in]` of the format; its scales, flat, in tiles of 128 rows by 4 blocks, zeros where a tile
+        reaches beyond; and the global scale, or None.
+
+    Raises:
+        ValueError: as `quantize`, and for a format without block scales of 8 bits.
+    """
+    if format.name not in ("nvfp4", "mxfp4", "mxfp8"):
+        raise ValueError(f"{format} has no block scales that are swizzled; nvfp4, mxfp4 and mxfp8 have")
+    return _quantize_rows(x, format, "plain", global_scale=global_scale, hadamard=hadamard, swizzled=True)
+
+
 def quantize_rows(
     x: torch.Tensor,
     format: Format,
@@ -284,6 +484,27 @@ def quantize_rows(
     hadamard: int = 0,
 ) -> BlockScaledTensor:
     """One launch of the kernel for any `source`; `kernels/fused.py` names its arguments."""
+    codes, scales, second_level = _quantize_rows(
+        x, format, source, second=second, norm_weight=norm_weight, hidden=hidden, eps=eps, scale=scale,
+        global_scale=global_scale, hadamard=hadamard,
+    )  # fmt: skip
+    return BlockScaledTensor(codes, scales, format, (codes.shape[0], x.shape[-1]), second_level)
+
+
+def _quantize_rows(
+    x: torch.Tensor,
+    format: Format,
+    source: str,
+    *,
+    second: torch.Tensor | None = None,
+    norm_weight: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    eps: float = 0.0,
+    scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    hadamard: int = 0,
+    swizzled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     _check(x, format, source, second, norm_weight, hadamard)
     _check_scales(x, format, scale, global_scale)
     rows = _contiguous_rows(x)
@@ -306,11 +527,16 @@ def quantize_rows(
     if per_tensor:
         assert scale is not None
         scales = scale.reshape(1, 1).float()
+    elif swizzled:
+        down, across = format.scale_shape(rows.shape)
+        allocate = torch.zeros if down % 128 or across % 4 else torch.empty
+        scales = allocate(-(-down // 128) * -(-across // 4) * 512, dtype=format.scale.torch_dtype, device=x.device)
     else:
         scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
         scales = torch.empty(format.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
     if tokens:
-        launch = _launch(tokens, columns, format, source, hadamard, rows.is_contiguous() and other.is_contiguous())
+        contiguous = rows.is_contiguous() and other.is_contiguous()
+        launch = _launch(tokens, columns, format, source, hadamard, contiguous, swizzled)
         tensors = (
             rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden,
             codes, scales, scales if global_scale is None else global_scale,
@@ -318,19 +544,22 @@ def quantize_rows(
             launch.width if launch.flat else columns,
         )  # fmt: skip
         flat = launch.flat or columns == launch.width
-        if format is FORMATS["nvfp4"] and not hadamard:
-            quantize_nvfp4_kernel[launch.programs,](
-                *tensors, eps, source=source, flat=flat, width=launch.width, num_warps=launch.warps
-            )
-        else:
-            quantize_rows_kernel[launch.programs,](
-                *tensors, launch.rows, eps,
-                source=source, element=format.element.name, largest=format.element.max,
-                kind="wide" if format.scale.is_wide else format.scale.name, block=format.block[1],
-                static=per_tensor, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0,
-                flat=flat, width=launch.width, num_warps=launch.warps,
+        meaning = {
+            "element": format.element.name,
+            "largest": format.element.max,
+            "kind": "wide" if format.scale.is_wide else format.scale.name,
+            "block": format.block[1],
+            "static": per_tensor,
+        }
+        shape = {"source": source, "flat": flat, "width": launch.width, "num_warps": launch.warps}
+        if launch.per:
+            quantize_threads_kernel[launch.programs,](
+                *tensors, columns, eps, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0, per=launch.per,
+                whole=columns % launch.per == 0, pairs=x.is_cuda, swizzled=swizzled, **meaning, **shape,
             )  # fmt: skip
-    return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
+        else:
+            quantize_rows_kernel[launch.programs,](*tensors, eps, **meaning, **shape)
+    return codes, scales, global_scale
 
 
 @dataclass(frozen=True)
@@ -339,30 +568,39 @@ class _Launch:
 
     Attributes:
         programs: how many.
-        rows: pieces that they share.
-        width: elements of a piece, a power of two.
+        width: elements of one, a power of two.
         flat: whether pieces are cut from all elements as they lie in memory, and not one from each row.
         warps: of a program.
+        per: neighbours that a thread has; 0 leaves it to the compiler.
     """
 
     programs: int
-    rows: int
     width: int
     flat: bool
     warps: int
+    per: int
 
 
-def _launch(tokens: int, columns: int, format: Format, source: str, hadamard: int, contiguous: bool) -> _Launch:
+def _launch(
+    tokens: int, columns: int, format: Format, source: str, hadamard: int, contiguous: bool, swizzled: bool
+) -> _Launch:
     """Blocks know nothing of rows, so that where no norm does either, no lane is spent on what a row lacks."""
-    # 64 blocks of the rotation are one instruction of Hopper's tensor cores.
-    width = min(tokens * columns & -(tokens * columns), 64 * hadamard or 4096)
-    flat = contiguous and format.block[1] > 0 and source in ("plain", "swiglu") and width >= max(1024, 16 * hadamard)
+    by_threads = hadamard or swizzled or format.name == "nvfp4"
+    per = 0 if not by_threads else 32 if hadamard or format.block[1] == 32 else 16
+    width = min(tokens * columns & -(tokens * columns), 4096)
+    scales_by_block = format.block[1] > 0 or (hadamard > 0 and format.block == (0, 0))
+    flat = contiguous and scales_by_block and source in ("plain", "swiglu") and width >= 1024
     if flat:
-        rows = tokens * columns // width
+        programs = tokens * columns // width
+        if hadamard > 32 and source == "plain" and tokens * columns > 1 << 20:
+            per = 64  # fewer distances are between threads; few tokens would wait for a long thread
     else:
-        width, rows = max(triton.next_power_of_2(columns), 64, 16 * hadamard), tokens
-    warps = 4 if width <= 8192 and (flat or width <= 4096) else 8 if width <= 16384 else 16
-    return _Launch(min(rows, 1024) if hadamard else rows, rows, width, flat, warps)
+        width, programs = max(triton.next_power_of_2(columns), 32 * per, 64), tokens
+    if hadamard:
+        warps = max(min(width // per // 32, 16), 1)
+    else:
+        warps = 4 if width <= 8192 and (flat or width <= 4096) else 8 if width <= 16384 else 16
+    return _Launch(programs, width, flat, warps, per)
 
 
 def _check(
@@ -419,5 +657,7 @@ def _check_scales(
 
 
 def _contiguous_rows(x: torch.Tensor) -> torch.Tensor:
+    """`[tokens, in]`, elements of a row side by side, and rows at multiples of four bytes; a copy only where needed."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+    aligned = rows.data_ptr() % 4 == 0 and (rows.stride(0) % 2 == 0 or rows.shape[0] == 1)
+    return rows if rows.stride(1) == 1 and aligned else rows.clone(memory_format=torch.contiguous_format)

@@ -51,6 +51,7 @@ TRITON_FILES: set[str] = {
     "kernels/decoder_step.py",
     "kernels/overlap.py",
     "kernels/embedding_triton.py",
+    "kernels/hadamard_triton.py",
     "kernels/fused.py",
     "kernels/matmul_grouped.py",
 }

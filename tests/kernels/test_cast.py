@@ -88,18 +88,97 @@ def test_rows_of_any_size_have_correctly_rounded_quotients(name: str) -> None:
     assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
 
 
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8", "fp8_token", "int8_token", "nvfp4"])
-@pytest.mark.parametrize("block", [16, 128])
+@pytest.mark.parametrize("format", cast.FORMATS_OUT)
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
 def test_hadamard_first(format: str, block: int) -> None:
-    """The rotation sums in another order, so a few elements fall on the other side of a rounding boundary."""
-    form, x = FORMATS[format], rows()
-    options = second_level(form)
+    """Bit for bit: the sums are those of the oracle, in its order. 144 is no whole number of threads."""
+    form = FORMATS[format]
+    for dtype, x in ((torch.bfloat16, rows(3, 768)), (torch.float16, rows(5, 256)), (torch.bfloat16, rows(4, 144))):
+        if x.shape[1] % max(block, form.block[1], 1):
+            continue
+        x = x.to(dtype)
+        x[-1] *= 1e-30 if dtype is torch.bfloat16 else 1e-3
+        options = second_level(form)
+        with interpreted():
+            quantized = cast.quantize(x, form, hadamard=block, **options)
+        turned = hadamard_transform(x, block).float()
+        assert torch.equal(quantized.dequantize(), fake_quantize(turned, form, **options))
+        if form.block != (0, 0):
+            expected = quantize(turned, form, **options)
+            assert torch.equal(quantized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(quantized.scale.view(torch.uint8), expected.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_group", "int8_token"])
+def test_hadamard_after_what_makes_the_rows(format: str) -> None:
+    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
+    weight, options = torch.randn(384).bfloat16(), second_level(form)
+
+    def expected(made: torch.Tensor) -> torch.Tensor:
+        return fake_quantize(hadamard_transform(made, 128).float(), form, **options)
+
     with interpreted():
-        quantized = cast.quantize(x, form, hadamard=block, **options)
-    expected = fake_quantize(hadamard_transform(x, block).float(), form, **options)
-    differs = quantized.dequantize() != expected
-    assert float(differs.float().mean()) < 0.01
-    assert float((quantized.dequantize() - expected).norm() / expected.norm()) < 0.01
+        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=128, **options)
+        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, hadamard=128, **options)
+        gated = fused.swiglu_quantize(x, residual, form, hadamard=128, **options)
+    assert torch.equal(hidden, x + residual)
+    for found, made in (
+        (norm, rmsnorm(x, weight, 1e-6)),
+        (added, rmsnorm(x + residual, weight, 1e-6)),
+        (gated, torch.nn.functional.silu(x) * residual),
+    ):
+        assert float((found.dequantize() != expected(made)).float().mean()) < 0.03
+        assert float((found.dequantize() - expected(made)).norm() / expected(made).norm()) < 0.01
+
+
+@triton.jit
+def _divide(x, step, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    divisor = tl.load(step + i)
+    tl.store(out + i, cast.quotient_to_code(tl.load(x + i), divisor, cast.reciprocal(divisor)))
+
+
+@pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 1.3125, 15 / 16, 126.5])
+def test_quotients_beside_a_tie_are_on_its_side(tie: float) -> None:
+    """Of the numbers of 11 bits, the two beside a tie of E2M1, E4M3 or INT8, for steps of many mantissas."""
+    count = 1 << 16
+    step = torch.cat([torch.arange(1 << 23, (1 << 23) + count // 4), torch.arange((1 << 24) - count // 4, 1 << 24)])
+    step = torch.cat([step, torch.randint(1 << 23, 1 << 24, (count // 2,))]).double()
+    unit = torch.exp2((step * tie).log2().floor() - 10)
+    for x in ((step * tie / unit).floor() * unit, ((step * tie / unit).floor() + 1) * unit):
+        out = torch.empty(count)
+        with interpreted():
+            _divide[(1,)](x.float(), step.float(), out, count)
+        expected = (x / step).float()
+        assert torch.equal((out - tie).sign(), (expected - tie).sign())
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize(("tokens", "columns", "hadamard"), [(136, 256, 0), (3, 96, 0), (136, 256, 128), (33, 160, 16)])
+def test_swizzled_scales(format: str, tokens: int, columns: int, hadamard: int) -> None:
+    """Against the views by which torchao describes the layout: [tile, 4, 32, tile, 4] to [tile, tile, 32, 4, 4]."""
+    form = FORMATS[format]
+    options = {**second_level(form), "hadamard": hadamard}
+    x = rows(tokens, columns)
+    with interpreted():
+        codes, scale, _ = cast.quantize_swizzled(x, form, **options)
+        plain = cast.quantize(x, form, **options)
+    down, across = plain.scale.shape
+    padded = torch.zeros(-(-down // 128) * 128, -(-across // 4) * 4, dtype=torch.uint8)
+    padded[:down, :across] = plain.scale.view(torch.uint8)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    assert torch.equal(scale.view(torch.uint8), tiles.flatten())
+    assert torch.equal(codes.view(torch.uint8), plain.codes.view(torch.uint8))
+
+
+def test_rows_that_begin_anywhere() -> None:
+    """Pairs of BF16 are read as words, so rows at odd places are copied first."""
+    wide = torch.randn(6, 1043).bfloat16()
+    form, options = FORMATS["nvfp4"], second_level(FORMATS["nvfp4"])
+    for x in (wide[:, 3:515], wide[:, 4:516], wide[::2, 2:514], wide.flatten()[1:3073].view(6, 512)):
+        with interpreted():
+            quantized = cast.quantize(x, form, **options)
+        assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -146,6 +225,8 @@ def test_mistakes_name_the_argument() -> None:
         cast.quantize(x[:, :200], FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="hadamard is 48"):
         cast.quantize(x, FORMATS["mxfp8"], hadamard=48)
+    with pytest.raises(ValueError, match="fp8_token has no block scales that are swizzled"):
+        cast.quantize_swizzled(x, FORMATS["fp8_token"])
     with pytest.raises(ValueError, match="rms to nvfp4: needs a static scale"):
         fused.rmsnorm_quantize(x, torch.ones(384), 1e-6, FORMATS["nvfp4"])
     with pytest.raises(ValueError, match=r"weight is \[100\] on cpu, expected \[384\]"):

@@ -1,0 +1,105 @@
+"""Times the kernels that quantize activations on one GPU, beside a copy in the same run.
+
+    python benchmarks/casts.py                          the table
+    python benchmarks/casts.py --json casts.json
+
+A row of the table is a format and what makes its input: nothing, RMSNorm with or without a residual, or SwiGLU. The
+columns are blocks of a Hadamard rotation before the rounding, 0 for none. Rates are bytes read and written, as those
+of the copy are. Inputs are 128 MiB, more than any L2 cache holds; calls are replayed from a CUDA graph. The last table
+has few tokens, where the time is that of a launch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from _table import machine, show, versions, write_json
+
+from quant.formats.format import FORMATS
+from quant.kernels import cast, fused
+from quant.kernels.tune import graph_microseconds
+
+ELEMENTS = 1 << 26
+WIDTHS = (4096, 14336)
+BLOCKS = (0, 16, 32, 64, 128, 256)
+Call = Callable[[torch.Tensor, int], Any]
+
+
+def copy_rate() -> float:
+    """TB/s of a copy of 256 MiB."""
+    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / graph_microseconds([lambda: target.copy_(source)]) * 1e-6
+
+
+def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
+    """By source: how many 16-bit tensors pass beside the codes, and the call for an input and a Hadamard block."""
+    form, columns = FORMATS[name], like.shape[1]
+    number = torch.tensor(0.02, device="cuda")
+    known = {"scale": number} if form.block == (0, 0) else {"global_scale": number} if form.global_scale else {}
+    weight, other = torch.ones(columns, device="cuda", dtype=like.dtype), torch.randn_like(like)
+    return {
+        "alone": (1, lambda x, h: cast.quantize(x, form, hadamard=h, **known)),
+        "rmsnorm": (1, lambda x, h: fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=h, **known)),
+        "add, rmsnorm": (3, lambda x, h: fused.add_rmsnorm_quantize(x, other, weight, 1e-6, form, hadamard=h, **known)),
+        "swiglu": (2, lambda x, h: fused.swiglu_quantize(x, other, form, hadamard=h, **known)),
+    }
+
+
+def rates() -> list[dict[str, Any]]:
+    """One row a format, width and source: TB/s by Hadamard block, and a copy's."""
+    rows = []
+    for columns in WIDTHS:
+        tokens = ELEMENTS // columns
+        inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+        for name in cast.FORMATS_OUT:
+            copy = copy_rate()
+            for source, (passes, call) in calls(name, inputs[0]).items():
+                row: dict[str, Any] = {"format": name, "width": columns, "after": source, "copy TB/s": copy}
+                moved = passes * 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))
+                for block in BLOCKS:
+                    us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)  # type: ignore[misc]
+                    row[f"H{block}"] = moved / us * 1e-6
+                rows.append(row)
+    return rows
+
+
+def latencies() -> list[dict[str, Any]]:
+    """Microseconds with few tokens, one row a width and number of them."""
+    rows = []
+    for columns in WIDTHS:
+        for tokens in (1, 16, 64):
+            x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+            y = torch.empty_like(x)
+            row: dict[str, Any] = {"width": columns, "tokens": tokens}
+            row["copy µs"] = graph_microseconds([lambda x=x, y=y: y.copy_(x)] * 20)  # type: ignore[misc]
+            for name in ("nvfp4", "mxfp8"):
+                made = calls(name, x)
+                for source, block in (("alone", 0), ("alone", 128), ("rmsnorm", 0), ("rmsnorm", 128)):
+                    one = [lambda x=x, c=made[source][1], h=block: c(x, h)]  # type: ignore[misc]
+                    row[f"{name} {source} H{block} µs"] = graph_microseconds(one * 20)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    """Parses the options, prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.exit(message="this benchmark needs a CUDA device; none is here\n")
+    header = {**machine(), **versions("triton")}
+    tables = {"Quantizers, TB/s": rates(), "Few tokens": latencies()}
+    for title, rows in tables.items():
+        show(title, header, rows)
+    if options.json:
+        write_json(options.json, "Quantizers", header, [row for rows in tables.values() for row in rows])
+
+
+if __name__ == "__main__":
+    main()

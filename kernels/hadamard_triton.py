@@ -1,0 +1,58 @@
+"""The fast Hadamard transform in the registers of a Triton kernel: butterflies in the order of the oracle.
+
+A thread has 32 neighbours of a row, in four tensors of eight columns each, `[threads, 8]`:
+
+    distance    1, 2, 4     within a tensor          8, 16    between tensors           32, 64, 128   between threads
+
+Distances grow as in `kernels/hadamard.py`, each sum is one addition in float32, and so the result is that of the
+oracle bit for bit; on tensor cores, which sum in their own way, it would not be. What is between threads takes a
+shuffle: where a pair is reduced by XOR, each of the two gets (a ^ b) ^ a, the other's value, and the compiler finds
+that only the shuffle is left.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def hadamard_of_threads(x, block: tl.constexpr):
+    """Each `block` neighbours of x times Hn, not yet divided by the root of n.
+
+    Args:
+        x: float32 `[threads, columns]`, columns of a thread; each row is what comes after the one before.
+        block: n, a power of two, at most 32 columns.
+    """
+    columns: tl.constexpr = x.shape[1]
+    for bit in tl.static_range(8):
+        if block > 1 << bit:
+            x = _within(x, 1 << bit) if columns > 1 << bit else _across(x, (1 << bit) // columns)
+    return x
+
+
+@triton.jit
+def _within(x, distance: tl.constexpr):
+    """Sums and differences of columns at `distance`."""
+    threads: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    pairs = x.reshape(threads, columns // (2 * distance), 2, distance).permute(0, 1, 3, 2)
+    low, high = tl.split(pairs)
+    return tl.join(low + high, low - high).permute(0, 1, 3, 2).reshape(threads, columns)
+
+
+@triton.jit
+def _across(x, distance: tl.constexpr):
+    """Sums and differences of rows at `distance`."""
+    threads: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    own = x.reshape(threads // (2 * distance), 2, distance * columns)
+    bits = own.to(tl.int32, bitcast=True)
+    other = (tl.reduce(bits, 1, _xor, keep_dims=True) ^ bits).to(tl.float32, bitcast=True)
+    sign = (1.0 - 2.0 * tl.arange(0, 2).to(tl.float32))[None, :, None]
+    return tl.fma(own, tl.broadcast_to(sign, own.shape), other).reshape(threads, columns)
+
+
+@triton.jit
+def _xor(a, b):
+    return a ^ b
