@@ -156,12 +156,9 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         "config_groups": groups,
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "global_compression_ratio": None,
-        "ignore": [
-            name
-            for layer in plan.layers
-            if layer.weight is None and layer.kind in ("linear", "head")
-            for name in names.both(layer.name)
-        ],
+        "ignore": _targets(
+            [m for m in plan.layers if m.weight is None and m.kind in ("linear", "head", "experts")], names
+        ),
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
@@ -191,12 +188,13 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
     return {"config_groups": schemes} if schemes else {}
 
 
-def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None) -> list[str]:
     """What other runtimes do not do with a checkpoint of `plan`: one sentence a kind of part, none if all is standard.
 
     Args:
         plan: what was applied.
         dtype: the model's.
+        names: of its tensors on disk.
 
     Input scales and low-rank branches have no place in the layout. Rotations have one, `transform_config`, which
     compressed-tensors itself applies and which runtimes may ignore, as transformers up to 5.23 does. That same
@@ -226,13 +224,26 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16) -> list[st
             f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
             f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
         )
-    experts = [m.name for m in plan.quantized if m.kind == "experts"]
+    experts = [m.name for m in plan.quantized if m.kind == "experts" and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
     if experts:
         warnings.append(
             f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.23 loads fused experts in "
             "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
         )
+    cut = names.cut if names else ()
+    kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]
+    others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
+    if kept and others:
+        warnings.append(
+            f"{_counted(kept)} quant.load or a server such as vLLM: where other layers are in {others[0]}, transformers "
+            "up to 5.23 takes experts in 16 bit for quantized ones, and stops"
+        )
     return warnings
+
+
+def _is_plain(format: Format) -> bool:
+    """Whether a weight in `format` is stored as a tensor of its shape in a float dtype."""
+    return format.element.bits == 8 and not format.element.is_integer
 
 
 def _counted(names: Sequence[str]) -> str:

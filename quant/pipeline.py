@@ -26,6 +26,7 @@ from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate, run_probe
 from quant.export.checkpoint import check_destination
 from quant.export.compressed_tensors import check_plan, runtime_warnings
+from quant.export.stored_names import stored_names
 from quant.extras import versions
 from quant.load_huggingface import load_tokenizer
 from quant.load_state import call_factory
@@ -348,6 +349,7 @@ def _report(
     saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
     # transformers loads what has a config; its troubles with other dtypes are nobody else's.
     dtype = source.dtype if source.config is not None else torch.bfloat16
+    names = stored_names(source.model)
     return Report(
         model=source.name,
         layers=results,
@@ -361,7 +363,7 @@ def _report(
         seconds={},
         peak_rss_bytes=peak_rss(),
         files={},
-        warnings=[*runtime_warnings(plan, dtype), *fusion_warnings(plan)],
+        warnings=[*runtime_warnings(plan, dtype, names), *fusion_warnings(plan)],
         kv_cache=kv_cache_of(source.config, plan),
     )
 

@@ -1,5 +1,6 @@
 """Names on disk: those of the original checkpoint, and the same model in transformers, in ours and before."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,17 @@ def test_transformers_computes_the_same_with_experts(
     assert_same_in_transformers(result.model, tmp_path / "ours")
 
 
+def test_experts_in_16_bit_are_ignored_by_both_names(tmp_path: Path) -> None:
+    """Servers take a group for all linear layers to mean experts too."""
+    result = quant.quantize(randomized(mixtral()), "fp8_channel", exclude=["*experts*"])
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    ignored = transformers.AutoConfig.from_pretrained(tmp_path / "ours").quantization_config["ignore"]
+    for name in names_in(tmp_path / "ours"):
+        layer = name.removesuffix(".weight")
+        matched = any(re.match(entry[3:], layer) if entry.startswith("re:") else entry == layer for entry in ignored)
+        assert matched == (".experts." in layer or layer == "lm_head")
+
+
 def test_layers_in_several_formats_are_targeted_by_both_names(tmp_path: Path) -> None:
     model = randomized(mixtral())
     recipe = quant.Recipe(
@@ -129,6 +141,30 @@ def test_layers_in_several_formats_are_targeted_by_both_names(tmp_path: Path) ->
     targets = config["config_groups"]["group_1"]["targets"]
     assert_same_in_transformers(result.model, tmp_path / "ours")
     assert targets == [r"re:model\.layers\.0\.mlp\.experts\..*", r"re:model\.layers\.0\.block_sparse_moe\.experts\..*"]
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "mxfp8", "mxfp4a16", "nvfp4a16", "int8"])
+@pytest.mark.parametrize("exclude", [(), ("*experts*",)])
+def test_warnings_about_experts_stand_where_transformers_fails(
+    exclude: tuple[str, ...], format: str, tmp_path: Path
+) -> None:
+    model = randomized(mixtral()).bfloat16()
+    names = stored_names(model)
+    result = quant.quantize(model, format, exclude=exclude)
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    warned = any("experts" in line for line in runtime_warnings(result.plan, names=names))
+    path = "model.layers.1.mlp.experts.down_proj"
+    module = result.model.get_submodule("model.layers.1.mlp.experts").down_proj
+    expected = module if exclude else module.quantized_weight.dequantize()
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+        found = loaded.get_parameter(path).float()
+    except RuntimeError:
+        assert warned
+        return
+    # Codes times scales are rounded to BF16 there.
+    right = bool(((found - expected.float()).abs() <= 2**-8 * expected.float().abs()).all())
+    assert right != warned
 
 
 @pytest.mark.parametrize(("dtype", "fails"), [(torch.bfloat16, False), (torch.float16, True), (torch.float32, True)])
