@@ -1,13 +1,16 @@
 """Text from a model, quantized or not: the likeliest token each time, with its key-value cache.
 
 Greedy decoding is the plainest check of a quantized model that a person can read, and it is repeatable: the same
-weights give the same tokens, whether a GPU's kernels multiply by them or a CPU's oracle does, for both round nothing
-but the sums.
+machine gives the same tokens. Two machines do as far as margins between the likeliest two tokens are above what their
+sums differ by. That is little in float32 (`--dtype float32`); a model in BF16 rounds each layer's output to 8 bits,
+and what falls to the other side there makes a quantized cache round other numbers.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch import nn
 from quant.attention_interface import quantized_attention
 from quant.errors import UserError, counted
 
+_HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")
 """What --dtype takes."""
 
@@ -92,7 +96,7 @@ def generate(
     ids = ids.to(device)
     cache = _cache(model, kv_cache)
     started = time.perf_counter()
-    with torch.no_grad(), quantized_attention(model, attention=attention, kv_cache=kv_cache):
+    with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
         out = model.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
@@ -129,6 +133,41 @@ def _cache(model: nn.Module, kv_cache: str | None) -> Any:
     from quant.kv_generation import QuantizedKVCache
 
     return QuantizedKVCache(model, str(kv_cache))
+
+
+@contextmanager
+def _wide_logits(model: nn.Module) -> Iterator[None]:
+    """While open, a 16-bit head gives the logits of one position in float32, as its sums are.
+
+    Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
+    """
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    narrow = head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() > 1:
+            return narrow(x)
+        row = x.flatten(0, -2)
+        logits = _widened_product(row, head.weight)
+        if head.bias is not None:
+            logits = logits + head.bias.float()
+        return logits.unflatten(0, x.shape[:-1])
+
+    head.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`row @ weight.T` of 16-bit operands in float32."""
+    if row.is_cuda:
+        return torch.mm(row, weight.T, out_dtype=torch.float32)
+    return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
 
 
 def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str) -> None:

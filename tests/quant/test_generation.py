@@ -11,7 +11,7 @@ from torch import nn
 
 from quant.checkpoint import load
 from quant.cli import main, quantize_command
-from quant.generation import _cast
+from quant.generation import _cast, generate
 from quant.kernels.linear import QuantLinear
 
 transformers = pytest.importorskip("transformers")
@@ -48,14 +48,15 @@ def dequantized(directory: Path) -> nn.Module:
 
 
 def greedy(model: nn.Module, ids: list[int], count: int, end: int) -> list[int]:
-    """The likeliest token each time, token by token, with transformers' cache but without its generate()."""
+    """The likeliest token each time, by logits in float32, with transformers' cache but without its generate()."""
     out: list[int] = []
     step, cache = torch.tensor([ids]), None
     with torch.no_grad():
         while len(out) < count and (not out or out[-1] != end):
-            result = model(step, past_key_values=cache, use_cache=True)
+            result = model.model(step, past_key_values=cache, use_cache=True)  # type: ignore[operator]
             cache = result.past_key_values
-            out.append(int(result.logits[0, -1].argmax()))
+            logits = model.lm_head.weight.float() @ result.last_hidden_state[0, -1].float()  # type: ignore[operator, union-attr]
+            out.append(int(logits.argmax()))
             step = torch.tensor([out[-1:]])
     return out
 
@@ -105,6 +106,32 @@ def test_the_dtype_is_that_of_everything_but_codes_scales_and_frequencies(checkp
         for before, after in zip(load(checkpoint).modules(), cast.modules(), strict=True):
             if isinstance(before, QuantLinear):
                 assert torch.equal(before.dequantize(), after.dequantize())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_that_bf16_makes_equal_are_told_apart(device: str) -> None:
+    """A row of the head is that of the likeliest token but for one entry, which costs it less than BF16 can tell."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(BASE)
+    model = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.bfloat16)
+    ids = torch.tensor([tokenizer(PROMPT)["input_ids"]])
+    with torch.no_grad():
+        hidden = model.model(ids).last_hidden_state[0, -1].float()
+        head = nn.Linear(*reversed(model.lm_head.weight.shape), bias=False, dtype=torch.bfloat16)
+        head.weight.copy_(model.lm_head.weight)
+        likeliest = int((head.weight.float() @ hidden).argmax())
+        assert likeliest > 0
+        place = int((hidden.abs() * head.weight[likeliest].float().abs()).argmin())
+        head.weight[0] = head.weight[likeliest]
+        head.weight[0, place] -= (
+            2.0**-7 * head.weight[0, place].abs() * hidden[place].sign() + 1e-6 * hidden[place].sign()
+        )
+        model.lm_head = head
+        narrow = model(ids).logits[0, -1]
+        assert narrow[0] == narrow[likeliest] and int(narrow.argmax()) == 0
+        assert float(head.weight[0].float() @ hidden) < float(head.weight[likeliest].float() @ hidden)
+    written = generate(model, tokenizer, PROMPT, 1, device=device)
+    assert written.tokens == (likeliest,)
+    assert "forward" not in vars(model.lm_head)
 
 
 def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
