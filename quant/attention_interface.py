@@ -304,7 +304,7 @@ def _in_float32(
     """The FP8 kernel for a float32 model: its output in FP16, in units of V's scale, of which 448 is the most."""
     unit = v_scale if v_scale.dim() == 2 else v_scale.amax(-1)
     relative = v_scale / (unit if v_scale.dim() == 2 else unit[..., None])
-    out = attention(q, k, v, v_scale=relative, dtype=torch.float16, **options)
+    out: torch.Tensor = attention(q, k, v, v_scale=relative, dtype=torch.float16, **options)
     return out.float() * unit.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None, None]
 
 

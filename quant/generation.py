@@ -141,7 +141,8 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
 
     Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
     """
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = find_head() if callable(find_head) else None
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         yield
         return
@@ -154,9 +155,10 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         logits = _widened_product(row, head.weight)
         if head.bias is not None:
             logits = logits + head.bias.float()
-        return logits.unflatten(0, x.shape[:-1])
+        wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
+        return wide
 
-    head.forward = forward  # type: ignore[method-assign]
+    head.forward = forward  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
