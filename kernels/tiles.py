@@ -80,6 +80,16 @@ class PrefillTiles:
     stages: int = 3
     overlap: bool = True
 
+    @property
+    def unroll(self) -> int:
+        """Fetches that a turn of the loop takes: two products must be written out in it."""
+        return 2 if self.depth * self.halves == 1 else 1
+
+    @property
+    def step(self) -> int:
+        """Columns of K in a turn of the loop."""
+        return 64 * self.depth * self.unroll
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -120,6 +130,8 @@ GLUON_LAUNCHES = {
     256: ((8, 1, 2),),
 }
 """(warps, resident, depth) by block_m: what has run on an H100 and agreed with float64; no search leaves this list."""
+STORED_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "mxfp8_e5m2", "int8", "int4")
+"""What the kernel for many tokens takes in the order of a checkpoint too."""
 PREFILL = 512
 """Beyond so many tokens an FP8 product is worth rewriting an NVFP4 weight for, where 8-bit activations are allowed."""
 _SHARED_BYTES = 227 << 10
@@ -259,9 +271,12 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
     return GluonTiles(block_m, hardware.sms * resident, warps, resident, depth, stages)
 
 
-def prefill_tiles(block_m: int, halves: int, hardware: Hardware) -> PrefillTiles:
-    """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit."""
+def prefill_tiles(block_m: int, halves: int, hardware: Hardware, format: Format | None = None) -> PrefillTiles:
+    """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
+
+    `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them.
+    """
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
-    slot = block_m * 128 + halves * 4608
+    slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
     return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8))
