@@ -7,7 +7,6 @@ quantized layers before them give.
 
 from __future__ import annotations
 
-import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.calibration.autoround import BlockLayer, reconstruct_block
-from quant.calibration.blocks import Call, Stop, output_of
+from quant.calibration.blocks import Call, Stop, in_float64, output_of
 from quant.calibration.experts import ExpertsWork
 from quant.calibration.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.gptq import corrected_weight, factorize
@@ -228,7 +227,7 @@ class BlockWork:
 
     def _find_folds(self, small: Call) -> list[Fold | None]:
         """Where each group's input scale can go, tried in float64 on a few tokens."""
-        block = copy.deepcopy(self.block).double()
+        block = in_float64(self.block)
         call = small.to(dtype=torch.float64)
         order = modules_in_order(block, call)
         folds = []

@@ -12,6 +12,7 @@ the model is run again up to the next block. A model with no such blocks is one 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -71,6 +72,16 @@ def output_of(result: Any) -> torch.Tensor:
 def stored_dtype(model: nn.Module) -> torch.dtype:
     """That of the model's 16-bit or 32-bit weights, which a checkpoint's scales are rounded to."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def in_float64(block: nn.Module) -> nn.Module:
+    """A copy of a block in float64, to find out on a few tokens what happens in it."""
+    block = copy.deepcopy(block).double()
+    for module in block.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_experts_implementation"):
+            config._experts_implementation = "eager"  # grouped matmuls take no float64
+    return block
 
 
 def block_names(model: nn.Module) -> list[str]:

@@ -58,7 +58,10 @@ def collect_input_amax(
                 progress(row_index + 1, len(rows))
     silent = sorted(set(names) - set(amax))
     if silent:
-        raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such layers)")
+        raise ValueError(
+            f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
+            "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
+        )
     return {name: observers[name].amax() for name in amax} if observers else amax
 
 

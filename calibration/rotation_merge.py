@@ -15,7 +15,6 @@ again, and unless its output is the same, every weight goes back to what it was.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quant.calibration.blocks import Call, capture, output_of
+from quant.calibration.blocks import Call, capture, in_float64, output_of
 from quant.calibration.fold import modules_in_order
 from quant.calibration.rotation import rotation_block
 from quant.kernels.hadamard import hadamard_transform
@@ -91,7 +90,7 @@ def merge_rotations(
 def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
     """Tries the linear layers before `name`, nearest first, in float64; gives the block size, 0 for none."""
     reader = name.removeprefix(f"{owner}.")
-    block = copy.deepcopy(model.get_submodule(owner)).double()
+    block = in_float64(model.get_submodule(owner))
     call = call.to(dtype=torch.float64)
     order = modules_in_order(block, call)
     for producer in reversed(order[: order.index(reader)] if reader in order else []):

@@ -4,7 +4,7 @@ A recipe says what to do with a layer that nothing special is known about (`weig
 then lists exceptions. Rules are globs over layer names, tried in order, and the last one that matches wins:
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
-    2. the house rules: embeddings, heads, routers, norms and vision towers stay in 16 bit;
+    2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
 
@@ -40,6 +40,12 @@ _KEPT_KINDS = {
 _KEPT_NAMES = {
     "router: a rounding error sends tokens to the wrong expert": ("*router*", "*.gate", "*.shared_expert_gate"),
     "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
+    "audio tower: small beside the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
+    "projector into the language model: small, and text never reaches it": (
+        "*multi_modal_projector*",
+        "*mm_projector*",
+        "*modality_projection*",
+    ),
 }
 
 

@@ -75,7 +75,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 def test_a_layer_that_is_never_called_is_named() -> None:
-    with pytest.raises(ValueError, match=re.escape("idle: never called on the calibration text (1 such layers)")):
+    with pytest.raises(ValueError, match=re.escape("idle: never called on the calibration data (1 such layers)")):
         collect_input_amax(Chain(), ["a", "idle"], rows(1))
 
 

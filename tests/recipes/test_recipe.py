@@ -80,6 +80,9 @@ def test_the_house_keeps_with_reasons() -> None:
         ("model.vision_tower.encoder.fc1", True),
         ("vision_model.fc", True),
         ("image_encoder.fc", True),
+        ("model.multi_modal_projector.linear_1", True),
+        ("model.mm_projector.0", True),
+        ("audio_tower.layers.0.fc1", True),
         ("model.layers.3.self_attn.v_proj", False),
     ],
 )
