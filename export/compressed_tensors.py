@@ -235,8 +235,8 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
     if kept and others:
         warnings.append(
-            f"{_counted(kept)} quant.load or a server such as vLLM: where other layers are in {others[0]}, transformers "
-            "up to 5.23 takes experts in 16 bit for quantized ones, and stops"
+            f"{_counted(kept)} quant.load or a server such as vLLM: transformers up to 5.23 takes experts in 16 bit "
+            f"for quantized ones where other layers are in {others[0]}, and stops"
         )
     return warnings
 

@@ -7,6 +7,7 @@ written before everything is computed.
 from __future__ import annotations
 
 import copy
+import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,13 @@ from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.report import LayerResult, Report, kv_cache_of, peak_rss, print_summary, render_html
 
+# What servers prepare images and sounds by; quantizing changes nothing of it.
+_PROCESSOR_FILES = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 # A plan as it was read, and what could not be read of it.
 PlanFile = tuple[Plan, list[Problem]]
 
@@ -262,9 +270,16 @@ def _run_model(
         job.out,
         tokenizer=tokenizer,
         overwrite=job.overwrite,
-        finish=lambda directory, hashes: _write_report(report, plan, directory, hashes),
+        finish=lambda directory, hashes: _finish_directory(source, report, plan, directory, hashes),
     )
     return _finish(job, report, quiet)
+
+
+def _finish_directory(source: Source, report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+    for name in _PROCESSOR_FILES:
+        if source.path is not None and (source.path / name).is_file():
+            shutil.copyfile(source.path / name, directory / name)
+    _write_report(report, plan, directory, hashes)
 
 
 def _guard_warnings(asked: Plan, made: Plan) -> list[str]:

@@ -96,6 +96,15 @@ def test_quantize_writes_what_its_report_says(tmp_path: Path) -> None:
     assert next(x["snr_db"] for x in report["layers"] if x["name"] == name) == pytest.approx(expected, abs=1e-3)
 
 
+def test_processors_of_images_and_sounds_come_along(model: Path, tmp_path: Path) -> None:
+    for name in ("preprocessor_config.json", "processor_config.json", "notes.json"):
+        (model / name).write_text(f'{{"of": "{name}"}}')
+    result = run(quantize_command, model, "--format", "mxfp8", "--out", tmp_path / "out", "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"of": "preprocessor_config.json"}'
+    assert (tmp_path / "out" / "processor_config.json").exists() and not (tmp_path / "out" / "notes.json").exists()
+
+
 def test_quantize_says_where_it_wrote_on_stderr_only(tmp_path: Path) -> None:
     result = run(quantize_command, BASE, "--format", "mxfp8", "--out", tmp_path / "out")
     assert result.exit_code == 0 and result.stdout == ""
