@@ -11,6 +11,10 @@ sixteen is not (16 KB), so that this tile asks the L2 cache for 25 KB a step, an
 Decoded values never touch shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two
 or the sum of two (96, 160, 192), are there so that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 
+A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
+`groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
+none but those of the slots, and fall into step by themselves: one decodes while the other multiplies.
+
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
 round are cut along K where that gives every SM something to do (`tiles.deal`): each program does a part of one before
@@ -62,6 +66,7 @@ from quant.kernels.nvfp4_gluon import DECODED, decode
 from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
+_REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
 _PIECE = gl.constexpr(32)
 _ARRIVAL_BITS = gl.constexpr(16)
@@ -240,8 +245,8 @@ def _stage(acc, scale, bias, y_tile, n, N, has_bias: gl.constexpr):
 
 @gluon.jit
 def _send(
-    low, low_tail, high, high_tail, scale, bias, y_desc, tail_desc, y_tile, y_tail, n, m, N, halves: gl.constexpr,
-    tail: gl.constexpr, has_bias: gl.constexpr,
+    low, low_tail, high, high_tail, scale, bias, y_desc, tail_desc, y_tile, y_tail, n, m, N, first: gl.constexpr,
+    halves: gl.constexpr, tail: gl.constexpr, has_bias: gl.constexpr,
 ):  # fmt: skip
     """A whole tile to y; it is written while the next one is multiplied."""
     rows: gl.constexpr = low.shape[0]
@@ -249,19 +254,19 @@ def _send(
     # The tile before has been read.
     tma.store_wait(0)
     _barrier()
-    _stage(low, scale, bias, y_tile.index(0), n, N, has_bias)
+    _stage(low, scale, bias, y_tile.index(first), n, N, has_bias)
     if tail:
-        _stage(low_tail, scale, bias, y_tail.index(0), n, N, has_bias)
+        _stage(low_tail, scale, bias, y_tail.index(first), n, N, has_bias)
     if halves == 2:
-        _stage(high, scale, bias, y_tile.index(1), n + rows, N, has_bias)
+        _stage(high, scale, bias, y_tile.index(first + 1), n + rows, N, has_bias)
         if tail:
-            _stage(high_tail, scale, bias, y_tail.index(1), n + rows, N, has_bias)
+            _stage(high_tail, scale, bias, y_tail.index(first + 1), n + rows, N, has_bias)
     fence_async_shared()
     _barrier()
     for half in gl.static_range(halves):
-        tma.async_copy_shared_to_global(y_desc, [m, n + half * rows], y_tile.index(half))
+        tma.async_copy_shared_to_global(y_desc, [m, n + half * rows], y_tile.index(first + half))
         if tail:
-            tma.async_copy_shared_to_global(tail_desc, [m + wide, n + half * rows], y_tail.index(half))
+            tma.async_copy_shared_to_global(tail_desc, [m + wide, n + half * rows], y_tail.index(first + half))
 
 
 @gluon.jit
@@ -298,8 +303,8 @@ def _leave(acc, place):
 
 @gluon.jit
 def _piece_sum(
-    partial, lowest, parts, piece, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, rows: gl.constexpr,
-    tile_size: gl.constexpr,
+    partial, lowest, parts, piece, scale, bias, y, n, m, M, N, groups: gl.constexpr, has_bias: gl.constexpr,
+    rows: gl.constexpr, tile_size: gl.constexpr,
 ):  # fmt: skip
     """Adds what programs from `lowest` on left of a piece `[rows, _PIECE]` of their tile, and stores it."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -309,11 +314,11 @@ def _piece_sum(
     inside = piece * size + (i[:, None] * 4 + j[None, :])
     total = gl.zeros((size // 4, 4), gl.float32, layout)
     # Four reads under way at once: each takes half a microsecond.
-    for group in range(0, parts, 4):
+    for first in range(0, parts, 4):
         for other in gl.static_range(4):
-            place = partial + (lowest + group + other).to(gl.int64) * tile_size
+            place = partial + (lowest + (first + other) * groups).to(gl.int64) * tile_size
             # Past L1, which knows nothing of what other programs wrote.
-            there = (inside >= 0) & (group + other < parts)
+            there = (inside >= 0) & (first + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
     total = total.reshape([_PIECE // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, _PIECE])
     _store(total, scale, bias, y, n, m, M, N, has_bias)
@@ -322,8 +327,8 @@ def _piece_sum(
 @gluon.jit
 def _finish(
     partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N, offsets,
-    experts, has_bias: gl.constexpr, halves: gl.constexpr, rows: gl.constexpr, block_m: gl.constexpr,
-    width: gl.constexpr,
+    experts, group: gl.constexpr, groups: gl.constexpr, has_bias: gl.constexpr, halves: gl.constexpr,
+    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
 ):  # fmt: skip
     """Adds up this program's pieces of the tile that it has a part of, and those that others left to it."""
     program = gl.program_id(0)
@@ -331,30 +336,43 @@ def _finish(
         across: gl.constexpr = block_m // _PIECE
         tile = program // parts
         part = program - tile * parts
-        arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
+        counter += tile * groups + group
+        arrivals = gl.atomic_add(counter, 0, sem="acquire")
         while ((arrivals & _ARRIVALS) < parts) & (looks > 0):
-            arrivals = gl.atomic_add(counter + tile, 0, sem="acquire")
+            arrivals = gl.atomic_add(counter, 0, sem="acquire")
             looks -= 1
         mine = 1 << (part + _ARRIVAL_BITS)
-        arrivals = gl.atomic_add(counter + tile, mine, sem="acq_rel")
+        arrivals = gl.atomic_add(counter, mine, sem="acq_rel")
         # Whoever comes last leaves the counter as it was found.
         if arrivals + mine == parts + ((1 << parts) - 1 << _ARRIVAL_BITS):
-            gl.store(counter + tile, 0)
+            gl.store(counter, 0)
         todo = abandoned | gl.where((arrivals & _ARRIVALS) == parts, 1 << part, 0)
         n, _, m, _ = _place(full + tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
         for piece in range(halves * across):
             if (todo >> (piece % parts)) & 1 != 0:
                 half = piece // across
-                _piece_sum(partial, program - part, parts, piece, scale, bias, y, (n * halves + half) * rows,
-                           m + (piece - half * across) * _PIECE, M, N, has_bias, rows,
+                lowest = (program - part) * groups + group
+                _piece_sum(partial, lowest, parts, piece, scale, bias, y, ((n * groups + group) * halves + half) * rows,
+                           m + (piece - half * across) * _PIECE, M, N, groups, has_bias, rows,
                            halves * rows * block_m)  # fmt: skip
+
+
+@gluon.jit
+def _multiply(a, x_ring, tail_ring, at, acc, acc_tail, tail_operand: gl.constexpr, tail: gl.constexpr):
+    """Starts the products of `a` by the tokens at place `at` of the rings."""
+    acc = warpgroup_mma(a, x_ring.index(at).permute((1, 0)), acc, is_async=True)
+    if tail:
+        a = gl.convert_layout(a, tail_operand, assert_trivial=True)
+        acc_tail = warpgroup_mma(a, tail_ring.index(at).permute((1, 0)), acc_tail, is_async=True)
+    return acc, acc_tail
 
 
 @gluon.jit
 def _consume(
     x_ring, tail_ring, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, bias, y,
-    partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, stages: gl.constexpr,
-    depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr, tail: gl.constexpr, width: gl.constexpr,
+    partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, group: gl.constexpr,
+    groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr,
+    tail: gl.constexpr, width: gl.constexpr,
     has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
@@ -382,31 +400,29 @@ def _consume(
         high_tail = low_tail
         for step in range(count):
             mbarrier.wait(ready.index(slot), phase)
-            for d in gl.static_range(depth):
-                tokens = x_ring.index(slot * depth + d).permute((1, 0))
-                a = _operand(words.index(slot), scales.index(slot), 0, d, warps, operand)
-                low = warpgroup_mma(a, tokens, low, is_async=True)
-                if tail:
-                    more = tail_ring.index(slot * depth + d).permute((1, 0))
-                    again = gl.convert_layout(a, tail_operand, assert_trivial=True)
-                    low_tail = warpgroup_mma(again, more, low_tail, is_async=True)
-                # The product before this one has read its operands; this one goes on while the next are decoded.
-                low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
-                if d == 0:
-                    mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
-                if halves == 2:
-                    a = _operand(words.index(slot), scales.index(slot), panels, d, warps, operand)
-                    high = warpgroup_mma(a, tokens, high, is_async=True)
-                    if tail:
-                        more = tail_ring.index(slot * depth + d).permute((1, 0))
-                        again = gl.convert_layout(a, tail_operand, assert_trivial=True)
-                        high_tail = warpgroup_mma(again, more, high_tail, is_async=True)
+            for i in gl.static_range(depth * halves):
+                at = slot * depth + i // halves
+                a = _operand(words.index(slot), scales.index(slot), (group * halves + i % halves) * panels,
+                             i // halves, warps, operand)  # fmt: skip
+                if groups == 2 and i > 0:
+                    low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
+                if i % halves == 0:
+                    low, low_tail = _multiply(a, x_ring, tail_ring, at, low, low_tail, tail_operand, tail)
+                else:
+                    high, high_tail = _multiply(a, x_ring, tail_ring, at, high, high_tail, tail_operand, tail)
+                if groups == 1:
                     low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
+                    if i == 0:
+                        mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
+            if groups == 2:
+                low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
+                mbarrier.arrive(empty.index(slot), count=1)
             slot, phase = _advance(slot, phase, stages)
-        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
-        mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
+        if groups == 1:
+            low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
+            mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
         if split and turn == 0:
-            place = partial + gl.program_id(0).to(gl.int64) * (halves * rows * block_m)
+            place = partial + (gl.program_id(0) * groups + group).to(gl.int64) * (halves * rows * block_m)
             _leave(low, place)
             if tail:
                 _leave(low_tail, place + rows * wide)
@@ -415,11 +431,11 @@ def _consume(
                 if tail:
                     _leave(high_tail, place + rows * (block_m + wide))
             _barrier()
-            arrivals = gl.atomic_add(counter + gl.program_id(0) // parts, 1, sem="acq_rel")
+            arrivals = gl.atomic_add(counter + (gl.program_id(0) // parts * groups + group), 1, sem="acq_rel")
             abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
         else:
             n, expert, m, last = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
-            n = n * (halves * rows)
+            n = (n * groups + group) * (halves * rows)
             scale = gl.load(global_scale + expert).to(gl.float32) * DECODED
             if width > 0:
                 if m + block_m > last:
@@ -430,16 +446,16 @@ def _consume(
                         _store(high, scale, bias, y, n + rows, m, last, N, has_bias)
                 else:
                     _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
-                          halves, tail, has_bias)  # fmt: skip
+                          group * halves, halves, tail, has_bias)  # fmt: skip
             else:
                 _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
-                      halves, tail, has_bias)  # fmt: skip
+                      group * halves, halves, tail, has_bias)  # fmt: skip
         turn += 1
     tma.store_wait(0)
     if split:
         scale = gl.load(global_scale).to(gl.float32) * DECODED
         _finish(partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N,
-                offsets, experts, has_bias, halves, rows, block_m, width)  # fmt: skip
+                offsets, experts, group, groups, has_bias, halves, rows, block_m, width)  # fmt: skip
 
 
 @gluon.jit(
@@ -448,14 +464,14 @@ def _consume(
 def prefill_kernel(
     x_desc, x_tail_desc, w_desc, s_desc, y_desc, y_tail_desc, global_scale, bias, y, partial, counter, offsets,
     experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
-    halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, width: gl.constexpr,
-    split: gl.constexpr, overlap: gl.constexpr,
+    groups: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr,
+    width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make a tile; after `full` tiles, `cut` have `parts` programs each.
 
     With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
     """
-    panels: gl.constexpr = halves * gl.num_warps() // 4
+    panels: gl.constexpr = 2 * halves
     rows: gl.constexpr = 16 * gl.num_warps()
     wide: gl.constexpr = x_desc.block_type.shape[0]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
@@ -464,29 +480,49 @@ def prefill_kernel(
     s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
     words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
     scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
-    y_tile = gl.allocate_shared_memory(gl.bfloat16, [halves, wide, rows], y_desc.layout)
+    y_tile = gl.allocate_shared_memory(gl.bfloat16, [halves * groups, wide, rows], y_desc.layout)
     x_tail = x_ring
     y_tail = y_tile
     if tail:
         x_tail = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, tail, 64], x_tail_desc.layout)
-        y_tail = gl.allocate_shared_memory(gl.bfloat16, [halves, tail, rows], y_tail_desc.layout)
+        y_tail = gl.allocate_shared_memory(gl.bfloat16, [halves * groups, tail, rows], y_tail_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(stages):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    gl.warp_specialize(
-        [
-            (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale,
-                        bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
-                        tiles_n, stages, depth, halves, wide, tail, width, has_bias, split, overlap)),
-            (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
-                        experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
-                        tail, width, split, overlap)),
-        ],
-        [1],
-        [_FETCHER_REGISTERS],
-    )  # fmt: skip
+        mbarrier.init(empty.index(i), count=groups)
+    if groups == 2:
+        gl.warp_specialize(
+            [
+                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
+                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
+                            steps, tiles_m, tiles_n, 0, groups, stages, depth, halves, wide, tail, width, has_bias,
+                            split, overlap)),
+                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
+                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
+                            steps, tiles_m, tiles_n, 1, groups, stages, depth, halves, wide, tail, width, has_bias,
+                            split, overlap)),
+                (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
+                            experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
+                            tail, width, split, overlap)),
+            ],
+            [4, 1],
+            [_REGISTERS, _FETCHER_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
+                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
+                            steps, tiles_m, tiles_n, 0, groups, stages, depth, halves, wide, tail, width, has_bias,
+                            split, overlap)),
+                (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
+                            experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
+                            tail, width, split, overlap)),
+            ],
+            [1],
+            [_FETCHER_REGISTERS],
+        )  # fmt: skip
 
 
 def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: PrefillTiles) -> torch.Tensor:
@@ -534,18 +570,20 @@ def _launch(
     partial = counter = y
     if cut:
         partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(weight.codes, cut)
+        counter = arrival_counters(weight.codes, tiles.groups * cut)
     wide = 1 << block_m.bit_length() - 1
     tail = block_m - wide
     x_desc, w_desc, s_desc = descriptors(x, weight, wide, depth)
+    y_desc = _tile_of(y, wide, 128 // tiles.groups)
     prefill_kernel[(programs,)](
-        x_desc, _tile_of(x, tail, 64) if tail else x_desc, w_desc, s_desc, y_desc := _tile_of(y, wide, 128),
-        _tile_of(y, tail, 128) if tail else y_desc,
+        x_desc, _tile_of(x, tail, 64) if tail else x_desc, w_desc, s_desc, y_desc,
+        _tile_of(y, tail, 128 // tiles.groups) if tail else y_desc,
         weight.global_scale, x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
         1 if offsets is None else len(offsets) - 1, M, N, full, cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
-        has_bias=bias is not None, halves=tiles.halves, tail=tail, stages=tiles.stages, depth=depth,
+        has_bias=bias is not None, groups=tiles.groups, halves=tiles.halves, tail=tail, stages=tiles.stages,
+        depth=depth,
         width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
-        overlap=tiles.overlap, num_warps=8, maxnreg=168, launch_pdl=tiles.overlap,
+        overlap=tiles.overlap, num_warps=8 // tiles.groups, maxnreg=168, launch_pdl=tiles.overlap,
     )  # fmt: skip
 
 

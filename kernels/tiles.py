@@ -71,6 +71,7 @@ class PrefillTiles:
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
         overlap: as in `GluonTiles`.
+        groups: of warps that multiply: 1, or 2 that share no barrier.
     """
 
     block_m: int
@@ -79,11 +80,12 @@ class PrefillTiles:
     depth: int = 2
     stages: int = 3
     overlap: bool = True
+    groups: int = 1
 
     @property
     def unroll(self) -> int:
         """Fetches that a turn of the loop takes: two products must be written out in it."""
-        return 2 if self.depth * self.halves == 1 else 1
+        return 2 if self.depth * self.halves * self.groups == 1 else 1
 
     @property
     def step(self) -> int:
@@ -271,7 +273,9 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
     return GluonTiles(block_m, hardware.sms * resident, warps, resident, depth, stages)
 
 
-def prefill_tiles(block_m: int, halves: int, hardware: Hardware, format: Format | None = None) -> PrefillTiles:
+def prefill_tiles(
+    block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int = 1
+) -> PrefillTiles:
     """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
 
     `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them.
@@ -279,4 +283,4 @@ def prefill_tiles(block_m: int, halves: int, hardware: Hardware, format: Format 
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
-    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8))
+    return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8), groups=groups)

@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -17,21 +18,29 @@ from quant.kernels.aot import CompiledKernel, assemble
 from quant.kernels.grouped import grouped_linear
 from quant.kernels.hardware import TARGETS, current
 from quant.kernels.prepack import prepack
-from quant.kernels.tiles import PREFILL_UNITS, PrefillTiles, deal, prefill_tiles
+from quant.kernels.tiles import PREFILL_UNITS, deal, prefill_tiles
 
-SIZES = tuple(PREFILL_UNITS)
+SIZES = (*((*size, 1) for size in PREFILL_UNITS), *((tokens, 1, 2) for tokens in (256, 192, 160, 128, 96, 64, 32)))
 
 
 @pytest.mark.parametrize(
     ("size", "split", "width"),
-    [((128, 2), True, 0), ((160, 2), True, 0), ((192, 1), True, 0), ((64, 2), False, 0), ((128, 2), False, 128)],
+    [
+        ((128, 2, 1), True, 0),
+        ((160, 2, 1), True, 0),
+        ((192, 1, 2), True, 0),
+        ((256, 1, 2), True, 0),
+        ((64, 2, 1), False, 0),
+        ((128, 2, 1), False, 128),
+    ],
 )
 def test_weights_go_from_registers_into_wgmma(
-    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int], split: bool, width: int
+    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int, int], split: bool, width: int
 ) -> None:
     from triton.experimental.gluon import language as gl
 
-    tiles = prefill_tiles(*size, TARGETS["h100"])
+    block_m, halves, groups = size
+    tiles = prefill_tiles(block_m, halves, TARGETS["h100"], groups=groups)
     wide = 1 << tiles.block_m.bit_length() - 1
     tail = tiles.block_m - wide
 
@@ -39,20 +48,27 @@ def test_weights_go_from_registers_into_wgmma(
         layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
         return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
 
-    types = {"y_desc": tile_of(wide, 128), "offsets": "*i32"}
-    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128)}
-    constants = {"has_bias": split, "halves": tiles.halves, "tail": tail, "stages": tiles.stages, "depth": tiles.depth}
+    types = {"y_desc": tile_of(wide, 128 // groups), "offsets": "*i32"}
+    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128 // groups)}
+    constants = {
+        "has_bias": split,
+        "groups": groups,
+        "halves": tiles.halves,
+        "tail": tail,
+        "stages": tiles.stages,
+        "depth": tiles.depth,
+    }
     constants |= {"width": width, "split": split, "overlap": True}
-    options = {"num_warps": 8, "maxnreg": 168}
+    options = {"num_warps": 8 // groups, "maxnreg": 168}
     kernel = compile_matmul(matmul_gluon_prefill.prefill_kernel, wide, tiles.depth, types, constants, options)
     products = re.findall(
         r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
     )
     assert all(operand == "{" for _, operand in products)
-    each = tiles.depth * tiles.halves * 4
+    each = groups * tiles.depth * tiles.halves * 4
     assert Counter(int(tokens) for tokens, _ in products) == {size: each for size in (wide, tail) if size}
     # A product is in flight while the next operand is decoded; y leaves by TMA.
-    assert f"wgmma.wait_group.sync.aligned {2 if tail else 1};" in kernel.ptx
+    assert groups == 2 or f"wgmma.wait_group.sync.aligned {2 if tail else 1};" in kernel.ptx
     assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx
     assert kernel.shared <= 227 << 10
     assert assemble(kernel).spilled == 0
@@ -95,7 +111,7 @@ def stacked(experts: int, rows: int, columns: int) -> BlockScaledTensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_agrees_with_float64_on_a_gpu(size: tuple[int, int]) -> None:
+def test_agrees_with_float64_on_a_gpu(size: tuple[int, int, int]) -> None:
     """Whole tiles and cut ones, ends of all axes; what memory held before does not show."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
@@ -109,7 +125,8 @@ def test_agrees_with_float64_on_a_gpu(size: tuple[int, int]) -> None:
     ):
         weight = quantize(torch.randn(rows, columns, device="cuda"), FORMATS["nvfp4"])
         packed, dense = prepack(weight), weight.dequantize(torch.float64)
-        choice = PrefillTiles(*size, programs, stages=prefill_tiles(*size, current()).stages)
+        block_m, halves, groups = size
+        choice = replace(prefill_tiles(block_m, halves, current(), groups=groups), programs=programs)
         x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
         bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
         exact = x.double() @ dense.T + bias.double()
@@ -124,14 +141,14 @@ def test_agrees_with_float64_on_a_gpu(size: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("looks", [0, 64])
-def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPatch, looks: int) -> None:
+@pytest.mark.parametrize(("looks", "groups"), [(0, 1), (64, 1), (0, 2)])
+def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPatch, looks: int, groups: int) -> None:
     """Two streams, one of them more urgent, take the SMs from each other; patience changes no result."""
     if not current().has_wgmma:
         pytest.skip("the prepacked layout is Hopper's")
     monkeypatch.setattr(matmul_gluon_prefill, "LOOKS", looks)
     x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
-    choice = prefill_tiles(128, 1, current())
+    choice = prefill_tiles(128, 1, current(), groups=groups)
     weights = [quantize(torch.randn(4096, 4096, device="cuda"), FORMATS["nvfp4"]) for _ in range(2)]
     packed = [prepack(weight) for weight in weights]
     assert deal(32 * 2, current().sms, 32)[2:] == (64, current().sms // 64)
