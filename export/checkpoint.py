@@ -159,8 +159,15 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
     found = []
     for layer in plan.quantized:
         if layer.kind not in ("experts", "embedding"):
-            module = model.get_submodule(layer.name)
-            assert isinstance(module, QuantLinear)
+            try:
+                module: nn.Module | None = model.get_submodule(layer.name)
+            except AttributeError:
+                module = None
+            if not isinstance(module, QuantLinear):
+                raise ValueError(
+                    f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
+                    "give the model and the plan that one call of quantize returned"
+                )
             parts = module.parts
             found.append(
                 replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)

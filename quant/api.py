@@ -98,6 +98,7 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    _check_data(data)
     if run is None and data is not None and data.is_floating_point():
         run = _on_first(data)
     if bits is not None or max_kl is not None or formats is not None:
@@ -133,7 +134,33 @@ def quantize(
         assert data is not None
         scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
         install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", stored_dtype(model)))
+    protect(model)
     return quantized
+
+
+def protect(model: nn.Module) -> None:
+    """Keeps a quantized model of transformers from being saved as if it were none."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = refuse_save_pretrained  # type: ignore[assignment]
+
+
+def _check_data(data: Any) -> None:
+    if data is None:
+        return
+    if not isinstance(data, torch.Tensor):
+        raise UserError(
+            f"data is a {type(data).__name__}; make rows of token ids of it: quant.calibration_rows(data, tokenizer, "
+            "samples=32, seqlen=512)"
+        )
+    if not len(data) or not (data.is_floating_point() or data.dim() == 2):
+        raise UserError(
+            f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
+        )
+
+
+def refuse_save_pretrained(*args: Any, **options: Any) -> None:
+    """Stands in for a quantized model's method, which would write what nothing can load."""
+    raise UserError("save_pretrained knows nothing of quantized layers; use quant.save(model, plan, directory)")
 
 
 def _on_first(data: torch.Tensor) -> Callable[[nn.Module], Any]:
@@ -236,6 +263,8 @@ def with_options(plan: Plan, guard: str | None = None, observer: str | None = No
 def _settings(plan: Plan, device: torch.device | str | None) -> Settings:
     """How the walk is done, as far as the plan and the caller say."""
     guard = plan.provenance.get("guard")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {device}: PyTorch sees no GPU here; leave it out, or pass cpu")
     return Settings(
         device=torch.device(device) if device else None,
         observer=_observer(plan),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant import load_huggingface
-from quant.api import install_kv_scales, install_weight, use_expert_modules
+from quant.api import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError
 from quant.export import checkpoint as files
@@ -145,6 +145,7 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
         install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith((".k_scale", ".v_scale"))})
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)
+    protect(model)
     return model.eval()
 
 

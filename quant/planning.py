@@ -42,6 +42,8 @@ def make_plan(
         ValueError: unknown format or solver, or a glob that matches no layer.
     """
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    # A string is a sequence of strings too, each a letter.
+    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
     if solver is not None:
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
@@ -56,6 +58,8 @@ def make_plan(
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     plan = resolve(layers, recipe, only=include, provenance=provenance)
     if not plan.quantized:
+        if isinstance(model, nn.Module) and any(hasattr(module, "quantized_weight") for module in model.modules()):
+            raise UserError("the model is quantized already; start from the original one")
         raise UserError(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"
         )

@@ -211,3 +211,50 @@ def test_no_memory_is_one_line(library: str) -> None:
     result = CliRunner().invoke(command)
     assert result.exit_code == 2 and re.fullmatch(r"error: out of memory: [^\n]+\n", result.stderr)
     assert isinstance(CliRunner().invoke(command, ["--fail"]).exception, RuntimeError)
+
+
+def llama() -> nn.Module:
+    sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (["some text"], r"data is a list; make rows of token ids of it: quant.calibration_rows\(data"),
+        ({"input_ids": torch.zeros(1, 8)}, "data is a dict"),
+        (torch.zeros(8, dtype=torch.int64), r"data is \[8\]; expected token ids \[rows, seqlen\]"),
+        (torch.zeros(0, 8, dtype=torch.int64), r"data is \[0, 8\]"),
+    ],
+)
+def test_data_that_is_no_rows(data: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        quant.quantize(llama(), "nvfp4", data)  # type: ignore[arg-type]
+
+
+def test_one_glob_needs_no_list() -> None:
+    kept = quant.make_plan(llama(), "fp8_channel", exclude="*.mlp.*")
+    assert not any(".mlp." in layer.name for layer in kept.quantized) and len(kept.quantized) == 4
+    only = quant.make_plan(llama(), "fp8_channel", include="*.mlp.*")
+    assert [layer.name.rpartition(".")[2] for layer in only.quantized] == ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_what_is_quantized_is_saved_and_quantized_once(tmp_path: Path) -> None:
+    result = quant.quantize(llama(), "fp8_channel")
+    with pytest.raises(UserError, match="quantized already; start from the original"):
+        quant.quantize(result.model, "mxfp8")
+    with pytest.raises(UserError, match=r"use quant.save\(model, plan, directory\)"):
+        result.model.save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+    quant.save(result.model, result.plan, tmp_path / "right")
+    with pytest.raises(UserError, match=r"use quant.save"):
+        quant.load(tmp_path / "right").save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(ValueError, match=r"self_attn.q_proj: the plan has it in fp8_channel, and the model holds no"):
+        quant.save(llama(), result.plan, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="device cuda: PyTorch sees no GPU here"):
+        quant.quantize(llama(), "nvfp4", torch.zeros(1, 8, dtype=torch.int64), solver="gptq", device="cuda")
