@@ -220,16 +220,16 @@ def _attend(
     if s_aux is not None:
         raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options = {"softmax_scale": scaling, "softcap": softcap}
     layer = getattr(k, "quant_layer", None)
     if layer is not None:
-        q = layer.write(q, k, v)
+        q = layer.write(q, k, v, **options)
         if layer.length > k.shape[2] and mask is None:
-            out = layer.attend(q, softmax_scale=scaling, window=sliding_window, softcap=softcap)
+            out = layer.attend(q, window=sliding_window, **options)
             return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
         (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
-        q, k, v, scales = _rounded(module, q, k, v, fp8)
-    options = {"softmax_scale": scaling, "softcap": softcap}
+        q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
     if mask is not None:
         out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
     else:
@@ -240,13 +240,13 @@ def _attend(
 
 
 def _rounded(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
     """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
     turned = turns(module, format, fp8)
     if turned:
-        turn = turning(q, k)
+        turn = turning(q, k, **options)
         q, k = turn.q(q), turn.k(k)
     if format is None:
         return q, k, v, None

@@ -107,12 +107,17 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         marked.quant_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
-    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Writes the new keys and values, turned as queries will be; gives the new queries, turned."""
+    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: float | None) -> torch.Tensor:
+        """Writes the new keys and values, turned as queries will be; gives the new queries, turned.
+
+        Args:
+            q, k, v: of the new tokens.
+            options: softmax scale and soft cap of the attention, as `turning` takes them.
+        """
         assert self._pages is not None
         self._waiting = False
         if self._turns and self._turn is None:
-            self._turn = turning(q, k)
+            self._turn = turning(q, k, **options)
         if self._turn is not None:
             q, k = self._turn.q(q), self._turn.k(k)
         self._pages.append(0, self._sequences, k, v)

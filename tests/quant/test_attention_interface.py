@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import scipy.linalg
+import scipy.special
 import torch
 from click.testing import CliRunner
 from torch import nn
@@ -52,6 +53,10 @@ def turned(q: torch.Tensor, k: torch.Tensor, first: int = 40) -> tuple[torch.Ten
     turned_q, turned_k = q.double().numpy().copy(), k.double().numpy().copy()
     for head in range(k.shape[1]):
         heads = slice(head * group, (head + 1) * group)
+        keys = turned_k[0, head, :first]
+        scores = np.where(np.tri(first), turned_q[0, heads, :first] @ keys.T * dim**-0.5, -np.inf)
+        weight = scipy.special.softmax(scores, -1).sum((0, 1))
+        turned_k[:, head] -= weight @ keys / weight.sum()
         moments = []
         for rows in (turned_k[:, head, :first].reshape(-1, dim), turned_q[:, heads, :first].reshape(-1, dim)):
             moment = rows.T @ rows

@@ -27,9 +27,11 @@ def test_scores_stay(batch: int, group: int, tokens: int, dim: int) -> None:
     q, k = operands(batch, group, 2, tokens, dim)
     turn = turning(q, k)
     scores = [
-        a[:, :, -50:].double() @ b.double().repeat_interleave(group, 1).mT for a, b in ((q, k), (turn.q(q), turn.k(k)))
+        a[:, :, -50:].double() @ b.double().repeat_interleave(group, 1).mT
+        for a, b in ((q, k - turn.center), (turn.q(q), turn.k(k)))
     ]
     torch.testing.assert_close(scores[1], scores[0], rtol=0, atol=3e-6 * float(scores[0].abs().max()))
+    assert not turning(q, k, softcap=30.0).center.any()
     torch.testing.assert_close(turn.back(turn.k(k)), k, rtol=1e-4, atol=1e-5 * float(k.abs().max()))
 
 
