@@ -41,6 +41,8 @@ from quant.kernels.hardware import current
 
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
 SHAPES = (WIDE, TALL, SQUARE)
+# Between powers of two too: there, how tiles go into the SMs decides.
+MIDDLE_TOKENS, PREFILL_TOKENS = (128, 256, 384, 512, 640, 768, 896), (1024, 1536, 4096)
 
 
 def random_weight(format: Format, shape: tuple[int, int]) -> BlockScaledTensor:
@@ -130,7 +132,7 @@ def _words(choice: tiles.Choice) -> str:
         swap = "ᵀ" if c.swap else ""
         return f"{c.block_m}x{c.block_n}x{c.block_k}{swap}/{c.splits} w{c.warps}s{c.stages}"
     if isinstance(choice, tiles.PrefillTiles):
-        return f"tall {choice.block_m}x{128 * choice.halves} d{choice.depth}s{choice.stages}"
+        return f"tall {choice.block_m}x{128 * choice.halves}/{choice.groups} d{choice.depth}s{choice.stages}"
     return "dense"
 
 
@@ -144,7 +146,7 @@ def library(compile_only: bool) -> Iterator[Row]:
     yield {"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6}
     for shape in SHAPES:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        for tokens in (1, 16, 64, 128, 256, 512, 1024, 4096):
+        for tokens in (1, 16, 64, *MIDDLE_TOKENS, *PREFILL_TOKENS):
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
             us = tune.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
             yield _library_row("bf16", shape, tokens, us, 2)
@@ -170,7 +172,7 @@ def peers(compile_only: bool) -> Iterator[Row]:
     for shape in SHAPES:
         weight = random_weight(FORMATS["nvfp4"], shape)
         layers = [linear for w in tune.copies(weight, current().l2) if (linear := humming(w)) is not None]
-        for tokens in (1, 16, 64, 256, 1024, 4096) if layers else ():
+        for tokens in (1, 16, 64, 256, 512, 768, 1024, 4096) if layers else ():
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
             y = layers[0](x)
             if compile_only:
@@ -254,8 +256,8 @@ def casts(compile_only: bool) -> Iterator[Row]:
 
 
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
-MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in (128, 256, 512)]
-PREFILL = [(shape, tokens) for shape in SHAPES for tokens in (1024, 4096)]
+MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in MIDDLE_TOKENS]
+PREFILL = [(shape, tokens) for shape in SHAPES for tokens in PREFILL_TOKENS]
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
     "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, *PREFILL], prepacked=True),
