@@ -24,11 +24,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.export import compressed_tensors as layout
-from quant.export.stored_names import EXPERT_PARTS, cut_experts, stored_names
+from quant.export.stored_names import EXPERT_PARTS, StoredNames, cut_experts, expert_names, stored_names
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.embedding import QuantEmbedding
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
+from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
 SHARD_BYTES = 5 * 1000**3
@@ -332,7 +333,14 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     for index in range(plan.shape[0]):
         parts = []
         for part in EXPERT_PARTS.get(last, (last,)):
-            weight, input_scale = _read_linear(tensors, f"{stem}.{index}.{part}", plan.weight)
+            name = f"{stem}.{index}.{part}"
+            weight, own = _read_linear(tensors, name, plan.weight)
+            if own is not None and input_scale is not None and not torch.equal(own, input_scale):
+                raise ValueError(
+                    f"{name}: its input scale is {float(own):g} and another expert's {float(input_scale):g}; "
+                    "experts run in one matmul here, and share one"
+                )
+            input_scale = own
             parts.append(weight)
         experts.append(join_rows(parts))
     global_scale = None
@@ -383,14 +391,18 @@ _NAMES = (
 )
 
 
-def plan_of_checkpoint(directory: Path, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> Plan:
+def plan_of_checkpoint(
+    directory: Path, found: Iterable[Layer], config: Mapping[str, Any], names: StoredNames | None = None
+) -> Plan:
     """The plan of a compressed-tensors checkpoint that came without one, read from its `quantization_config`.
 
     Args:
         directory: for error messages.
-        shapes: logical shape of every linear layer of the model, by name.
+        found: the model's layers; those that can be quantized count.
         config: the `quantization_config`.
+        names: of the model's tensors on disk, which the config may list too.
     """
+    names = names or StoredNames()
     groups = [
         (
             group["targets"],
@@ -400,12 +412,21 @@ def plan_of_checkpoint(directory: Path, shapes: Mapping[str, tuple[int, ...]], c
         for group in config["config_groups"].values()
     ]
     layers = []
-    for name, shape in shapes.items():
+    reason = f"as {directory.name} was written"
+    for layer in found:
+        if layer.kind not in ("linear", "head", "experts"):
+            continue
+        called = names.both(layer.name)
+        if layer.kind == "experts":
+            # A config speaks of the matrices of one expert.
+            called = names.both(expert_names(layer.name, 1)[0].removesuffix(".weight"))
         chosen = None
-        if not any(_matches(name, pattern) for pattern in config.get("ignore") or ()):
-            chosen = next(((w, a) for targets, w, a in groups if any(_matches(name, t) for t in targets)), None)
+        if not any(_matches(name, pattern) for pattern in config.get("ignore") or () for name in called):
+            chosen = next(
+                ((w, a) for targets, w, a in groups if any(_matches(name, t) for t in targets for name in called)), None
+            )
         weight, activation = chosen or (None, None)
-        layers.append(LayerPlan(name, "linear", shape, weight, activation, reason=f"as {directory.name} was written"))
+        layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
     kv_cache = FORMATS["fp8"] if config.get("kv_cache_scheme") else None
     return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
 

@@ -181,8 +181,7 @@ def _plan_of(directory: Path, model: nn.Module) -> Plan:
         return plan
     config = _quantization_config(directory)
     assert config is not None
-    shapes = {layer.name: layer.shape for layer in layers if layer.kind in ("linear", "head")}
-    return files.plan_of_checkpoint(directory, shapes, config)
+    return files.plan_of_checkpoint(directory, layers, config, stored_names(model))
 
 
 def _quantization_config(directory: Path) -> dict[str, Any] | None:

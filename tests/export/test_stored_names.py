@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
@@ -200,3 +201,28 @@ def test_experts_are_cut_by_rows() -> None:
     found = cut_experts("e.gate_up_proj", weight)
     assert list(found) == ["e.0.gate_proj.weight", "e.0.up_proj.weight", "e.1.gate_proj.weight", "e.1.up_proj.weight"]
     assert torch.equal(found["e.1.up_proj.weight"], weight[1, 2:])
+
+
+@pytest.mark.parametrize("exclude", [(), ("*experts*",), ("*layers.0.*", "*self_attn*")])
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_experts_of_a_checkpoint_without_a_plan(
+    make: Callable[[], nn.Module], exclude: tuple[str, ...], tmp_path: Path
+) -> None:
+    """As another tool would have written it: only the config says what is quantized."""
+    result = quant.quantize(randomized(make()), "nvfp4a16", exclude=exclude)
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    (tmp_path / "ours" / "plan.json").unlink()
+    there, here = result.model.state_dict(), quant.load(tmp_path / "ours").state_dict()
+    assert set(there) == set(here) and all(torch.equal(there[n], here[n]) for n in there)
+
+
+def test_experts_with_input_scales_of_their_own_are_refused(tmp_path: Path) -> None:
+    ids = torch.randint(0, 64, (2, 16))
+    result = quant.quantize(randomized(mixtral()), "nvfp4", ids)
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    file = tmp_path / "ours" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.block_sparse_moe.experts.2.w2.input_global_scale"] *= 2
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts.2.down_proj: its input scale is .* and share one"):
+        quant.load(tmp_path / "ours")
