@@ -31,6 +31,7 @@ Source: (L⁻ᵀ M^¼)(L⁻ᵀ M^¼)ᵀ is the geometric mean of A⁻¹ and B (P
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -85,7 +86,13 @@ def turning(
     product = lower.mT @ of_q @ lower
     inverse, root = (_by_products if k.is_cuda else _by_eigenvalues)((product + product.mT) / 2)
     matrices = lower @ inverse, torch.linalg.solve_triangular(lower.mT, root, upper=True)
-    return Turn(*(hadamard_transform(matrix).float() for matrix in matrices), center)
+    rotation = _rotation(k.shape[3], k.device)
+    return Turn(*((matrix @ rotation).float() for matrix in matrices), center)
+
+
+@lru_cache(maxsize=8)
+def _rotation(dim: int, device: torch.device) -> torch.Tensor:
+    return hadamard_transform(torch.eye(dim, dtype=torch.float64)).to(device)
 
 
 def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:

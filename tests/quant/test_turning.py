@@ -35,6 +35,25 @@ def test_scores_stay(batch: int, group: int, tokens: int, dim: int) -> None:
     torch.testing.assert_close(turn.back(turn.k(k)), k, rtol=1e-4, atol=1e-5 * float(k.abs().max()))
 
 
+@pytest.mark.parametrize("tokens", [300, 3000])
+def test_keys_are_centered_where_attention_is(tokens: int) -> None:
+    """Heads that look at the first token take its key for the center; of long texts, samples show that, too."""
+    made = torch.Generator().manual_seed(tokens)
+    first = torch.randn(2, 1, 64, generator=made)
+    q = first.repeat_interleave(3, 0) + 0.5 * torch.randn(1, 6, tokens, 64, generator=made)
+    k = 0.5 * torch.randn(1, 2, tokens, 64, generator=made)
+    k[:, :, 0] = 3 * first[:, 0]
+    turn = turning(q, k)
+    assert float((turn.center - k[0, :, :1]).norm() / k[0, :, :1].norm()) < 0.01
+    assert float(turn.k(k)[:, :, 0].norm() / turn.k(k).norm(dim=-1).mean()) < 0.2
+    spread = turning(q, k, softmax_scale=1e-9).center
+    if tokens == 300:  # all keys that a query sees count alike
+        weight = (1 / torch.arange(1, tokens + 1, dtype=torch.float64)).flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(
+            spread[:, 0].double(), (weight[:, None] * k[0].double()).sum(1) / tokens, rtol=0, atol=1e-5
+        )
+
+
 def test_second_moments_become_equal() -> None:
     """So many tokens leave little of the prior. The size of q times that of k is then the least there is."""
     q, k = operands(1, 1, 1, 2000, 32)
