@@ -19,7 +19,7 @@ a whole text sees the same keys and values as decoding token by token. What atte
     behind what is in a cache     `quant.kernels.decode_attention`, on the pages; queries in 16 bit, as its dots are
     padding or another mask       plain PyTorch on the rounded operands
 
-Queries and keys are first turned alike (`quant.turning`), which leaves their scores and makes rounding them to E4M3
+Queries and keys are first turned alike (`quant.turning`), which leaves their softmax and makes rounding them to E4M3
 cost a third as much KL. Scales are one a KV head. That of the values comes from the model's `v_scale`, which `quantize
 --kv-cache fp8` calibrates and a checkpoint keeps; those of turned keys, and of values where nothing was calibrated,
 are what the first tokens give. Where attention itself stays in 16 bit, a checkpoint with calibrated FP8 scales is not
