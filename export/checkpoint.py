@@ -30,10 +30,9 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.embedding import QuantEmbedding
 from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
 from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 
 SHARD_BYTES = 5 * 1000**3
-PLAN_FILE = "plan.json"
 OURS = (PLAN_FILE, "receipt.json")
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
 

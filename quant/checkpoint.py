@@ -21,7 +21,7 @@ from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
 from quant.planning import check_plan_fits
 from quant.recipes.layers import find_layers
-from quant.recipes.plan import Plan
+from quant.recipes.plan import PLAN_FILE, Plan
 
 
 def save(
@@ -97,7 +97,7 @@ def _write(
 ) -> dict[str, str]:
     with files.new_directory(directory, overwrite=overwrite) as temporary:
         hashes = files.write_tensors(temporary, tensors)
-        plan.save(temporary / files.PLAN_FILE)
+        plan.save(temporary / PLAN_FILE)
         if hasattr(config, "save_pretrained"):
             files.write_config(temporary, model, plan)
         if getattr(model, "generation_config", None) is not None and model.can_generate():
@@ -111,7 +111,7 @@ def _write(
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether `path` is a directory that holds a quantized checkpoint of this layout."""
-    return _quantization_config(Path(path)) is not None or (Path(path) / files.PLAN_FILE).is_file()
+    return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
 def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
@@ -128,7 +128,7 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     """
     directory = Path(directory)
     if not is_checkpoint(directory):
-        raise UserError(f"{directory}: no quantized checkpoint (no {files.PLAN_FILE}, no quantization_config)")
+        raise UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
     built = model is None
     if model is None:
         model = _build(directory)
@@ -174,7 +174,7 @@ def _build(directory: Path) -> nn.Module:
 
 def _plan_of(directory: Path, model: nn.Module) -> Plan:
     layers = find_layers(model)
-    file = directory / files.PLAN_FILE
+    file = directory / PLAN_FILE
     if file.is_file():
         plan = Plan.load(file)
         check_plan_fits(plan, layers)
@@ -221,16 +221,3 @@ def _with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -
 def _tensor(model: nn.Module, name: str) -> Any:
     parent, _, last = name.rpartition(".")
     return getattr(model.get_submodule(parent), last)
-
-
-def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
-    """Plan and saved report (None without one) of a checkpoint, read without building the model.
-
-    Raises:
-        UserError: `directory` holds no plan.
-    """
-    directory = Path(directory)
-    if not (directory / files.PLAN_FILE).is_file():
-        raise UserError(f"{directory}: no {files.PLAN_FILE}; quant inspect reads what `quantize --out` wrote")
-    report = directory / "report.json"
-    return Plan.load(directory / files.PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

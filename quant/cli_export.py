@@ -79,6 +79,8 @@ def export_command(
     goes into the report of DIRECTORY as well.
     """
     from quant import checkpoint, console
+    from quant.model_files import describe
+    from quant.recipes.plan import PLAN_FILE
     from quant.report import rewrite
 
     quiet = quiet or as_json
@@ -90,7 +92,7 @@ def export_command(
     check_request(kind, out, options["overwrite"], options["target"], options["backend"])
     with console.status(f"loading {directory}", quiet):
         model = _load(directory, model_factory)
-        plan = checkpoint.describe(directory)[0] if (directory / "plan.json").is_file() else None
+        plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
     with console.stages(quiet) as progress:
         scales = None
         if plan is not None and plan.attention is not None and options["attention"] != "none":

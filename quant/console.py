@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -13,10 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from quant.errors import counted
-from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import presets
+
+if TYPE_CHECKING:
+    from quant.evaluation import Evaluation
 
 CONSOLE = Console(stderr=True, markup=False)
 _PIPE_WIDTH = 160  # columns

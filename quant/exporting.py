@@ -101,8 +101,9 @@ class Job:
 
 def export_onnx_files(job: Job) -> dict[str, Any]:
     """`--to onnx`: a directory with the files, the plan and the receipt."""
-    from quant.export.checkpoint import PLAN_FILE, new_directory
+    from quant.export.checkpoint import new_directory
     from quant.export.onnx import export_onnx
+    from quant.recipes.plan import PLAN_FILE
 
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.errors import UserError
+from quant.recipes.plan import PLAN_FILE, Plan
 
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 
@@ -74,3 +75,16 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             "download it again"
         )
     return header
+
+
+def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
+    """Plan and saved report (None without one) of a checkpoint, read without building the model.
+
+    Raises:
+        UserError: `directory` holds no plan.
+    """
+    directory = Path(directory)
+    if not (directory / PLAN_FILE).is_file():
+        raise UserError(f"{directory}: no {PLAN_FILE}; quant inspect reads what `quantize --out` wrote")
+    report = directory / "report.json"
+    return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

@@ -27,6 +27,7 @@ from typing import Any
 from quant.formats.format import Format, get_format
 
 SCHEMA_VERSION = 1
+PLAN_FILE = "plan.json"  # in a checkpoint
 KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "other")
 
 

@@ -434,3 +434,16 @@ def test_doctor_tells_what_is_here() -> None:
 def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     result = run(quantize_command, tmp_path / "absent", "--format", "mxfp8", "--dry-run", "--debug")
     assert isinstance(result.exception, ValueError) and result.stderr == ""
+
+
+@pytest.mark.parametrize("command", [("formats",), ("inspect", "DIR"), ("plan", "show", "DIR"), ("--help",)])
+def test_what_only_reads_does_not_wait_for_torch(command: tuple[str, ...], tmp_path: Path) -> None:
+    """torch takes seconds to import."""
+    make_plan(open_model(BASE, meta=True).model, "nvfp4").save(tmp_path / "plan.json")  # type: ignore[arg-type]
+    arguments = [str(tmp_path) if part == "DIR" else part for part in command]
+    program = (
+        "import sys; from click.testing import CliRunner; from quant.cli import main; "
+        f"found = CliRunner().invoke(main, {arguments!r}); assert found.exit_code == 0, found.output; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
