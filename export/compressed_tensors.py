@@ -39,6 +39,7 @@ _LAYOUTS = {
     "int8": "int-quantized",
     "int4": "pack-quantized",
 }
+_INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
 
 
 def check_plan(plan: Plan) -> None:
@@ -50,6 +51,21 @@ def check_plan(plan: Plan) -> None:
             raise ValueError(
                 f"{layer.name}: the compressed-tensors layout cannot store {layer.weight}; it has {', '.join(_LAYOUTS)}"
             )
+        if layer.activation is not None and not _can_name(layer.activation):
+            raise ValueError(
+                f"{layer.name}: the compressed-tensors layout cannot name inputs in {layer.activation}, and others would "
+                f"round them otherwise; it has {', '.join(_INPUTS)}"
+            )
+
+
+def _can_name(activation: Format) -> bool:
+    """Whether who reads the config of inputs in `activation` rounds them so: it tells no E5M2 from E4M3."""
+    try:
+        read = activation_format_of(_activation_arguments(activation))
+    except ValueError:
+        return False
+    assert read is not None
+    return (read.element, read.scale, read.block) == (activation.element, activation.scale, activation.block)
 
 
 def compress(
@@ -328,7 +344,7 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
     if arguments is None:
         return None
     keys = ("num_bits", "type", "strategy", "group_size")
-    for name in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token"):
+    for name in _INPUTS:
         ours = _activation_arguments(FORMATS[name])
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]

@@ -195,3 +195,18 @@ def test_inputs_that_are_none_of_ours_are_quoted() -> None:
     group = config_of("NVFP4")["config_groups"]["group_0"]
     with pytest.raises(ValueError, match=r"asks for inputs.*'num_bits': 3.*not supported"):
         activation_format_of({**group["input_activations"], "num_bits": 3})
+
+
+@pytest.mark.parametrize("activation", [name for name in FORMATS if name != "nvfp4"])
+def test_inputs_that_others_would_round_otherwise_are_refused(activation: str) -> None:
+    """What is written is read back as the same rounding, or is not written; brute force over the values of a format."""
+    plan = plan_of(("fp8_channel", activation))
+    x = torch.linspace(-3, 3, 1024).reshape(4, 256)
+    if activation in ("mxfp6_e3m2", "mxfp8_e5m2", "fp8_block", "int4"):
+        with pytest.raises(ValueError, match=f"cannot name inputs in {activation}"):
+            quantization_config(plan)
+        return
+    group = quantization_config(plan)["config_groups"]["group_0"]
+    read = activation_format_of(group["input_activations"])
+    assert read is not None
+    assert torch.equal(quantize(x, read).dequantize(), quantize(x, FORMATS[activation]).dequantize())
