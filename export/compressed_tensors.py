@@ -53,8 +53,8 @@ def check_plan(plan: Plan) -> None:
             )
         if layer.activation is not None and not _can_name(layer.activation):
             raise ValueError(
-                f"{layer.name}: the compressed-tensors layout cannot name inputs in {layer.activation}, and others would "
-                f"round them otherwise; it has {', '.join(_INPUTS)}"
+                f"{layer.name}: the compressed-tensors layout cannot name inputs in {layer.activation}, and others "
+                f"would round them otherwise; it has {', '.join(_INPUTS)}"
             )
 
 
