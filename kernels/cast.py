@@ -102,7 +102,7 @@ def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
     """Block scales by the `max` rule: what is stored, and the step it stands for."""
     if kind == "e4m3":
         unit = largest * global_scale
-        ideal = quotient(amax, unit, tl.div_rn(1.0, unit))
+        ideal = quotient(amax, unit, reciprocal(unit))
         stored = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0).to(tl.float8e4nv)
         return stored, stored.to(tl.float32) * global_scale
     elif kind == "e8m0":
@@ -132,25 +132,27 @@ def _rounded(x, dtype: tl.constexpr, pairs: tl.constexpr):
 
 
 @triton.jit
-def _rounded_product(x, weight, dtype: tl.constexpr, pairs: tl.constexpr):
-    """float32 of x rounded to `dtype`, times a weight in that dtype, rounded again."""
-    if pairs and dtype == tl.bfloat16 and weight.dtype == dtype:
-        return tl.inline_asm_elementwise(
+def _rounded_product(x, other, dtype: tl.constexpr, pairs: tl.constexpr):
+    """float32 of x rounded to `dtype`, times what `_row` or a load gave, rounded again."""
+    if pairs and dtype == tl.bfloat16 and other.dtype == tl.int32:
+        low, high = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
+        low, high = tl.inline_asm_elementwise(
             """{ .reg .b32 pair;
                 cvt.rn.bf16x2.f32 pair, $3, $2;
                 mul.rn.bf16x2 pair, pair, $4;
                 shl.b32 $0, pair, 16;
                 and.b32 $1, pair, 0xffff0000; }""",
-            "=r,=r,r,r,r", [x, weight], dtype=tl.float32, is_pure=True, pack=2,
+            "=r,=r,r,r,r", [low, high, other], dtype=(tl.float32, tl.float32), is_pure=True, pack=1,
         )  # fmt: skip
+        return tl.join(low, high).reshape(x.shape[0], x.shape[1])
     else:
-        return (x.to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype).to(tl.float32)
+        return (x.to(dtype).to(tl.float32) * _floats(other)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _added(x, residual, dtype: tl.constexpr, pairs: tl.constexpr):
     """float32 of x + residual, rounded as `hidden` has it."""
-    return _rounded(x + residual.to(tl.float32), dtype, pairs)
+    return _rounded(x + _floats(residual), dtype, pairs)
 
 
 @triton.jit
@@ -163,36 +165,47 @@ def _finish(value, scaling, other, dtype: tl.constexpr, source: tl.constexpr, pa
 
 
 @triton.jit
-def _neighbours(pointer, end, threads: tl.constexpr, per: tl.constexpr, wide: tl.constexpr):
-    """A row, as float32 if `wide`, as `[threads, per]`, 16, 32 or 64 neighbours a thread; zeros beyond `end`.
+def _row(pointer, end, threads: tl.constexpr, per: tl.constexpr):
+    """A row as `[threads, per]`, 16, 32 or 64 neighbours a thread, zeros beyond `end`; BF16 as words of two.
 
-    They are read 16 bytes at a time, as vectors of eight, and joined: whatever is `[threads, ...]` lies in the
-    registers of those threads, and no element moves to another.
+    It is read 16 bytes at a time and joined: whatever is `[threads, ...]` lies in the registers of those threads, and
+    no element moves to another. A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart,
+    it needs three. The row begins at a multiple of four bytes.
     """
-    first = tl.arange(0, threads)[:, None] * per
-    value = _after(_eight(pointer, first, end, wide), _eight(pointer, first + 8, end, wide))
-    if per > 16:
-        value = _after(value, _after(_eight(pointer, first + 16, end, wide), _eight(pointer, first + 24, end, wide)))
-    if per > 32:
-        third = _after(_eight(pointer, first + 32, end, wide), _eight(pointer, first + 40, end, wide))
-        fourth = _after(_eight(pointer, first + 48, end, wide), _eight(pointer, first + 56, end, wide))
-        value = _after(value, _after(third, fourth))
+    if pointer.dtype.element_ty == tl.bfloat16:
+        return _gathered(pointer.to(tl.pointer_type(tl.int32)), end // 2, threads, per // 2, 4)
+    else:
+        return _gathered(pointer, end, threads, per, 8)
+
+
+@triton.jit
+def _gathered(pointer, end, threads: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr):
+    """`[threads, columns]`, two, four or eight times `at_once`."""
+    place = tl.arange(0, threads)[:, None] * columns + tl.arange(0, at_once)[None, :]
+    value = _two(pointer, place, end, at_once)
+    if columns > 2 * at_once:
+        value = _after(value, _two(pointer, place + 2 * at_once, end, at_once))
+    if columns > 4 * at_once:
+        third, fourth = place + 4 * at_once, place + 6 * at_once
+        value = _after(value, _after(_two(pointer, third, end, at_once), _two(pointer, fourth, end, at_once)))
     return value
 
 
 @triton.jit
-def _eight(pointer, first, end, wide: tl.constexpr):
-    """float32 of the eight from each of `first`, `[threads, 1]`; the row begins at a multiple of four bytes."""
-    if wide and pointer.dtype.element_ty == tl.bfloat16:
-        # Two of them are a shift and an AND of a word; where they are taken apart first, the compiler needs three.
-        word = first // 2 + tl.arange(0, 4)[None, :]
-        words = tl.load(pointer.to(tl.pointer_type(tl.int32)) + word, mask=word < end // 2, other=0)
-        low, high = (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
-        return tl.join(low, high).reshape(first.shape[0], 8)
+def _two(pointer, place, end, at_once: tl.constexpr):
+    """What is at `place`, and what follows it."""
+    first = tl.load(pointer + place, mask=place < end, other=0)
+    return _after(first, tl.load(pointer + place + at_once, mask=place + at_once < end, other=0))
+
+
+@triton.jit
+def _floats(x):
+    """float32 of what `_row` gave, `[threads, per]`, or of anything else that is no word."""
+    if x.dtype == tl.int32:
+        low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
+        return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
     else:
-        column = first + tl.arange(0, 8)[None, :]
-        value = tl.load(pointer + column, mask=column < end, other=0.0)
-        return value.to(tl.float32) if wide else value
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -250,26 +263,31 @@ def quantize_threads_kernel(
     elif whole:
         start, end = row * (K // per) * per, K // per * per
     normed: tl.constexpr = source == "rms" or source == "add_rms"
-    value = _neighbours(x + row * x_stride, end, threads, per, True)
+    value = _floats(_row(x + row * x_stride, end, threads, per))
     if source == "add_rms":
-        value = _added(value, _neighbours(second + row * second_stride, end, threads, per, True), dtype, pairs)
+        value = _added(value, _row(second + row * second_stride, end, threads, per), dtype, pairs)
         column = tl.arange(0, threads)[:, None] * per + tl.arange(0, per)[None, :]
         tl.store(hidden + start + column, value.to(dtype), mask=column < end)
     scaling = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / K + eps) if normed else 1.0
     if normed:
-        value = _finish(value, scaling, _neighbours(norm_weight, end, threads, per, False), dtype, source, pairs)
+        value = _finish(value, scaling, _row(norm_weight, end, threads, per), dtype, source, pairs)
     if source == "swiglu":
-        other = _neighbours(second + row * second_stride, end, threads, per, False)
-        value = _finish(value, 1.0, other, dtype, source, pairs)
+        value = _finish(value, 1.0, _row(second + row * second_stride, end, threads, per), dtype, source, pairs)
     if hadamard > 0:
         value = _rounded(hadamard_of_threads(value, hadamard) * root, dtype, pairs)
 
     own: tl.constexpr = block if block > 0 and block < per else per
     parts: tl.constexpr = per // own
-    amax = tl.max(tl.abs(value.reshape(threads, parts, own)), axis=2)
+    blocks = value.reshape(threads, parts, own)
+    amax = tl.max(tl.abs(blocks), axis=2)
     if static:
-        step = tl.load(global_scale).to(tl.float32) + tl.zeros((threads, parts), tl.float32)
-    elif block > 0 and block <= per:
+        step = tl.load(global_scale).to(tl.float32)
+        steps = _steps_of_one(tl.clamp(blocks, -512.0 * step, 512.0 * step), step)
+    elif block == 0:
+        stored, step = encode_scale(tl.max(tl.max(amax, axis=1), axis=0), 1.0, kind, largest)
+        tl.store(scale + row, stored)
+        steps = _steps_of_one(blocks, step)
+    elif block <= per:
         second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
         stored, step = encode_scale(amax, second_level, kind, largest)
         index = tl.arange(0, threads)[:, None] * parts + tl.arange(0, parts)[None, :]
@@ -278,18 +296,15 @@ def quantize_threads_kernel(
         else:
             place = start // block + index
         tl.store(scale + place, stored, mask=index < end // block)
+        steps = _steps(blocks, step[:, :, None], kind)
     else:
-        # A block of 0 is the row.
-        share: tl.constexpr = block // per if block > 0 else threads
+        share: tl.constexpr = block // per
         stored, step = encode_scale(tl.max(amax.reshape(threads // share, share), axis=1), 1.0, kind, largest)
         index = tl.arange(0, threads // share)
-        if block > 0:
-            tl.store(scale + start // block + index, stored, mask=index < end // block)
-        else:
-            tl.store(scale + row + index, stored)
+        tl.store(scale + start // block + index, stored, mask=index < end // block)
         step = tl.broadcast_to(step[:, None], (threads // share, share)).reshape(threads, 1)
+        steps = _steps(blocks, step[:, :, None], kind)
 
-    steps = _steps(value.reshape(threads, parts, own), step[:, :, None], kind, static)
     if element == "e2m1":
         words = _words(steps.reshape(width // 8, 8), value.reshape(width // 8, 8)).reshape(threads, per // 8)
         _store((codes + start // 2).to(tl.pointer_type(tl.int32)), words, end // 8, 4 if per > 16 else 2)
@@ -377,18 +392,26 @@ def _swizzled_place(index, across):
 
 
 @triton.jit
-def _steps(x, step, kind: tl.constexpr, static: tl.constexpr):
-    """x / step, as correctly rounded as a code can show, each part of `[threads, parts, columns]` by its own step."""
+def _steps(x, step, kind: tl.constexpr):
+    """x / step, as correctly rounded as a code can show."""
     if kind == "e8m0":
         return x * tl.div_rn(1.0, step)
     elif kind == "e4m3":
         return quotient_to_code(x, step, reciprocal(step))
     else:
-        if static:
-            x = tl.clamp(x, -512.0 * step, 512.0 * step)
-        # By a power of two to where nothing overflows, and underflows only what is far below the smallest code.
-        shift = tl.where(step < 1e-22, 1.2676506002282294e30, tl.where(step > 1e27, 7.888609052210118e-31, 1.0))
+        # By a power of two to where the reciprocal neither overflows nor loses its second part.
+        shift = tl.where(step < 1e-36, 1.2676506002282294e30, tl.where(step > 1e29, 7.888609052210118e-31, 1.0))
         return quotient_to_code(x * shift, step * shift, reciprocal(step * shift))
+
+
+@triton.jit
+def _steps_of_one(x, step):
+    """The same for one step, where a branch costs less than a product."""
+    if (step > 1e-36) & (step < 1e29):
+        steps = quotient_to_code(x, step, reciprocal(step))
+    else:
+        steps = _steps(x, step, "wide")
+    return steps
 
 
 @triton.jit
@@ -592,7 +615,7 @@ def _launch(
     flat = contiguous and scales_by_block and source in ("plain", "swiglu") and width >= 1024
     if flat:
         programs = tokens * columns // width
-        if hadamard > 32 and source == "plain" and tokens * columns > 1 << 20:
+        if format.name == "nvfp4" and hadamard in (64, 128) and source == "plain" and tokens * columns > 1 << 20:
             per = 64  # fewer distances are between threads; few tokens would wait for a long thread
     else:
         width, programs = max(triton.next_power_of_2(columns), 32 * per, 64), tokens
