@@ -179,7 +179,10 @@ def static_input_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtyp
         return None
     scale = divided(amax.float(), activation.element.max)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
-    return scale.to(dtype).float() if dtype in (torch.bfloat16, torch.float16) else scale
+    if dtype not in (torch.bfloat16, torch.float16):
+        return scale
+    info = torch.finfo(dtype)  # no scale may become 0: FP16 ends at 6e-8, which inputs of 3e-5 ask for
+    return scale.clamp(min=info.tiny * info.eps).to(dtype).float()
 
 
 def round_activation(x: torch.Tensor, activation: Format | None, input_scale: torch.Tensor | None) -> torch.Tensor:

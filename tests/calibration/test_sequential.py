@@ -17,7 +17,7 @@ from quant.calibration.group import Settings, Solved
 from quant.calibration.products import quick_products
 from quant.calibration.sequential import solve_sequentially
 from quant.calibration.solver import TRANSFORMS, GroupInputs, get_pipeline, solve_group
-from quant.calibration.statistics import LayerStats
+from quant.calibration.statistics import LayerStats, static_input_scale
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.recipes.layers import find_groups, find_layers
@@ -267,6 +267,14 @@ def test_the_walk_leaves_no_hooks_and_its_model_in_one_piece(activation: str | N
     assert all(torch.equal(p, weights[name]) for name, p in model.named_parameters())
     static = activation == "nvfp4"
     assert all((s.input_scale is not None) == static for s in solved.values())
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 2.0**-24), (torch.bfloat16, 2.0**-133)])
+def test_a_static_input_scale_is_never_zero(dtype: torch.dtype, least: float) -> None:
+    """Down to the smallest number of the dtype that it is stored in, from inputs that are smaller still."""
+    for amax, wanted in ((448 * least, least), (least, least), (448.0, 1.0), (0.0, 1.0)):
+        scale = static_input_scale(torch.tensor(amax), FORMATS["fp8"], dtype)
+        assert scale is not None and float(scale) == wanted and float(scale.to(dtype)) == wanted
 
 
 def test_static_input_scales_are_those_of_the_original_inputs() -> None:
