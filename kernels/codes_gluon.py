@@ -64,7 +64,12 @@ _SCALED = {
 
 @gluon.constexpr_function
 def scaling(form):
-    """Where the scales of a format go: into the "sum", or into decoded values as "one" bfloat16 or "two"."""
+    """Where the scales of a format go: into the "sum", or into decoded values as "one" bfloat16 or "two".
+
+    All functions here take the name of a format, or another name for codes that are decoded elsewhere.
+    """
+    if form not in FORMATS:
+        return "sum"
     format = FORMATS[form]
     return "sum" if not format.block[1] else "one" if format.scale.bits < 32 else "two"
 
@@ -72,7 +77,7 @@ def scaling(form):
 @gluon.constexpr_function
 def whole_scale(form):
     """Whether all of a matrix has one scale."""
-    return FORMATS[form].block == (0, 0)
+    return form in FORMATS and FORMATS[form].block == (0, 0)
 
 
 @gluon.constexpr_function
@@ -127,20 +132,29 @@ def tile_layout(warps):
 
 @gluon.jit
 def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
-    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end have those of the last one."""
-    layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, pairs_layout(warps, _groups(form))))
-    rows: gl.constexpr = _block(form)[0]
-    b = gl.arange(0, 2, gl.SliceLayout(1, layout))
-    i = gl.arange(0, 8 * warps, gl.SliceLayout(0, layout))
-    row = gl.minimum(n + 2 * i[None, :] + b[:, None], N - 1) // rows
-    return scale + row.to(gl.int64) * stride
+    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end have those of the last one.
+
+    Nothing, here and below, where scales go into the sum.
+    """
+    if scaling(form) == "sum":
+        return 0
+    else:
+        layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, pairs_layout(warps, _groups(form))))
+        rows: gl.constexpr = _block(form)[0]
+        b = gl.arange(0, 2, gl.SliceLayout(1, layout))
+        i = gl.arange(0, 8 * warps, gl.SliceLayout(0, layout))
+        row = gl.minimum(n + 2 * i[None, :] + b[:, None], N - 1) // rows
+        return scale + row.to(gl.int64) * stride
 
 
 @gluon.jit
 def load_scales(rows, stride, step, form: gl.constexpr):
     """What is stored for 64 columns, from `scale_rows`; made a step before it is used. Beyond the end, the last."""
-    columns: gl.constexpr = _block(form)[1]
-    return gl.load(rows + gl.minimum(step if columns <= 64 else step * 64 // columns, stride - 1))
+    if scaling(form) == "sum":
+        return 0
+    else:
+        columns: gl.constexpr = _block(form)[1]
+        return gl.load(rows + gl.minimum(step if columns <= 64 else step * 64 // columns, stride - 1))
 
 
 @gluon.jit

@@ -100,7 +100,17 @@ def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     gpu = hardware.current(x.device.index or 0)
     shape = (weight.shape[0], weight.shape[1])
     found = tune.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
-    return found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
+    choice = found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
+    if isinstance(choice, tiles.PrefillTiles) and not prepacked and not _takes_stored(weight, x):
+        return tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked, stored=False)
+    return choice
+
+
+def _takes_stored(weight: BlockScaledTensor, x: torch.Tensor) -> bool:
+    """Whether Hopper's kernel multiplies by codes in the order of a checkpoint: BF16, aligned, and numbers only."""
+    from quant.kernels.codes_gluon import numbers_only
+
+    return x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0 and numbers_only(weight)
 
 
 def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""NVFP4 weight-only matmul for many tokens on Hopper: at the rate of a 16-bit product, with W never written in 16 bit.
+"""Weight-only matmul for many tokens on Hopper: at the rate of a 16-bit product, with W never written in 16 bit.
 
     one warp fetches, `stages` deep              8 warps multiply: one or two `halves` of 128 rows of W
     x      [block_m, 64 · depth]  BF16  ──TMA──▶ ──wgmma, right operand─────────────────────────▶ acc[half] ──▶ y
@@ -26,6 +26,10 @@ looked in vain `LOOKS` times leaves its pieces to the last part to arrive. A til
 step: how many parts have arrived, and, in a bit of its own, who has looked for the last time. So either the owner of a
 piece sees all parts, or the last part sees that the owner is gone.
 
+Codes in the order of a checkpoint (`tiles.STORED_FORMATS`) take the place of words: kernels/codes_gluon.py decodes
+them. There 128 rows by 256 tokens are best, for these codes take more bytes and more instructions than words do, and
+such a tile decodes a weight once for twice as many tokens.
+
 Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
 GPU, where each program counts them; all are dealt out whole.
 
@@ -49,6 +53,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.codes_gluon import (
+    codes_descriptor,
+    codes_operand,
+    load_scales,
+    scale_rows,
+    scales_by_row,
+    stored_scales,
+    tile_bytes,
+    whole_scale,
+)
 from quant.kernels.hardware import Hardware, current
 from quant.kernels.matmul import arrival_counters
 from quant.kernels.matmul_gluon import (
@@ -63,6 +77,7 @@ from quant.kernels.matmul_gluon import (
     descriptors,
 )
 from quant.kernels.nvfp4_gluon import DECODED, decode
+from quant.kernels.prepack import is_prepacked
 from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
@@ -71,6 +86,7 @@ _FETCHER_REGISTERS = gl.constexpr(40)
 _PIECE = gl.constexpr(32)
 _ARRIVAL_BITS = gl.constexpr(16)
 _ARRIVALS = gl.constexpr((1 << 16) - 1)
+_WORDS = gl.constexpr("words")
 LOOKS = 64
 """How often a program looks whether all parts of its tile are there, before it leaves its pieces to the last one."""
 
@@ -135,8 +151,8 @@ def _turns(full, cut, parts):
 
 
 @gluon.jit
-def _turn(turn, full, steps, parts, split: gl.constexpr):
-    """Tile of a turn, and which of its units: first of them, and how many."""
+def _turn(turn, full, steps, parts, unroll: gl.constexpr, split: gl.constexpr):
+    """Tile of a turn, and which of its fetches: first of them, and how many; a unit has `unroll` of them."""
     program = gl.program_id(0)
     tile = program + (turn - 1) * gl.num_programs(0)
     start = turn * 0
@@ -147,15 +163,23 @@ def _turn(turn, full, steps, parts, split: gl.constexpr):
         tile = gl.where(shared, full + program // parts, tile)
         start = gl.where(shared, steps * part // parts, 0)
         count = gl.where(shared, steps * (part + 1) // parts - start, steps)
-    return tile, start, count
+    return tile, start * unroll, count * unroll
 
 
 @gluon.jit
-def _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, panel, k, tiles_k, panels: gl.constexpr, depth: gl.constexpr):
-    for p in gl.static_range(panels):
-        row = (panel + p) * tiles_k + k * depth
-        tma.async_copy_global_to_shared(w_desc, [row * 2, 0], bar, w_ring.index(slot * panels + p))
-        tma.async_copy_global_to_shared(s_desc, [row, 0], bar, s_ring.index(slot * panels + p))
+def _fetch_w(
+    w_desc, s_desc, w_ring, s_ring, bar, slot, panel, k, tiles_k, panels: gl.constexpr, depth: gl.constexpr,
+    form: gl.constexpr,
+):  # fmt: skip
+    if form == _WORDS:
+        for p in gl.static_range(panels):
+            row = (panel + p) * tiles_k + k * depth
+            tma.async_copy_global_to_shared(w_desc, [row * 2, 0], bar, w_ring.index(slot * panels + p))
+            tma.async_copy_global_to_shared(s_desc, [row, 0], bar, s_ring.index(slot * panels + p))
+    else:
+        for d in gl.static_range(depth):
+            column = (k * depth + d) * 32
+            tma.async_copy_global_to_shared(w_desc, [0, panel * 32, column], bar, w_ring.index(slot * depth + d))
 
 
 @gluon.jit
@@ -175,9 +199,10 @@ def _produce(
     x_desc, tail_desc, w_desc, s_desc, x_ring, tail_ring, w_ring, s_ring, ready, empty, offsets, experts, M, N, full,
     cut, parts, steps, tiles_m, tiles_n, tiles_k, stages: gl.constexpr, depth: gl.constexpr, panels: gl.constexpr,
     tail: gl.constexpr, width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    form: gl.constexpr, unroll: gl.constexpr,
 ):  # fmt: skip
     block_m: gl.constexpr = x_desc.block_type.shape[0] + tail
-    nbytes: gl.constexpr = depth * (block_m * 128 + panels * 2304)
+    nbytes: gl.constexpr = depth * (block_m * 128 + panels * (2304 if form == _WORDS else tile_bytes(form)))
     full = _whole_tiles(full, tiles_n, offsets, experts, block_m, width)
     turn, end = _turns(full, cut, parts)
     slot = turn * 0
@@ -187,19 +212,20 @@ def _produce(
         _order(_LET_NEXT_START)
         # The first stages: the weight at once, x when it is there.
         if turn < end:
-            tile, start, count = _turn(turn, full, steps, parts, split)
+            tile, start, count = _turn(turn, full, steps, parts, unroll, split)
             n, expert, m, _ = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
             panel = expert * (N // 64) + n * panels
             head = gl.minimum(count, stages)
             for i in range(head):
                 mbarrier.expect(ready.index(i), nbytes)
-                _fetch_w(w_desc, s_desc, w_ring, s_ring, ready.index(i), i, panel, start + i, tiles_k, panels, depth)
+                _fetch_w(w_desc, s_desc, w_ring, s_ring, ready.index(i), i, panel, start + i, tiles_k, panels, depth,
+                         form)  # fmt: skip
             _order(_WAIT_FOR_KERNEL)
             for i in range(head):
                 _fetch_x(x_desc, tail_desc, x_ring, tail_ring, ready.index(i), i, m, start + i, depth, tail)
                 slot, phase = _advance(slot, phase, stages)
     while turn < end:
-        tile, start, count = _turn(turn, full, steps, parts, split)
+        tile, start, count = _turn(turn, full, steps, parts, unroll, split)
         n, expert, m, _ = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
         panel = expert * (N // 64) + n * panels
         for i in range(head, count):
@@ -207,7 +233,7 @@ def _produce(
             bar = ready.index(slot)
             mbarrier.expect(bar, nbytes)
             _fetch_x(x_desc, tail_desc, x_ring, tail_ring, bar, slot, m, start + i, depth, tail)
-            _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, panel, start + i, tiles_k, panels, depth)
+            _fetch_w(w_desc, s_desc, w_ring, s_ring, bar, slot, panel, start + i, tiles_k, panels, depth, form)
             slot, phase = _advance(slot, phase, stages)
         head = slot * 0
         turn += 1
@@ -231,12 +257,47 @@ def _operand(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.cons
 
 
 @gluon.jit
-def _stage(acc, scale, bias, y_tile, n, N, has_bias: gl.constexpr):
+def _weights(
+    words, scales, held, slot, panel: gl.constexpr, d: gl.constexpr, depth: gl.constexpr, form: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
+    """64 columns of the rows of one half, from panel `panel` of a slot on, as left operand."""
+    warps: gl.constexpr = gl.num_warps()
+    if form == _WORDS:
+        return _operand(words.index(slot), scales.index(slot), panel, d, warps, layout)
+    else:
+        return codes_operand(words.index(slot * depth + d), held, panel * 64, form, warps, layout)
+
+
+@gluon.jit
+def _whole_scale(global_scale, block_scale, expert, form: gl.constexpr):
+    """What all of a matrix is multiplied by in the end."""
+    if form == _WORDS:
+        return gl.load(global_scale + expert).to(gl.float32) * DECODED
+    elif whole_scale(form):
+        return gl.load(block_scale)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def _by_row(acc, row_scale, n, N, natural: gl.constexpr, form: gl.constexpr):
+    """Channels' scales; `natural` where rows of the sum are those of W and not (warp, b, g)."""
+    if scales_by_row(form):
+        i = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+        n = n + (i if natural else i // 16 * 16 + i % 8 * 2 + i // 8 % 2)
+        acc *= gl.load(row_scale + n, mask=n < N, other=0.0)[:, None]
+    return acc
+
+
+@gluon.jit
+def _stage(acc, scale, row_scale, bias, y_tile, n, N, has_bias: gl.constexpr, form: gl.constexpr):
     """accᵀ · scale + bias in BF16 to shared memory, `[tokens, rows]`."""
     rows: gl.constexpr = acc.shape[0]
     block_m: gl.constexpr = acc.shape[1]
     # Rows of the instruction (warp, b, g) to those of W, so that two neighbours are in one thread.
     acc = (acc * scale).reshape([rows // 16, 2, 8, block_m]).permute([0, 2, 1, 3]).reshape([rows, block_m])
+    acc = _by_row(acc, row_scale, n, N, True, form)
     if has_bias:
         n = n + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))
         acc += gl.load(bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
@@ -245,8 +306,8 @@ def _stage(acc, scale, bias, y_tile, n, N, has_bias: gl.constexpr):
 
 @gluon.jit
 def _send(
-    low, low_tail, high, high_tail, scale, bias, y_desc, tail_desc, y_tile, y_tail, n, m, N, first: gl.constexpr,
-    halves: gl.constexpr, tail: gl.constexpr, has_bias: gl.constexpr,
+    low, low_tail, high, high_tail, scale, row_scale, bias, y_desc, tail_desc, y_tile, y_tail, n, m, N,
+    first: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, has_bias: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """A whole tile to y; it is written while the next one is multiplied."""
     rows: gl.constexpr = low.shape[0]
@@ -254,13 +315,13 @@ def _send(
     # The tile before has been read.
     tma.store_wait(0)
     _barrier()
-    _stage(low, scale, bias, y_tile.index(first), n, N, has_bias)
+    _stage(low, scale, row_scale, bias, y_tile.index(first), n, N, has_bias, form)
     if tail:
-        _stage(low_tail, scale, bias, y_tail.index(first), n, N, has_bias)
+        _stage(low_tail, scale, row_scale, bias, y_tail.index(first), n, N, has_bias, form)
     if halves == 2:
-        _stage(high, scale, bias, y_tile.index(first + 1), n + rows, N, has_bias)
+        _stage(high, scale, row_scale, bias, y_tile.index(first + 1), n + rows, N, has_bias, form)
         if tail:
-            _stage(high_tail, scale, bias, y_tail.index(first + 1), n + rows, N, has_bias)
+            _stage(high_tail, scale, row_scale, bias, y_tail.index(first + 1), n + rows, N, has_bias, form)
     fence_async_shared()
     _barrier()
     for half in gl.static_range(halves):
@@ -303,8 +364,8 @@ def _leave(acc, place):
 
 @gluon.jit
 def _piece_sum(
-    partial, lowest, parts, piece, scale, bias, y, n, m, M, N, groups: gl.constexpr, has_bias: gl.constexpr,
-    rows: gl.constexpr, tile_size: gl.constexpr,
+    partial, lowest, parts, piece, scale, row_scale, bias, y, n, m, M, N, groups: gl.constexpr,
+    has_bias: gl.constexpr, rows: gl.constexpr, tile_size: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Adds what programs from `lowest` on left of a piece `[rows, _PIECE]` of their tile, and stores it."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
@@ -321,14 +382,15 @@ def _piece_sum(
             there = (inside >= 0) & (first + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
     total = total.reshape([_PIECE // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, _PIECE])
+    total = _by_row(total, row_scale, n, N, False, form)
     _store(total, scale, bias, y, n, m, M, N, has_bias)
 
 
 @gluon.jit
 def _finish(
-    partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N, offsets,
+    partial, counter, abandoned, scale, row_scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N, offsets,
     experts, group: gl.constexpr, groups: gl.constexpr, has_bias: gl.constexpr, halves: gl.constexpr,
-    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
+    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Adds up this program's pieces of the tile that it has a part of, and those that others left to it."""
     program = gl.program_id(0)
@@ -352,9 +414,9 @@ def _finish(
             if (todo >> (piece % parts)) & 1 != 0:
                 half = piece // across
                 lowest = (program - part) * groups + group
-                _piece_sum(partial, lowest, parts, piece, scale, bias, y, ((n * groups + group) * halves + half) * rows,
-                           m + (piece - half * across) * _PIECE, M, N, groups, has_bias, rows,
-                           halves * rows * block_m)  # fmt: skip
+                _piece_sum(partial, lowest, parts, piece, scale, row_scale, bias, y,
+                           ((n * groups + group) * halves + half) * rows, m + (piece - half * across) * _PIECE, M, N,
+                           groups, has_bias, rows, halves * rows * block_m, form)  # fmt: skip
 
 
 @gluon.jit
@@ -369,11 +431,11 @@ def _multiply(a, x_ring, tail_ring, at, acc, acc_tail, tail_operand: gl.constexp
 
 @gluon.jit
 def _consume(
-    x_ring, tail_ring, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, bias, y,
-    partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, group: gl.constexpr,
-    groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr,
-    tail: gl.constexpr, width: gl.constexpr,
-    has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    x_ring, tail_ring, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
+    scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n,
+    group: gl.constexpr, groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr,
+    wide: gl.constexpr, tail: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr,
+    overlap: gl.constexpr, form: gl.constexpr, unroll: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -391,33 +453,49 @@ def _consume(
     phase = turn * 0
     abandoned = turn * 0
     while turn < end:
-        tile, _, count = _turn(turn, full, steps, parts, split)
+        tile, start, count = _turn(turn, full, steps, parts, unroll, split)
+        n, expert, m, last = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
+        n = (n * groups + group) * (halves * rows)
         low = gl.zeros((rows, wide), gl.float32, layout)
         high = low
         low_tail = low
         if tail:
             low_tail = gl.zeros((rows, tail), gl.float32, tail_layout)
         high_tail = low_tail
-        for step in range(count):
-            mbarrier.wait(ready.index(slot), phase)
-            for i in gl.static_range(depth * halves):
-                at = slot * depth + i // halves
-                a = _operand(words.index(slot), scales.index(slot), (group * halves + i % halves) * panels,
-                             i // halves, warps, operand)  # fmt: skip
-                if groups == 2 and i > 0:
+        rows_low = scale_rows(block_scale, scale_stride, n, N, form, warps)
+        held_low = load_scales(rows_low, scale_stride, start * depth, form)
+        held_high = held_low
+        if halves == 2:
+            rows_high = scale_rows(block_scale, scale_stride, n + rows, N, form, warps)
+            held_high = load_scales(rows_high, scale_stride, start * depth, form)
+        for step in range(0, count, unroll):
+            for u in gl.static_range(unroll):
+                mbarrier.wait(ready.index(slot), phase)
+                for i in gl.static_range(depth * halves):
+                    at = slot * depth + i // halves
+                    if i % halves == 0:
+                        # A step ahead: block scales come from L2, and not through the ring.
+                        now_low, now_high = held_low, held_high
+                        k = (start + step + u) * depth + i // halves + 1
+                        held_low = load_scales(rows_low, scale_stride, k, form)
+                        if halves == 2:
+                            held_high = load_scales(rows_high, scale_stride, k, form)
+                    a = _weights(words, scales, now_low if i % halves == 0 else now_high, slot,
+                                 (group * halves + i % halves) * panels, i // halves, depth, form, operand)  # fmt: skip
+                    if groups == 2 and i > 0:
+                        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
+                    if i % halves == 0:
+                        low, low_tail = _multiply(a, x_ring, tail_ring, at, low, low_tail, tail_operand, tail)
+                    else:
+                        high, high_tail = _multiply(a, x_ring, tail_ring, at, high, high_tail, tail_operand, tail)
+                    if groups == 1:
+                        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
+                        if i == 0:
+                            mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step + u > 0)
+                if groups == 2:
                     low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
-                if i % halves == 0:
-                    low, low_tail = _multiply(a, x_ring, tail_ring, at, low, low_tail, tail_operand, tail)
-                else:
-                    high, high_tail = _multiply(a, x_ring, tail_ring, at, high, high_tail, tail_operand, tail)
-                if groups == 1:
-                    low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
-                    if i == 0:
-                        mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
-            if groups == 2:
-                low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
-                mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = _advance(slot, phase, stages)
+                    mbarrier.arrive(empty.index(slot), count=1)
+                slot, phase = _advance(slot, phase, stages)
         if groups == 1:
             low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
             mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
@@ -434,9 +512,7 @@ def _consume(
             arrivals = gl.atomic_add(counter + (gl.program_id(0) // parts * groups + group), 1, sem="acq_rel")
             abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
         else:
-            n, expert, m, last = _place(tile, tiles_m, tiles_n, M, offsets, experts, block_m, width)
-            n = (n * groups + group) * (halves * rows)
-            scale = gl.load(global_scale + expert).to(gl.float32) * DECODED
+            scale = _whole_scale(global_scale, block_scale, expert, form)
             if width > 0:
                 if m + block_m > last:
                     # Rows of other experts follow.
@@ -445,29 +521,35 @@ def _consume(
                         _barrier()
                         _store(high, scale, bias, y, n + rows, m, last, N, has_bias)
                 else:
-                    _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
-                          group * halves, halves, tail, has_bias)  # fmt: skip
+                    _send(low, low_tail, high, high_tail, scale, block_scale, bias, y_desc, y_tail_desc, y_tile,
+                          y_tail, n, m, N, group * halves, halves, tail, has_bias, form)  # fmt: skip
             else:
-                _send(low, low_tail, high, high_tail, scale, bias, y_desc, y_tail_desc, y_tile, y_tail, n, m, N,
-                      group * halves, halves, tail, has_bias)  # fmt: skip
+                _send(low, low_tail, high, high_tail, scale, block_scale, bias, y_desc, y_tail_desc, y_tile,
+                      y_tail, n, m, N, group * halves, halves, tail, has_bias, form)  # fmt: skip
         turn += 1
     tma.store_wait(0)
     if split:
-        scale = gl.load(global_scale).to(gl.float32) * DECODED
-        _finish(partial, counter, abandoned, scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N,
-                offsets, experts, group, groups, has_bias, halves, rows, block_m, width)  # fmt: skip
+        scale = _whole_scale(global_scale, block_scale, 0, form)
+        _finish(partial, counter, abandoned, scale, block_scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n,
+                M, N, offsets, experts, group, groups, has_bias, halves, rows, block_m, width, form)  # fmt: skip
 
 
 @gluon.jit(
-    do_not_specialize=["experts", "M", "full", "cut", "parts", "looks", "steps", "tiles_m", "tiles_n", "tiles_k"]
-)
+    do_not_specialize=[
+        "scale_stride", "experts", "M", "full", "cut", "parts", "looks", "steps", "tiles_m", "tiles_n", "tiles_k"
+    ]
+)  # fmt: skip
 def prefill_kernel(
-    x_desc, x_tail_desc, w_desc, s_desc, y_desc, y_tail_desc, global_scale, bias, y, partial, counter, offsets,
-    experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
+    x_desc, x_tail_desc, w_desc, s_desc, y_desc, y_tail_desc, global_scale, block_scale, scale_stride, bias, y, partial,
+    counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
     groups: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr,
-    width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr, form: gl.constexpr, unroll: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make a tile; after `full` tiles, `cut` have `parts` programs each.
+
+    `form` is a format whose codes are in the order of a checkpoint, or "words". The operands of neighbouring products
+    must come from different places in the program, or ptxas gives them the same registers, and the later is written
+    while the earlier is still read: a fetch of one tile of one half is therefore written out twice, as `unroll` says.
 
     With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
     """
@@ -476,10 +558,14 @@ def prefill_kernel(
     wide: gl.constexpr = x_desc.block_type.shape[0]
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, wide, 64], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
-    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
-    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
+    if form == _WORDS:
+        w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
+        s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
+        words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
+        scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
+    else:
+        w_ring = gl.allocate_shared_memory(w_desc.dtype, [stages * depth, 2, 32 * panels, 32], w_desc.layout)
+        s_ring, words, scales = w_ring, w_ring, w_ring
     y_tile = gl.allocate_shared_memory(gl.bfloat16, [halves * groups, wide, rows], y_desc.layout)
     x_tail = x_ring
     y_tail = y_tile
@@ -495,16 +581,16 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
-                            steps, tiles_m, tiles_n, 0, groups, stages, depth, halves, wide, tail, width, has_bias,
-                            split, overlap)),
+                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
+                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 0, groups, stages, depth, halves,
+                            wide, tail, width, has_bias, split, overlap, form, unroll)),
                 (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
-                            steps, tiles_m, tiles_n, 1, groups, stages, depth, halves, wide, tail, width, has_bias,
-                            split, overlap)),
+                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
+                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 1, groups, stages, depth, halves,
+                            wide, tail, width, has_bias, split, overlap, form, unroll)),
                 (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
                             experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
-                            tail, width, split, overlap)),
+                            tail, width, split, overlap, form, unroll)),
             ],
             [4, 1],
             [_REGISTERS, _FETCHER_REGISTERS],
@@ -513,12 +599,12 @@ def prefill_kernel(
         gl.warp_specialize(
             [
                 (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks,
-                            steps, tiles_m, tiles_n, 0, groups, stages, depth, halves, wide, tail, width, has_bias,
-                            split, overlap)),
+                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
+                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 0, groups, stages, depth, halves,
+                            wide, tail, width, has_bias, split, overlap, form, unroll)),
                 (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
                             experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
-                            tail, width, split, overlap)),
+                            tail, width, split, overlap, form, unroll)),
             ],
             [1],
             [_FETCHER_REGISTERS],
@@ -530,7 +616,7 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
 
     Args:
         x: `[tokens, in]`, BF16, rows contiguous and 16-byte aligned.
-        weight: prepacked NVFP4, `[out, in]`.
+        weight: prepacked, or in one of `tiles.STORED_FORMATS` and 16-byte aligned, `[out, in]`.
         bias: `[out]`, or None.
         tiles: how to cut it up.
 
@@ -541,7 +627,7 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     if len(x):
         count = triton.cdiv(y.shape[1], 128 * tiles.halves) * triton.cdiv(len(x), tiles.block_m)
         programs = min(tiles.programs, current(x.device.index or 0).sms)
-        _launch(x, weight, bias, y, None, tiles, deal(count, programs, triton.cdiv(x.shape[1] // 64, tiles.depth)))
+        _launch(x, weight, bias, y, None, tiles, deal(count, programs, triton.cdiv(x.shape[1], tiles.step)))
     return y
 
 
@@ -566,24 +652,31 @@ def _launch(
     (M, K), N = x.shape, y.shape[1]
     programs, full, cut, parts = dealt
     rows, block_m, depth = 128 * tiles.halves, tiles.block_m, tiles.depth
-    tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K // 64, depth)
+    tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K, tiles.step)
     partial = counter = y
     if cut:
         partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
         counter = arrival_counters(weight.codes, tiles.groups * cut)
     wide = 1 << block_m.bit_length() - 1
     tail = block_m - wide
-    x_desc, w_desc, s_desc = descriptors(x, weight, wide, depth)
+    form, block_scale = "words", weight.scale
+    if is_prepacked(weight):
+        x_desc, w_desc, s_desc = descriptors(x, weight, wide, depth)
+    else:
+        form, block_scale, x_desc = weight.format.name, stored_scales(weight), _tile_of(x, wide, 64)
+        w_desc = s_desc = codes_descriptor(weight, rows)
     y_desc = _tile_of(y, wide, 128 // tiles.groups)
     prefill_kernel[(programs,)](
         x_desc, _tile_of(x, tail, 64) if tail else x_desc, w_desc, s_desc, y_desc,
         _tile_of(y, tail, 128 // tiles.groups) if tail else y_desc,
-        weight.global_scale, x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
+        y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
+        x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
         1 if offsets is None else len(offsets) - 1, M, N, full, cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
         has_bias=bias is not None, groups=tiles.groups, halves=tiles.halves, tail=tail, stages=tiles.stages,
         depth=depth,
         width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
-        overlap=tiles.overlap, num_warps=8 // tiles.groups, maxnreg=168, launch_pdl=tiles.overlap,
+        overlap=tiles.overlap, form=form, unroll=tiles.unroll,
+        num_warps=8 // tiles.groups, maxnreg=168, launch_pdl=tiles.overlap,
     )  # fmt: skip
 
 

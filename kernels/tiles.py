@@ -4,7 +4,7 @@ Four ways to multiply by a quantized weight:
 
     Tiles         the portable kernel (kernels/matmul.py): any format, any shape
     GluonTiles    Hopper's kernel (kernels/matmul_gluon.py): a prepacked NVFP4 or MXFP4 weight, few tokens
-    PrefillTiles  the same for many (kernels/matmul_gluon_prefill.py)
+    PrefillTiles  many tokens (kernels/matmul_gluon_prefill.py): such a weight, or one of `STORED_FORMATS`
     DENSE         write W in 16 bit, then the library's matmul: where W is small beside the work
 """
 
@@ -134,6 +134,12 @@ GLUON_LAUNCHES = {
 """(warps, resident, depth) by block_m: what has run on an H100 and agreed with float64; no search leaves this list."""
 STORED_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "mxfp8_e5m2", "int8", "int4")
 """What the kernel for many tokens takes in the order of a checkpoint too."""
+STORED_FEW, STORED_MOST = 32, 2048
+"""Beyond how many tokens it is faster for them than the portable kernel, and, where decoded values meet scales, up to
+how many it surely is faster than a weight written in 16 bit."""
+STORED_UNITS = {(256, 1): (1.29, 1.43), (128, 1): (0.82, 0.96), (64, 1): (0.57, 0.85)}
+"""(block_m, halves) of its tiles for these formats, and microseconds of a tile's 128 columns on an H100: where scales
+go into the finished sum, and where they go into decoded values."""
 PREFILL = 512
 """Beyond so many tokens an FP8 product is worth rewriting an NVFP4 weight for, where 8-bit activations are allowed."""
 _SHARED_BYTES = 227 << 10
@@ -158,16 +164,21 @@ def bucket(tokens: int) -> int:
     return min(-(-tokens // FEW) * FEW, 4096) if tokens > FEW else 1 << max(tokens - 1, 0).bit_length()
 
 
-def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool) -> Choice:
+def guess(
+    format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool, *, stored: bool = True
+) -> Choice:
     """A launch for a shape that nothing was measured for; the same for every call, and at once.
 
     With few tokens the time is that of reading W, which takes a few programs on every SM: K is split until there
-    are. With many, a prepacked weight is decoded while it is multiplied; another is written in 16 bit once, at the
-    speed of a copy, and the library multiplies.
+    are. With many, a weight that Hopper's kernel takes is decoded while it is multiplied; another is written in 16 bit
+    once, at the speed of a copy, and the library multiplies. `stored` says whether codes of a checkpoint may go
+    to that kernel.
     """
     rows, columns = shape
     if prepacked and tokens > FEW:
         return _quickest(tokens, shape, hardware)
+    if not prepacked and stored and _is_many(format, tokens) and takes_stored(format, shape, hardware):
+        return _quickest(tokens, shape, hardware, format)
     if prepacked:
         block_m = next(size for size in (8, 16, 64) if tokens <= size)
         warps, resident, depth = GLUON_LAUNCHES[block_m][0]
@@ -181,22 +192,42 @@ def guess(format: Format, tokens: int, shape: tuple[int, int], hardware: Hardwar
     return Tiles(block_m, 64, 128, _splits(-(-rows // 64), columns, 128, hardware.sms * 4))
 
 
-def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware) -> Choice:
-    """For a prepacked weight and many tokens: the launch of the least time, by what its parts took on an H100.
+def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> bool:
+    """Whether the kernel for many tokens takes a weight in the order of a checkpoint: rows that TMA can address."""
+    rows, columns = shape
+    # 16 bytes of codes; of E8M0, two scales.
+    least = 64 if format.scale.bits == 8 else 128 // format.element.bits
+    return hardware.has_wgmma and format.name in STORED_FORMATS and rows % 8 == 0 and columns % least == 0
+
+
+def _is_many(format: Format, tokens: int) -> bool:
+    """Whether tokens are so many, and not too many, that Hopper's kernel is the best for stored codes."""
+    return tokens > STORED_FEW and (tokens <= STORED_MOST or not format.block[1])
+
+
+def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
+    """For many tokens: the launch of the least time, by what its parts took on an H100.
+
+    `format` is that of codes in the order of a checkpoint, None of a prepacked weight.
 
     Tiles go out in rounds, one to each SM, and the last round may leave some of them idle. Where tiles are cut, always
     so by the kernel for few tokens, their sums cost time once.
     """
     rows, columns = shape
     times: dict[Choice, float] = {}
-    for (block_m, halves), unit in PREFILL_UNITS.items():
-        choice = prefill_tiles(block_m, halves, hardware)
-        steps = -(-columns // (64 * choice.depth))
+    units = PREFILL_UNITS
+    if format is not None:
+        units = {size: pair[format.block[1] > 0] for size, pair in STORED_UNITS.items()}
+    for (block_m, halves), unit in units.items():
+        choice = prefill_tiles(block_m, halves, hardware, format)
+        steps = -(-columns // choice.step)
         count = -(-rows // (128 * halves)) * -(-tokens // block_m)
         programs, full, cut, parts = deal(count, hardware.sms, steps)
         rounds, part = -(-full // programs), -(-steps // parts) if cut else 0
         ends = (rounds * _END + (_CUT if cut else 0)) * block_m * halves / 128
-        times[choice] = _START + (rounds * steps + part) * choice.depth / 2 * unit + ends
+        times[choice] = _START + (rounds * steps + part) * choice.step / 128 * unit + ends
+    if format is not None:
+        return min(times, key=lambda choice: times[choice])
     steps = -(-columns // 128)
     for block_m, (once, unit) in _CUT_UNITS.items():
         count = -(-rows // 128) * -(-tokens // block_m)
@@ -235,6 +266,8 @@ def candidates(
             for swap in (False, True):
                 splits = _splits(-(-rows // block_n) * -(-tokens // block_m), columns, block_k, hardware.sms)
                 found.append(Tiles(block_m, block_n, block_k, splits, swap, warps, stages))
+    if not prepacked and tokens > STORED_FEW and takes_stored(format, shape, hardware):
+        found += [prefill_tiles(*size, hardware, format) for size in STORED_UNITS]
     if tokens > FEW:
         found.append(DENSE)
     return list(dict.fromkeys(found))

@@ -25,6 +25,7 @@ def _compiled(
         "w_desc": f"tensordesc<i32[{2 * depth}, 256],{flat!r}>",
         "s_desc": f"tensordesc<i32[{depth}, 64],{flat!r}>",
         "global_scale": "*fp32",
+        "block_scale": "*i32",
         "bias": "*bf16",
         "y": "*bf16",
         "partial": "*fp32",

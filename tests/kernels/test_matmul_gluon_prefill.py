@@ -58,7 +58,7 @@ def test_weights_go_from_registers_into_wgmma(
         "stages": tiles.stages,
         "depth": tiles.depth,
     }
-    constants |= {"width": width, "split": split, "overlap": True}
+    constants |= {"width": width, "split": split, "overlap": True, "form": "words", "unroll": tiles.unroll}
     options = {"num_warps": 8 // groups, "maxnreg": 168}
     kernel = compile_matmul(matmul_gluon_prefill.prefill_kernel, wide, tiles.depth, types, constants, options)
     products = re.findall(
