@@ -257,6 +257,47 @@ def _collect(
         _store(total, scale, bias, y, n, m + first, M, N, has_bias, gated)
 
 
+@gluon.constexpr_function
+def _layout_of(block_m, warps, width):
+    """Where a sum of `width` tokens lies, of a tile of `block_m`."""
+    if block_m <= ALONE:
+        return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
+
+
+@gluon.jit
+def _sum(
+    x_ring, words, scales, full, empty, slot, phase, count, stages: gl.constexpr, depth: gl.constexpr,
+    block_m: gl.constexpr, layout: gl.constexpr,
+):  # fmt: skip
+    """The product of the next `count` units, float32 [rows, block_m], and the slot and phase behind them."""
+    warps: gl.constexpr = gl.num_warps()
+    alone: gl.constexpr = layout.version[0] == 2
+    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
+    acc = gl.zeros((16 * warps, block_m), gl.float32, layout)
+    for step in range(count):
+        mbarrier.wait(full.index(slot), phase)
+        for d in gl.static_range(depth):
+            a = _operand(words.index(slot), scales.index(slot), d, warps, operand)
+            b = x_ring.index(slot * depth + d).permute((1, 0))
+            if alone:
+                acc = mma_v2(a, b.load(right), acc)
+            else:
+                acc = warpgroup_mma(a, b, acc, is_async=True)
+                # The product before this one has read its operands; this one goes on while the next are decoded.
+                acc = warpgroup_mma_wait(1, deps=[acc])
+                if d == 0:
+                    mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
+        if alone:
+            mbarrier.arrive(empty.index(slot), count=1)
+        slot, phase = _advance(slot, phase, stages)
+    if not alone:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
+    return acc, slot, phase
+
+
 @gluon.jit
 def _consume(
     x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps, units,
@@ -266,12 +307,8 @@ def _consume(
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
     width: gl.constexpr = block_m if block_m < 64 else 64
-    alone: gl.constexpr = block_m <= ALONE
-    version: gl.constexpr = [2, 0] if alone else [3, 0]
-    layout: gl.constexpr = gl.NVMMADistributedLayout(version, [warps, 1], [16, 8] if alone else [16, block_m, 16])
-    narrow: gl.constexpr = gl.NVMMADistributedLayout(version, [warps, 1], [16, 8] if alone else [16, width, 16])
-    operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
-    right: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=layout, k_width=2)
+    layout: gl.constexpr = _layout_of(block_m, warps, block_m)
+    narrow: gl.constexpr = _layout_of(block_m, warps, width)
     begin, end, each, rest = _span(units)
     tiles_m = gl.cdiv(M, block_m)
     scale = gl.load(global_scale).to(gl.float32) * DECODED
@@ -284,26 +321,7 @@ def _consume(
         tile = unit // steps
         start = unit - tile * steps
         count = gl.minimum(steps - start, end - unit)
-        acc = gl.zeros((rows, block_m), gl.float32, layout)
-        for step in range(count):
-            mbarrier.wait(full.index(slot), phase)
-            for d in gl.static_range(depth):
-                a = _operand(words.index(slot), scales.index(slot), d, warps, operand)
-                b = x_ring.index(slot * depth + d).permute((1, 0))
-                if alone:
-                    acc = mma_v2(a, b.load(right), acc)
-                else:
-                    acc = warpgroup_mma(a, b, acc, is_async=True)
-                    # The product before this one has read its operands; this one goes on while the next are decoded.
-                    acc = warpgroup_mma_wait(1, deps=[acc])
-                    if d == 0:
-                        mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step > 0)
-            if alone:
-                mbarrier.arrive(empty.index(slot), count=1)
-            slot, phase = _advance(slot, phase, stages)
-        if not alone:
-            acc = warpgroup_mma_wait(0, deps=[acc])
-            mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
+        acc, slot, phase = _sum(x_ring, words, scales, full, empty, slot, phase, count, stages, depth, block_m, layout)
         unit += count
         n = tile // tiles_m * rows
         m = tile % tiles_m * block_m
