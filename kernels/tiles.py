@@ -110,7 +110,8 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 FEW = 64
 """Up to so many tokens a matmul waits for its weight; beyond, for its products."""
 PREFILL_UNITS = {
-    (128, 2): 1.33,
+    (256, 1): 1.25,
+    (128, 2): 1.34,
     (192, 1): 1.12,
     (160, 1): 1.02,
     (128, 1): 0.73,
@@ -307,12 +308,16 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
 
 
 def prefill_tiles(
-    block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int = 1
+    block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int | None = None
 ) -> PrefillTiles:
     """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
 
-    `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them.
+    `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them. By default,
+    tiles of prepacked words have the groups that were found best: two share nothing where a product lasts longer than
+    it takes to decode its operand.
     """
+    if groups is None:
+        groups = 2 if block_m == 256 and format is None else 1
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
