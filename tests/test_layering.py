@@ -39,6 +39,7 @@ TRITON_FILES: set[str] = {
     "kernels/attention_gluon.py",
     "kernels/attention_quantize_triton.py",
     "kernels/attention_triton.py",
+    "kernels/codes_gluon.py",
     "kernels/decode_attention_triton.py",
     "kernels/kv_cache_triton.py",
     "kernels/matmul.py",
