@@ -561,7 +561,8 @@ def _quantize_rows(
         contiguous = rows.is_contiguous() and other.is_contiguous()
         launch = _launch(tokens, columns, format, source, hadamard, contiguous, swizzled)
         tensors = (
-            rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden,
+            rows, other, rows if norm_weight is None else _contiguous_rows(norm_weight),
+            rows if hidden is None else hidden,
             codes, scales, scales if global_scale is None else global_scale,
             launch.width if launch.flat else rows.stride(0), launch.width if launch.flat else other.stride(0),
             launch.width if launch.flat else columns,

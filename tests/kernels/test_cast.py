@@ -1,5 +1,7 @@
 """Quantizers and fused quantizers, interpreted: the codes of the oracle, and the values of the modules they replace."""
 
+import re
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import cast, fused
+from quant.kernels.aot import assemble, compile_kernel
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.interpreter import interpreted
 
@@ -179,6 +182,25 @@ def test_rows_that_begin_anywhere() -> None:
         with interpreted():
             quantized = cast.quantize(x, form, **options)
         assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+def test_ptx_of_the_rotation(arch: int) -> None:
+    """16 bytes at a time, nothing through shared memory, pairs of BF16 rounded at once, no register spilled."""
+    pointers = dict.fromkeys(("x", "second", "norm_weight", "hidden"), "*bf16")
+    signature = {**pointers, "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "eps": "fp32"}
+    signature |= dict.fromkeys(("second_stride", "K", "columns"), "i32")
+    constants = {
+        "source": "plain", "element": "e2m1", "largest": 6.0, "kind": "e4m3", "block": 16, "static": False,
+        "hadamard": 128, "root": 128**-0.5, "flat": True, "width": 4096, "per": 64, "whole": True, "pairs": True,
+        "swizzled": False, "x_stride": 4096,
+    }  # fmt: skip
+    compiled = compile_kernel(cast.quantize_threads_kernel, signature, constants, arch=arch, num_warps=2, num_stages=1)
+    assert compiled.shared == 0
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) == 8
+    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", compiled.ptx)) == 32
+    assert len(re.findall(r"shfl\.sync", compiled.ptx)) == 64
+    assert assemble(compiled).spilled == 0
 
 
 def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -116,3 +116,9 @@ def test_rows_at_odd_places_and_slices() -> None:
             found = cast.quantize(x, form, hadamard=hadamard, **known)
             turned = hadamard_transform(x.cpu(), hadamard) if hadamard else x.cpu()
             assert torch.equal(found.dequantize().cpu(), fake_quantize(turned.float(), form, **static(form, "cpu")))
+    weights = torch.randn(513, device="cuda").bfloat16()
+    x = torch.randn(4, 512, device="cuda").bfloat16()
+    odd, even = (
+        fused.rmsnorm_quantize(x, weight, 1e-6, form, **known) for weight in (weights[1:], weights[1:].clone())
+    )
+    assert torch.equal(odd.codes, even.codes)
