@@ -5,15 +5,17 @@
     words  [panels, depth, 512]   int32 ──TMA──▶ ──16 bytes a thread──▶ decode ──left operand──▶  +=
     scales                              ──TMA──▶
 
-`kernels/matmul_gluon.py` says how words become operands. Here a tile is tall: 256 rows of W by 128 tokens. Bytes decide
-that. A step of 64 columns takes 1024 clocks of the tensor cores; W is cheap to fetch in four bits (9 KB) where x in
-sixteen is not (16 KB), so that this tile asks the L2 cache for 25 KB a step, and one of 128 × 256 in 16 bit for 48.
-Decoded values never touch shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two
-or the sum of two (96, 160, 192), are there so that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
+`kernels/matmul_gluon.py` says how words become operands. Tiles are 256 rows of W by 128 tokens, or 128 by 256: a step
+of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for 128 rows)
+where x in sixteen is not (16 KB for 128 tokens), so that the tall tile asks the L2 cache for 25 KB a step and the wide
+one for 37, where 16-bit sides ask for 48; the wide one decodes half as much. Decoded values never touch shared memory,
+of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (160, 192), are there so
+that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 
 A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
 `groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
-none but those of the slots, and fall into step by themselves: one decodes while the other multiplies.
+none but those of the slots, and fall into step by themselves: one decodes while the other multiplies. That takes
+products as long as decoding is: with 256 tokens it is the quickest of all, with 128 no better than the barrier.
 
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
@@ -27,8 +29,7 @@ step: how many parts have arrived, and, in a bit of its own, who has looked for 
 piece sees all parts, or the last part sees that the owner is gone.
 
 Codes in the order of a checkpoint (`tiles.STORED_FORMATS`) take the place of words: kernels/codes_gluon.py decodes
-them. There 128 rows by 256 tokens are best, for these codes take more bytes and more instructions than words do, and
-such a tile decodes a weight once for twice as many tokens.
+them. These take more bytes and more instructions than words do, so that wide tiles are best from fewer tokens on.
 
 Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
 GPU, where each program counts them; all are dealt out whole.
