@@ -405,10 +405,10 @@ def _attention(
         "max_seqlen_q": max_seqlen_q,
     }
     if hopper:
-        from quant.kernels import attention_gluon
+        from quant.kernels import attention_gluon, attention_quantize_triton
 
         if scales is not None and not v_laid_out:
-            v = attention_gluon.lay_out_v(v, cu_seqlens_k)
+            v = attention_quantize_triton.lay_out_v(v, cu_seqlens_k)
         attention_gluon.attend(q, k, v, scales, out, lse if with_lse else None, **options)
     else:
         from quant.kernels import attention_triton

@@ -4,33 +4,35 @@ One producer warp copies tiles into shared memory (TMA); each of two or three co
 
     producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` pairs of tiles of `block_kv` keys
     consumer i   S = Q_i Kᵀ                   wgmma, FP32 in registers
-                 P = 2^(S · scale − m + 8)    m: the largest score of the row so far, within 0.75
+                 P = 2^(S · scale − m + 8)    m: the reference of the row
                  O = O · decay + P V          wgmma, P from registers
 
-The tensor cores and the units for 2^x take about as long as each other, so all hangs on both being busy at once. In
-step j of a consumer
+In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and makes P(j) of S(j). A stage therefore holds K(j) and
+V(j − 1), what a step waits for and frees.
 
-    S(j) = Q K(j)ᵀ
-    P V(j − 1) ┈┈┈┈┈┈┈┈┈┐
-    P(j) from S(j) ─────┴─ step j + 1
+The tensor cores and the units for 2^x take about as long as each other, so all hangs on both being busy at once, and
+other arithmetic counts twice, for it shares the register file with the tensor cores. There are two ways:
 
-A stage therefore holds K(j) and V(j − 1), what a step waits for and frees. ptxas would move the powers of two behind
-the wait for the products, since nothing ties them; `_fence` ends the basic block between them. Other arithmetic slows
-the tensor cores, with which it shares the register file: what is saved of it counts twice. So only where 2^x is
-the narrowest, in heads of 128, does a polynomial take a part.
+optimistic   Heads of up to 128 in FP8. P(j) is made with the reference that stood, without a look for the largest
+             score: `attention_ptx` says why that is safe.
+cautious     The rest. m is the largest score so far, within 0.75, for which P has room below 448.
+
+P V(j − 1) is under way while P(j) is made. ptxas would move the powers of two behind the wait for the products, since
+nothing ties them; `_fence` ends the basic block between them. In heads of 64 the products are short, and three
+consumers share the tensor cores: there a consumer waits for its products before it makes powers.
 
 Keys pass from the last to the first, so that the tiles that a mask crosses come first and the long loop has none (a
-window has some at its end, too). V's scale goes into the exponent of P: the decay is then 1 wherever the maximum
-stands, and warps whose rows all have that skip the multiplication of O. The maximum is let stand until a score passes
-it by 0.75, for which P has room below 448.
+window has some at its end, too). V's scale goes into the exponent of P: the decay is then 1 wherever the reference
+stands, and warps whose rows all have that skip the multiplication of O.
 
 P leaves the first wgmma in the accumulator's layout, of which a thread holds 2 neighbours of every 8 columns; FP8
 operands want 4 of every 16. The columns of P are therefore taken in another order, which costs nothing, and V's keys
-are stored in that order: `lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma must be K-major. 16-bit
-operands need neither.
+are stored in that order: `attention_quantize_triton.lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma
+must be K-major. 16-bit operands need neither.
 
-Programs stay, one on each SM, and draw tiles of queries from a counter; causal ones go from long to short. Without a
-mask heads are taken in groups whose K and V fit the L2 cache.
+Programs stay, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit the L2
+cache, causal tiles of a group from long to short. Where there is room, the next tile of queries is fetched while the
+last keys of this one pass, and a consumer that is done begins with it.
 
 Gluon has no interpreter: the PTX is compiled on any machine by `tests/kernels/test_attention_gluon.py`; the values
 are tested on a GPU.
@@ -39,14 +41,12 @@ are tested on a GPU.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -56,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quant.kernels.attention_quantize_triton import order_of_keys
+from quant.kernels.attention_ptx import OPERANDS, softmax
 from quant.kernels.attention_reference import SCALE_BLOCK
 
 SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
@@ -72,14 +72,18 @@ class HopperTiles:
         block_kv: keys of a tile.
         stages: pairs of tiles of K and V under way.
         registers: of a thread of a consumer.
-        polynomial: whether the FMA units take one of four powers of two.
+        queries: tiles of queries under way.
+        optimistic: whether FP8's powers of two are taken before the largest score is known: see `attention_ptx`.
+        overlap: whether the powers of a step pass while the tensor cores work on its products.
     """
 
     groups: int
     block_kv: int
     stages: int
     registers: int = 240
-    polynomial: bool = False
+    queries: int = 2
+    optimistic: bool = False
+    overlap: bool = True
 
     @property
     def at_launch(self) -> int:
@@ -88,12 +92,12 @@ class HopperTiles:
 
 
 _TILES = {
-    (64, 1): HopperTiles(3, 128, 4, 160),
-    (128, 1): HopperTiles(2, 128, 4, polynomial=True),
-    (256, 1): HopperTiles(2, 128, 3),
+    (64, 1): HopperTiles(3, 128, 8, 160, optimistic=True, overlap=False),
+    (128, 1): HopperTiles(2, 128, 4, optimistic=True),
+    (256, 1): HopperTiles(2, 128, 3, queries=1),
     (64, 2): HopperTiles(2, 128, 4),
-    (128, 2): HopperTiles(2, 128, 3),
-    (256, 2): HopperTiles(2, 64, 2),
+    (128, 2): HopperTiles(2, 128, 3, queries=1),
+    (256, 2): HopperTiles(2, 64, 2, queries=1),
 }
 """By head dimension, to the next power of two, and bytes of an element."""
 
@@ -103,26 +107,9 @@ def _constant(function: Callable[[Any], Any]) -> Any:
     return property(lambda self: gl.constexpr(function(self)))
 
 
-def _hex(x: float) -> str:
-    return "0f" + struct.pack(">f", x).hex().upper()
-
-
-# 2^f = c0 + c1 f + c2 f² within 0.17 %, times 2^-119.
-_C0, _C1, _C2 = (_hex(c * 2.0**-119) for c in (1.00044316, 0.70344823, 0.23842886))
-
-
-# 2^(s · factor + shift) of four numbers s, the last by the polynomial. Operands, fours of each: out, s, factor, shift,
-# factor / 128, (shift + 119) / 128. z is the exponent between -119 and 9, as a part of [0, 1].
-_POWERS = gl.constexpr(
-    "{ .reg .f32 z, y, r, f, p; .reg .b32 n, b;"
-    + "".join(f"fma.rn.f32 p, ${4 + i}, ${8 + i}, ${12 + i}; ex2.approx.ftz.f32 ${i}, p;" for i in range(3))
-    + "fma.rn.sat.f32 z, $7, $19, $23;"
-    f"fma.rn.f32 y, z, {_hex(128.0)}, {_hex(1.5 * 2**23)};"  # the nearest integer, in the low bits
-    f"sub.rn.f32 r, {_hex(1.5 * 2**23)}, y; fma.rn.f32 f, z, {_hex(128.0)}, r;"  # what is left, in [-0.5, 0.5]
-    f"fma.rn.f32 p, f, {_C2}, {_C1}; fma.rn.f32 p, p, f, {_C0};"
-    "mov.b32 n, y; mov.b32 b, p; shl.b32 n, n, 23; add.s32 b, b, n; mov.b32 $3, b; }"
-)
-_POWERS_LIKE = gl.constexpr(",".join(["=f"] * 4 + ["f"] * 20))
+_SOFTMAX = gl.constexpr(softmax(first=False))
+_SOFTMAX_OF_FIRST = gl.constexpr(softmax(first=True))
+_SOFTMAX_LIKE = gl.constexpr(OPERANDS)
 
 # 32 numbers times their factors, of which the first and the third are all there are, unless these are 1 in the warp.
 _DECAY = gl.constexpr(
@@ -161,6 +148,14 @@ def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
 
+def _octets(columns: int) -> gl.DistributedLinearLayout:
+    """A wgmma's product as [64, columns / 8, 4, 2]."""
+    octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [[16, 0, 0, 0], [32, 0, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 0, 1], [8, 0, 0, 0], *octets], lanes, warps, [], [64, columns // 8, 4, 2])
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a launch is compiled for; a constant of every function below."""
@@ -178,11 +173,16 @@ class Kind:
     block_q = _constant(lambda self: 64 * self.tiles.groups)
     block_kv = _constant(lambda self: self.tiles.block_kv)
     stages = _constant(lambda self: self.tiles.stages)
+    queries = _constant(lambda self: self.tiles.queries)
+    optimistic = _constant(lambda self: self.tiles.optimistic)
     width = _constant(lambda self: 1 << (self.dim - 1).bit_length())
     scores = _constant(lambda self: self.product(self.tiles.block_kv))
     output = _constant(lambda self: self.product(1 << (self.dim - 1).bit_length()))
     left = _constant(lambda self: gl.DotOperandLayout(0, self.output.value, 4 if self.fp8 else 2))
     words = _constant(lambda self: _words(self.tiles.block_kv, self.fp8))
+    octets = _constant(lambda self: _octets(self.tiles.block_kv))
+    output_octets = _constant(lambda self: _octets(1 << (self.dim - 1).bit_length()))
+    quad = _constant(lambda self: gl.SliceLayout(1, gl.SliceLayout(3, self.octets.value)))
     row = _constant(lambda self: gl.SliceLayout(1, self.scores.value))
     column = _constant(lambda self: gl.SliceLayout(0, self.scores.value))
     output_row = _constant(lambda self: gl.SliceLayout(1, self.output.value))
@@ -271,11 +271,14 @@ def _produce(given, kind: gl.constexpr):
         block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
         begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
         if end > begin:
-            mbarrier.wait(q_empty, (queries & 1) ^ 1)
-            mbarrier.expect(q_full, groups * q_tensor.block_type.nbytes)
+            turn = queries % kind.queries
+            mbarrier.wait(q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
+            mbarrier.expect(q_full.index(turn), groups * q_tensor.block_type.nbytes)
             row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
             for i in gl.static_range(groups):
-                tma.async_copy_global_to_shared(q_tensor, [row + 64 * i, 0], q_full, q_buffer.index(i))
+                tma.async_copy_global_to_shared(
+                    q_tensor, [row + 64 * i, 0], q_full.index(turn), q_buffer.index(turn * groups + i)
+                )
             kv_head = batch * (heads // ratio) + head // ratio
             tiles = end - begin
             for i in range(0, tiles + 1):
@@ -322,19 +325,44 @@ def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, k
 
 
 @gluon.jit
-def _powers(scores, factor, bias, row_max, masked: gl.constexpr, kind: gl.constexpr):
+def _powers(scores, factor, bias, row_max):
     """P of a tile, the maximum that its rows are shifted by, and their decay. `factor` is positive."""
     top = gl.max(scores, 1) * factor + bias
     new_max = gl.where(top > row_max + 0.75, top, row_max)
     shift = (8.0 + bias) - new_max
-    if kind.tiles.polynomial and not masked:
-        # What a mask hides must be 0, which the polynomial does not give.
-        part = shift * (1 / 128) + (119 / 128)
-        given = [scores, factor, shift[:, None], factor * (1 / 128), part[:, None]]
-        p = gl.inline_asm_elementwise(_POWERS, _POWERS_LIKE, given, gl.float32, True, 4)
-    else:
-        p = gl.exp2(scores * factor + shift[:, None])
+    p = gl.exp2(scores * factor + shift[:, None])
     return p, new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
+def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
+    """[64, 4], a number of each row of each thread, to [64, columns]."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
+    wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
+    return gl.convert_layout(wide.reshape([64, columns]), to)
+
+
+@gluon.jit
+def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
+    """P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
+    wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
+    code: gl.constexpr = _SOFTMAX_OF_FIRST if first else _SOFTMAX
+    out = gl.inline_asm_elementwise(code, _SOFTMAX_LIKE, [scores, wide, factor, bias], gl.int32, False, 64)
+    even, odd = gl.split(out.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+    words, _ = gl.split(even)
+    numbers, _ = gl.split(odd)
+    even, odd = gl.split(numbers.reshape([64, 2, 2, 2, 4]).permute([0, 4, 1, 2, 3]))
+    row_sum, decay = gl.split(even)
+    row_sum, _ = gl.split(row_sum)
+    decay, _ = gl.split(decay)
+    reference, _ = gl.split(odd)
+    reference, _ = gl.split(reference)
+    return words, _number(row_sum, kind), _number(reference, kind), _number(decay, kind)
+
+
+@gluon.jit
+def _number(word, kind: gl.constexpr):
+    return gl.convert_layout(word.to(gl.float32, bitcast=True), kind.quad)
 
 
 @gluon.jit
@@ -351,8 +379,11 @@ def _added(row_sum, decay, p, weight, kind: gl.constexpr):
 
 @gluon.jit
 def _decayed(output, decay, kind: gl.constexpr):
-    decay = gl.convert_layout(decay, kind.output_row)[:, None]
-    wide, output = gl.broadcast(decay, output)
+    if kind.optimistic:
+        wide = _spread(decay, kind.output_octets, kind.output, kind.width)
+    else:
+        decay = gl.convert_layout(decay, kind.output_row)[:, None]
+        wide, output = gl.broadcast(decay, output)
     return gl.inline_asm_elementwise(_DECAY, _DECAY_LIKE, [output, wide], gl.float32, True, 32)
 
 
@@ -376,19 +407,18 @@ def _rounded(p, v_buffer, kind: gl.constexpr):
 def _left(words, zero, v_buffer, kind: gl.constexpr):
     """The left operand of P V.
 
-    The registers of the words are written while the product before reads its own; without an operation between,
-    ptxas would make them the same and wait. `zero` is one that no compiler knows.
+    Where steps overlap, the registers of the words are written while the product before reads its own; without an
+    operation between, ptxas would make them the same and wait. `zero` is one that no compiler knows.
     """
+    operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
     if kind.fp8:
         words = gl.convert_layout(
             gl.join(gl.join(words, words), gl.join(words, words)), kind.words, assert_trivial=True
         )
-        p = gl.inline_asm_elementwise(
-            "xor.b32 $0, $1, $5;", "=r,r,r,r,r,r,r,r,r", [words, zero], v_buffer.dtype, False, 4
-        )
+        p = gl.inline_asm_elementwise(operation + "$5;", "=r,r,r,r,r,r,r,r,r", [words, zero], v_buffer.dtype, False, 4)
     else:
         words = gl.convert_layout(gl.join(words, words), kind.words, assert_trivial=True)
-        p = gl.inline_asm_elementwise("xor.b32 $0, $1, $3;", "=r,r,r,r,r", [words, zero], v_buffer.dtype, False, 2)
+        p = gl.inline_asm_elementwise(operation + "$3;", "=r,r,r,r,r", [words, zero], v_buffer.dtype, False, 2)
     return gl.convert_layout(p.reshape([64, kind.block_kv]), kind.left, assert_trivial=True)
 
 
@@ -441,14 +471,23 @@ def _steps(
         output = _decayed(output, decay, kind)
         left = _left(words, zero, v_buffer, kind)
         product = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
-        scores = warpgroup_mma_wait(1, deps=[pending])
+        if kind.tiles.overlap:
+            scores = warpgroup_mma_wait(1, deps=[pending])
+        else:
+            scores, output = warpgroup_mma_wait(0, deps=[pending, product])
+            mbarrier.arrive(empty.index(slot), count=1)
         scores, factor = _seen(scores, factor, cap, key, place, last, window, masked, kind)
-        p, row_max, decay = _powers(scores, factor, bias, row_max, masked, kind)
-        row_sum = _added(row_sum, decay, p, weight, kind)
-        words = _rounded(p, v_buffer, kind)
-        _fence(end)
-        output = warpgroup_mma_wait(0, deps=[product])
-        mbarrier.arrive(empty.index(slot), count=1)
+        if kind.optimistic:
+            words, sums, row_max, decay = _optimistic(scores, factor, bias, row_max, False, kind)
+            row_sum = row_sum * decay + sums * weight
+        else:
+            p, row_max, decay = _powers(scores, factor, bias, row_max)
+            row_sum = _added(row_sum, decay, p, weight, kind)
+            words = _rounded(p, v_buffer, kind)
+        if kind.tiles.overlap:
+            _fence(end)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
     return output, words, row_max, row_sum, decay
 
 
@@ -464,7 +503,6 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
     width: gl.constexpr = kind.width
     keys: gl.constexpr = kind.block_kv
     columns = gl.arange(0, keys, kind.column)
-    q_tile = q_buffer.index(warpgroup)
     zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [total], gl.int32, False, 1)
     count = 0
     queries = 0
@@ -491,7 +529,6 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                 row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
                 factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
             per_tile = (k_at, v_at, k_block, v_block)
-            first_factor, bias, weight = _scales_of(end - 1, factor, per_tile, kind)
             place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
             last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
             if kind.causal:
@@ -500,23 +537,41 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                 last = gl.minimum(last, place + window - 1)
 
             tiles = end - begin
-            slot = count % kind.stages
-            mbarrier.wait(q_full, queries & 1)
-            mbarrier.wait(full.index(slot), (count // kind.stages) & 1)
+            # Tiles that only later warpgroups see pass by.
+            first = 0
+            if kind.causal:
+                first = gl.maximum(gl.minimum(end - 1 - (first_row + 63 + seq_kv - seq_q) // keys, tiles - 1), 0)
+                whole_end = gl.minimum(gl.maximum(first_row + seq_kv - seq_q + 1, 0), seq_kv) // keys
+                whole_end = gl.maximum(whole_end, whole_begin)
+            if first_row >= seq_q:
+                first = tiles - 1
+            for i in range(0, first):
+                mbarrier.wait(full.index((count + i) % kind.stages), ((count + i) // kind.stages) & 1)
+                mbarrier.arrive(empty.index((count + i) % kind.stages), count=1)
+            first_factor, bias, weight = _scales_of(end - 1 - first, factor, per_tile, kind)
+            turn = queries % kind.queries
+            q_tile = q_buffer.index(turn * kind.groups + warpgroup)
+            at = count + first
+            slot = at % kind.stages
+            mbarrier.wait(q_full.index(turn), (queries // kind.queries) & 1)
+            mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
             scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
             mbarrier.arrive(empty.index(slot), count=1)
-            key = (end - 1) * keys + columns
+            key = (end - 1 - first) * keys + columns
             scores, first_factor = _seen(scores, first_factor, cap, key, place, last, window, True, kind)
-            p, row_max, decay = _powers(scores, first_factor, bias, row_max, True, kind)
-            row_sum = _sums(p, kind) * weight
-            words = _rounded(p, v_buffer, kind)
-            masked_first = gl.maximum(end - whole_end, 1)
+            if kind.optimistic:
+                reference = gl.full([64, 4], -1e30, gl.float32, kind.quad)
+                words, sums, reference, decay = _optimistic(scores, first_factor, bias, reference, True, kind)
+                state = (output, words, reference, sums * weight, decay)
+            else:
+                p, row_max, decay = _powers(scores, first_factor, bias, row_max)
+                state = (output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+            masked_first = gl.maximum(end - whole_end, first + 1)
             masked_last = tiles
             if kind.windowed:
                 masked_last = gl.maximum(end - whole_begin, masked_first)
-            state = (output, words, row_max, row_sum, decay)
             for part in gl.static_range(3):
-                low = 1
+                low = first + 1
                 high = masked_first
                 if part == 1:
                     low = masked_first
@@ -529,8 +584,12 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                         low, high, end, count, state, q_tile, (k_buffer, v_buffer), full, empty, per_tile, factor,
                         cap, place, last, window, zero, part != 1, kind,
                     )  # fmt: skip
-            output, words, row_max, row_sum, decay = state
-            mbarrier.arrive(q_empty, count=1)
+            output, words, reference, row_sum, decay = state
+            if kind.optimistic:
+                row_max = gl.convert_layout(gl.max(reference, 1), kind.row)
+            else:
+                row_max = reference
+            mbarrier.arrive(q_empty.index(turn), count=1)
             count += tiles + 1
             slot = (count - 1) % kind.stages
             output = _decayed(output, decay, kind)
@@ -583,11 +642,12 @@ def attention_hopper(
     """Grid: as many programs as stay on the GPU. See the module docstring."""
     groups: gl.constexpr = kind.groups
     stages: gl.constexpr = kind.stages
-    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, [groups] + q_tensor.block_type.shape, q_tensor.layout)  # noqa: RUF005
+    tiles_of_q: gl.constexpr = [groups * kind.queries] + q_tensor.block_type.shape  # noqa: RUF005
+    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, tiles_of_q, q_tensor.layout)
     k_buffer = gl.allocate_shared_memory(k_tensor.dtype, [stages] + k_tensor.block_type.shape, k_tensor.layout)  # noqa: RUF005
     v_buffer = gl.allocate_shared_memory(v_tensor.dtype, [stages] + v_tensor.block_type.shape, v_tensor.layout)  # noqa: RUF005
-    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    q_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
     full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
     ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -595,8 +655,9 @@ def attention_hopper(
     ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(ticket_full, count=1)
     mbarrier.init(ticket_empty, count=groups)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=groups)
+    for i in gl.static_range(kind.queries):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=groups)
     for i in gl.static_range(stages):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=groups)
@@ -623,56 +684,6 @@ def attention_hopper(
             ],
             [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
         )  # fmt: skip
-
-
-@triton.jit
-def _lay_out_v_kernel(
-    v, cu, out, tokens, padded, packed: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr
-):
-    """One block of keys of one head of one sequence; grid: (blocks of the longest, heads · batch, sequences)."""
-    sequence = tl.program_id(2)
-    first = tl.program_id(0) * block
-    start = 0
-    column = first
-    length = tokens
-    if packed:
-        start = tl.load(cu + sequence)
-        length = tl.load(cu + sequence + 1) - start
-        column = (start // block + sequence) * block + first
-    if first < length:
-        position = tl.arange(0, block)
-        key = first + order_of_keys(position)
-        d = tl.arange(0, width)
-        head = tl.program_id(1).to(tl.int64)
-        inside = (key < length)[:, None] & (d < dim)[None, :]
-        tile = tl.load(v + (head * tokens + start + key)[:, None] * dim + d[None, :], mask=inside, other=0.0)
-        at = (head * dim + d)[:, None] * padded + (column + position)[None, :]
-        tl.store(out + at, tl.trans(tile), mask=(d < dim)[:, None])
-
-
-def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: int | None = None) -> torch.Tensor:
-    """V as the FP8 kernel reads it.
-
-    Args:
-        v: E4M3 `[batch, kv_heads, tokens, dim]`, contiguous.
-        cu_seqlens: of packed sequences: each then starts at a multiple of 128, in the place of its scale blocks.
-        longest: tokens of the longest of them; None is all tokens.
-
-    Returns:
-        E4M3 `[batch, kv_heads, dim, keys]`, keys padded with zeros to blocks of 128 and ordered by `order_of_keys`.
-    """
-    batch, heads, tokens, dim = v.shape
-    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    blocks = triton.cdiv(tokens, SCALE_BLOCK) if cu_seqlens is None else tokens // SCALE_BLOCK + sequences
-    padded = blocks * SCALE_BLOCK
-    make = torch.empty if cu_seqlens is None else torch.zeros
-    out = make(batch, heads, dim, padded, dtype=torch.uint8, device=v.device)
-    grid = (triton.cdiv(longest or tokens, SCALE_BLOCK), batch * heads, sequences)
-    _lay_out_v_kernel[grid](
-        v.view(torch.uint8), cu_seqlens, out, tokens, padded, packed=cu_seqlens is not None, dim=dim,
-        width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4,
-    )  # fmt: skip
-    return out.view(v.dtype)
 
 
 def attend(
@@ -704,8 +715,7 @@ def attend(
     blocks = triton.cdiv(max_seqlen_q, 64 * tiles.groups)
     items = heads * (batch if cu_seqlens is None else len(cu_seqlens[0]) - 1)
     total = items * blocks
-    # Causal tiles are dealt evenly only if they are dealt at once.
-    group = items if causal else _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
+    group = _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
     dtype = gl.float8e4nv if fp8 else gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
 
     def tensor_map(x: torch.Tensor, rows: int, columns: int) -> object:

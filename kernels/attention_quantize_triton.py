@@ -223,6 +223,56 @@ def key_sum_kernel(
     tl.store(total + at + half, sum2, mask=d < half)
 
 
+@triton.jit
+def lay_out_v_kernel(
+    v, cu, out, tokens, padded, packed: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+):
+    """One block of keys of one head of one sequence; grid: (blocks of the longest, heads · batch, sequences)."""
+    sequence = tl.program_id(2)
+    first = tl.program_id(0) * block
+    start = 0
+    column = first
+    length = tokens
+    if packed:
+        start = tl.load(cu + sequence)
+        length = tl.load(cu + sequence + 1) - start
+        column = (start // block + sequence) * block + first
+    if first < length:
+        position = tl.arange(0, block)
+        key = first + order_of_keys(position)
+        d = tl.arange(0, width)
+        head = tl.program_id(1).to(tl.int64)
+        inside = (key < length)[:, None] & (d < dim)[None, :]
+        tile = tl.load(v + (head * tokens + start + key)[:, None] * dim + d[None, :], mask=inside, other=0.0)
+        at = (head * dim + d)[:, None] * padded + (column + position)[None, :]
+        tl.store(out + at, tl.trans(tile), mask=(d < dim)[:, None])
+
+
+def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: int | None = None) -> torch.Tensor:
+    """V as the FP8 kernel reads it.
+
+    Args:
+        v: E4M3 `[batch, kv_heads, tokens, dim]`, contiguous.
+        cu_seqlens: of packed sequences: each then starts at a multiple of 128, in the place of its scale blocks.
+        longest: tokens of the longest of them; None is all tokens.
+
+    Returns:
+        E4M3 `[batch, kv_heads, dim, keys]`, keys padded with zeros to blocks of 128 and ordered by `order_of_keys`.
+    """
+    batch, heads, tokens, dim = v.shape
+    sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    blocks = triton.cdiv(tokens, SCALE_BLOCK) if cu_seqlens is None else tokens // SCALE_BLOCK + sequences
+    padded = blocks * SCALE_BLOCK
+    make = torch.empty if cu_seqlens is None else torch.zeros
+    out = make(batch, heads, dim, padded, dtype=torch.uint8, device=v.device)
+    grid = (triton.cdiv(longest or tokens, SCALE_BLOCK), batch * heads, sequences)
+    lay_out_v_kernel[grid](
+        v.view(torch.uint8), cu_seqlens, out, tokens, padded, packed=cu_seqlens is not None, dim=dim,
+        width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4,
+    )  # fmt: skip
+    return out.view(v.dtype)
+
+
 def quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
     """Codes, scales, and the shift of the scores."""
     q, k, v = work.q, work.k, work.v

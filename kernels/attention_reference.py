@@ -4,9 +4,10 @@
     P = 2⁸ · exp(S − row max)              at most 256, so that E4M3 (up to 448) holds it
     O = e4m3(P) (V·v_scale) / Σ P          the sum is over P as it was before it was rounded
 
-The factor 2⁸ moves the small probabilities out of E4M3's subnormals and cancels in the division. The kernel rounds P
-against the largest score it has met so far, the oracle against the largest of the row; between the two, the values
-that are rounded differ by a common factor, so the errors are equal in size and not in sign.
+The factor 2⁸ moves the small probabilities out of E4M3's subnormals and cancels in the division. The kernels round P
+against the largest score they have met so far, or one up to 2³ above or 2^3.75 below it, the oracle against the
+largest of the row; between the two, the values that are rounded differ by a common factor, so the errors are equal in
+size and not in sign.
 """
 
 from __future__ import annotations

@@ -109,12 +109,12 @@ def test_keys_of_v_stand_in_the_order_of_p() -> None:
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 140, 300]])
 def test_kernel_lays_out_as_the_oracle(bounds: list[int] | None) -> None:
-    from quant.kernels import attention_gluon
+    from quant.kernels.attention_quantize_triton import lay_out_v as lay_out_v_on_gpu
 
     v = torch.randn(1 if bounds else 2, 2, 300, 96).to(torch.float8_e4m3fn)
     cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
     with interpreted():
-        got = attention_gluon.lay_out_v(v, cu)
+        got = lay_out_v_on_gpu(v, cu)
     expected = lay_out_v(v.view(torch.uint8), cu)
     assert torch.equal(got.view(torch.uint8), expected)
     assert torch.equal(restore_v(got.view(torch.uint8), 300, cu), v.view(torch.uint8))

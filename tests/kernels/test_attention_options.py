@@ -267,3 +267,48 @@ def test_gpu_without_log_sum_exp(length: tuple[int, int], causal: bool) -> None:
     expected, _ = exact(q, k, v, options)
     assert bool(out.isfinite().all())
     assert float((out - expected).norm() / expected.norm()) < P_ERROR
+
+
+GROWTH = ("sharp", "rising", "falling", "sink", "scales of v", "block of zeros", "alike")
+
+
+def growing(kind: str, dim: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """A case in which the largest score, or V's unit, moves from tile to tile of 128 keys."""
+    length = (500, 900)
+    q, k, v, options = case(dim=dim, heads=(2, 1), length=length, batch=1, **options)
+    key = torch.linspace(0, 1, length[1])[:, None]
+    shared = torch.nn.functional.normalize(torch.randn(dim), dim=0)
+    q, k, v = (x.float() for x in (q, k, v))
+    if kind == "sharp":
+        options["softmax_scale"] *= 8
+    elif kind in ("rising", "falling"):
+        q = q + 8 * shared
+        k = k + 30 * shared * (key if kind == "rising" else 1 - key)
+    elif kind == "sink":
+        q = q + 4 * shared
+        k[:, :, 0] += 40 * shared
+        v[:, :, 0] *= 0.05
+    elif kind == "scales of v":
+        options["v_scale"] = torch.exp2(torch.randint(-8, 9, options["v_scale"].shape).float())
+    elif kind == "block of zeros":
+        v[:, :, 256:384] = 0
+        options["v_scale"][:, :, 2] = 1e-30
+    elif kind == "alike":
+        q = q * 0
+    return *(x.to(torch.float8_e4m3fn) for x in (q, k, v)), options
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", GROWTH)
+def test_gpu_scores_that_outgrow_those_before(kind: str, dim: int, causal: bool) -> None:
+    """Keys pass from the last to the first, and powers are taken against a reference that may have been outgrown."""
+    q, k, v, options = growing(kind, dim, causal=causal)
+    expected, expected_lse = exact(q, k, v, options)
+    device = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    out, lse = (x.double().cpu() for x in attention(q.cuda(), k.cuda(), v.cuda(), return_lse=True, **device))
+    assert bool(out.isfinite().all())
+    assert float((out - expected).norm() / expected.norm()) < P_ERROR
+    # Hopper's FP8 dots keep about 13 bits of their sums.
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-2)

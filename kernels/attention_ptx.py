@@ -1,0 +1,107 @@
+"""The softmax of a tile in PTX, for Hopper's FP8 attention: codes of its powers before its largest score is known.
+
+A wgmma leaves a thread two rows of a tile of scores, r and r + 8, and of each 8 columns two neighbours: its numbers
+are (r, c) (r, c + 1) (r + 8, c) (r + 8, c + 1), and so on for the next 8 columns.
+
+A program does not look for the largest score first, which would take a sixth of the loop and keep the units for 2^x
+waiting. It takes the reference that stood,
+
+    P = e4m3(2^(s · factor + bias − reference + 8)),
+
+and afterwards looks whether a code is the largest there is, 448: only then may a power have been larger than E4M3
+holds. A warp in which that is so finds the largest scores of its rows, puts the reference of each row concerned where
+its largest power becomes 2^5, and starts again. From 2^5 a row has 3.75 octaves to grow, so it seldom happens twice;
+and codes reach down to 2^-9, so what is lost below is less than what rounding takes above. The first tile of a row has
+no reference yet, and finds it first.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+NUMBERS = 64
+"""Of a thread, in a tile of 64 queries and 128 keys."""
+START = 8.0
+"""Log2 of the power that a score as large as the reference becomes."""
+ROOM = 3.0
+"""Octaves below that at which a row begins whose reference was just found."""
+OPERANDS = ",".join(["=&r"] * NUMBERS + ["f"] * 4 * NUMBERS)
+"""Of `softmax`, as inline assembly names them."""
+
+_ROWS = [[number for number in range(NUMBERS) if number >> 1 & 1 == row] for row in (0, 1)]
+
+
+def softmax(first: bool) -> str:
+    """The program for a tile, which may be the first of its rows.
+
+    Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. Of out, number 8 i + 2 j is word i of row
+    j: the codes of two neighbours in each of two groups of 8 columns. Number 1 + 2 j is the sum of row j, 9 + 2 j its
+    new reference, 17 + 2 j what sums so far are to be multiplied by.
+    """
+    lines = [
+        f".reg .f32 p<{NUMBERS}>, shift<2>, top<2>, new<2>, decay<2>, sum<2>, more<2>, t;",
+        ".reg .b32 any<2>, n; .reg .b16 a, c; .reg .pred untried, over, over<2>; setp.eq.u32 untried, 0, 0;",
+    ]
+    for j in (0, 1):
+        lines.append(f"mov.f32 new{j}, {_operand('reference', 2 * j)}; mov.f32 decay{j}, {_hex(1.0)};")
+    if first:
+        lines += [*_found(first), *_powers(), *_words()]
+    else:
+        lines += ["AGAIN:", *_powers(), *_words(), "or.b32 n, any0, any1; and.b32 n, n, 0x80808080;"]
+        lines.append("setp.ne.and.b32 over, n, 0, untried; vote.sync.any.pred over, over, -1; @!over bra DONE;")
+        lines += ["setp.ne.u32 untried, 0, 0;", *_found(first), "bra AGAIN; DONE:"]
+    for at, name in ((1, "sum"), (9, "new"), (17, "decay")):
+        lines += [f"mov.b32 {_operand('out', at + 2 * j)}, {name}{j};" for j in (0, 1)]
+    return "{ " + "\n".join(lines) + " }"
+
+
+def _powers() -> Iterator[str]:
+    """2^x of all numbers, and their sums."""
+    factor, bias = _operand("factor"), _operand("bias")
+    for j, numbers in enumerate(_ROWS):
+        yield f"add.rn.f32 t, {bias}, {_hex(START)}; sub.rn.f32 shift{j}, t, new{j};"
+        for i in numbers:
+            yield f"fma.rn.f32 t, {_operand('scores', i)}, {factor}, shift{j}; ex2.approx.ftz.f32 p{i}, t;"
+    for j, numbers in enumerate(_ROWS):
+        yield f"mov.f32 sum{j}, p{numbers[0]}; mov.f32 more{j}, p{numbers[1]};"
+        for i in numbers[2:]:
+            part = "more" if i & 1 else "sum"
+            yield f"add.rn.f32 {part}{j}, {part}{j}, p{i};"
+        yield f"add.rn.f32 sum{j}, sum{j}, more{j};"
+
+
+def _words() -> Iterator[str]:
+    """Codes, and `any`, of which the highest bit of a byte says that one of them is 448, 0x7E, or no number, 0x7F."""
+    for i in range(0, NUMBERS, 8):
+        for j in (0, 1):
+            at = i + 2 * j
+            word = _operand("out", at)
+            yield f"cvt.rn.satfinite.e4m3x2.f32 a, p{at + 1}, p{at};"
+            yield f"cvt.rn.satfinite.e4m3x2.f32 c, p{at + 5}, p{at + 4};"
+            yield f"mov.b32 {word}, {{a, c}}; add.u32 n, {word}, 0x02020202;"
+            yield f"or.b32 any{j}, any{j}, n;" if i else f"mov.b32 any{j}, n;"
+
+
+def _found(first: bool) -> Iterator[str]:
+    """The reference of rows that have outgrown theirs, or of all that see a key."""
+    for j, numbers in enumerate(_ROWS):
+        yield f"mov.f32 top{j}, {_operand('scores', numbers[0])};"
+        yield from (f"max.f32 top{j}, top{j}, {_operand('scores', i)};" for i in numbers[1:])
+        yield from (f"shfl.sync.bfly.b32 t, top{j}, {lane}, 31, -1; max.f32 top{j}, top{j}, t;" for lane in (1, 2))
+        yield f"fma.rn.f32 t, top{j}, {_operand('factor')}, {_operand('bias')}; add.rn.f32 t, t, {_hex(ROOM)};"
+        if first:
+            yield f"max.f32 new{j}, new{j}, t;"
+            continue
+        yield from (f"shfl.sync.bfly.b32 n, any{j}, {lane}, 31, -1; or.b32 any{j}, any{j}, n;" for lane in (1, 2))
+        yield f"and.b32 any{j}, any{j}, 0x80808080; setp.ne.b32 over{j}, any{j}, 0;"
+        yield f"selp.f32 new{j}, t, new{j}, over{j};"
+        yield f"sub.rn.f32 t, {_operand('reference', 2 * j)}, new{j}; ex2.approx.ftz.f32 decay{j}, t;"
+
+
+def _operand(name: str, number: int = 0) -> str:
+    return f"${('out', 'scores', 'reference', 'factor', 'bias').index(name) * NUMBERS + number}"
+
+
+def _hex(x: float) -> str:
+    return "0f" + struct.pack(">f", x).hex().upper()
