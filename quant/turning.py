@@ -85,9 +85,9 @@ def turning(
     lower: torch.Tensor = torch.linalg.cholesky_ex(of_k).L
     product = lower.mT @ of_q @ lower
     inverse, root = (_by_products if k.is_cuda else _by_eigenvalues)((product + product.mT) / 2)
-    matrices = lower @ inverse, torch.linalg.solve_triangular(lower.mT, root, upper=True)
     rotation = _rotation(k.shape[3], k.device)
-    return Turn(*((matrix @ rotation).float() for matrix in matrices), center)
+    turned_k = torch.linalg.solve_triangular(lower.mT, root @ rotation, upper=True)
+    return Turn((lower @ inverse @ rotation).float(), turned_k.float(), center)
 
 
 @lru_cache(maxsize=8)
