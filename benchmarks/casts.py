@@ -1,6 +1,7 @@
 """Times the kernels that quantize activations on one GPU, beside a copy in the same run.
 
     python benchmarks/casts.py                          the table
+    python benchmarks/casts.py --formats mxfp4,fp8      other formats
     python benchmarks/casts.py --json casts.json
 
 A row of the table is a format and what makes its input: nothing, RMSNorm with or without a residual, or SwiGLU. The
@@ -50,13 +51,13 @@ def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
     }
 
 
-def rates() -> list[dict[str, Any]]:
+def rates(formats: list[str]) -> list[dict[str, Any]]:
     """One row a format, width and source: TB/s by Hadamard block, and a copy's."""
     rows = []
     for columns in WIDTHS:
         tokens = ELEMENTS // columns
         inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
-        for name in cast.FORMATS_OUT:
+        for name in formats:
             copy = copy_rate()
             for source, (passes, call) in calls(name, inputs[0]).items():
                 row: dict[str, Any] = {"format": name, "width": columns, "after": source, "copy TB/s": copy}
@@ -89,12 +90,13 @@ def latencies() -> list[dict[str, Any]]:
 def main() -> None:
     """Parses the options, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(cast.FORMATS_OUT)}")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
     header = {**machine(), **versions("triton")}
-    tables = {"Quantizers, TB/s": rates(), "Few tokens": latencies()}
+    tables = {"Quantizers, TB/s": rates(options.formats.split(",")), "Few tokens": latencies()}
     for title, rows in tables.items():
         show(title, header, rows)
     if options.json:
