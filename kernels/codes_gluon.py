@@ -229,14 +229,17 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
     codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
     if least is None:
         return True
+    # An expert's part of a stack is a new view at each call: what is known is kept with the stack.
+    owner = codes if codes._base is None else codes._base
+    known = _known.setdefault(owner, {})
+    place = (codes.storage_offset(), *codes.shape)
     version = 0 if codes.is_inference() else codes._version
-    known = _known.get(codes)
-    if known is None or known[0] != version:
+    if place not in known or known[place][0] != version:
         if codes.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         parts = codes.view(torch.uint8).split(_ROWS_AT_ONCE)
-        known = _known[codes] = (version, all(int((part & 0x7F).amax()) < least for part in parts))
-    return known[1]  # type: ignore[no-any-return]
+        known[place] = (version, all(int((part & 0x7F).amax()) < least for part in parts))
+    return known[place][1]  # type: ignore[no-any-return]
 
 
 # The least code without its sign that is an infinity or a NaN.

@@ -112,7 +112,9 @@ def test_every_number_is_decoded_exactly(form: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "bad"), [("fp8", (0x7F, 0xFF)), ("mxfp8_e5m2", (0x7C, 0xFD))])
-def test_codes_that_are_no_numbers_are_refused(form: str, bad: tuple[int, ...]) -> None:
+def test_codes_that_are_no_numbers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, form: str, bad: tuple[int, ...]
+) -> None:
     """Once for each weight, and again when it was written to."""
     weight = quantize(torch.randn(64, 128), FORMATS[form])
     assert codes_gluon.numbers_only(weight) and codes_gluon.numbers_only(weight)
@@ -121,6 +123,14 @@ def test_codes_that_are_no_numbers_are_refused(form: str, bad: tuple[int, ...]) 
         assert codes_gluon.numbers_only(spoilt)
         spoilt.codes.view(torch.uint8)[33, 77] = code
         assert not codes_gluon.numbers_only(spoilt)
+    stack = quantize(torch.randn(2, 64, 128), FORMATS[form])
+    stack.codes.view(torch.uint8)[1, 0, 0] = bad[0]
+    parts = [replace(weight, codes=stack.codes[i]) for i in (0, 1)]
+    assert [codes_gluon.numbers_only(part) for part in parts] == [True, False]
+    monkeypatch.setattr(codes_gluon, "_ROWS_AT_ONCE", None)  # a second look would fail
+    parts = [replace(weight, codes=stack.codes[i]) for i in (0, 1)]
+    assert [codes_gluon.numbers_only(part) for part in parts] == [True, False]
+    monkeypatch.undo()
     with torch.inference_mode():
         assert codes_gluon.numbers_only(replace(weight, codes=weight.codes.clone()))
     assert codes_gluon.numbers_only(quantize(torch.randn(64, 128), FORMATS["int8"]))
