@@ -95,6 +95,11 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     if not job.dry_run:
         if job.out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
+        model = Path(job.model).expanduser().resolve()
+        if job.out.resolve() in (model, *model.parents) and model.exists():
+            raise UserError(
+                f"--out {job.out} holds the model {job.model}, which it would replace; name another directory"
+            )
         check_destination(job.out, overwrite=job.overwrite)
     torch.manual_seed(job.seed)
     started = time.perf_counter()

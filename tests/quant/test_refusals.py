@@ -213,6 +213,19 @@ def test_no_memory_is_one_line(library: str) -> None:
     assert isinstance(CliRunner().invoke(command, ["--fail"]).exception, RuntimeError)
 
 
+@pytest.mark.parametrize("out", ["runs", "runs/model"])
+def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> None:
+    """Not even where the place is one that an earlier run wrote."""
+    llama().save_pretrained(tmp_path / "runs" / "model")  # type: ignore[operator]
+    for place in (tmp_path / "runs", tmp_path / "runs" / "model"):
+        (place / "plan.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    options = ["--format", "mxfp8", "--out", str(tmp_path / out), "--overwrite"]
+    result = CliRunner().invoke(quantize_command, [str(tmp_path / "runs" / "model"), *options])
+    assert result.exit_code == 2 and "which it would replace; name another directory" in result.stderr
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
 def llama() -> nn.Module:
     sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
