@@ -71,7 +71,7 @@ class PrefillTiles:
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
         overlap: as in `GluonTiles`.
-        groups: of warps that multiply: 1, or 2 that share no barrier.
+        groups: of warps that multiply: 1, or 2 that share no barrier, which has run with powers of two only.
     """
 
     block_m: int
