@@ -12,7 +12,7 @@ import torch
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import dispatch
 from quant.kernels.hardware import current
-from quant.kernels.prepack import is_prepacked, prepack, restore, why_not
+from quant.kernels.prepack import as_computed, is_prepacked, prepack, restore, why_not
 from quant.kernels.tiles import to_dict
 from quant.kernels.tune import graph_microseconds
 
@@ -41,8 +41,9 @@ def time_as_called(
     for done, weight in enumerate(weights):
         weight = (restore(weight) if is_prepacked(weight) else weight).to(f"cuda:{index}")
         out, columns = weight.shape
+        format = weight.format.name
         if gpu.has_wgmma and not why_not(weight):
-            weight = prepack(weight)
+            weight = as_computed(prepack(weight))
         copies = [weight, *(_copy(weight) for _ in range(_count(gpu.l2, weight.codes.nbytes)))]
         dense = [
             torch.randn(out, columns, device=weight.codes.device, dtype=torch.bfloat16)
@@ -55,7 +56,7 @@ def time_as_called(
             base = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
             rows.append(
                 {
-                    "format": weight.format.name,
+                    "format": format,
                     "out": out,
                     "in": columns,
                     "tokens": count,

@@ -41,6 +41,9 @@ def linear(
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
     """
+    from quant.kernels.prepack import as_computed
+
+    weight = as_computed(weight)
     check(x, weight, bias)
     if x.dtype not in _FLOATS or not tune.has_triton():
         return None

@@ -147,9 +147,9 @@ def _linear(
         y = dispatch.linear(x, weight, bias, input_scale, activation)
         if y is not None:
             return y
-    if codes.dtype is torch.int32:
-        from quant.kernels.prepack import restore
+    from quant.kernels.prepack import is_prepacked, restore
 
+    if is_prepacked(weight):
         weight = restore(weight)
         codes, scale = weight.codes, weight.scale
     if activation:

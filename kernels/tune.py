@@ -235,7 +235,7 @@ def tune_shapes(
     Returns:
         The entries, why candidates were dropped, and the file.
     """
-    from quant.kernels.prepack import is_prepacked, prepack, restore, why_not
+    from quant.kernels.prepack import as_computed, is_prepacked, prepack, restore, why_not
 
     best: dict[str, Timing] = {}
     why: dict[str, str] = {}
@@ -244,9 +244,9 @@ def tune_shapes(
         weight = (restore(weight) if is_prepacked(weight) else weight).to("cuda")
         layouts = [weight]
         if gpu.has_wgmma and not why_not(weight):
-            layouts.append(prepack(weight))
+            layouts.append(as_computed(prepack(weight)))
         for layout in layouts:
-            name = key(weight.format, count, (weight.shape[0], weight.shape[1]), is_prepacked(layout))
+            name = key(layout.format, count, (weight.shape[0], weight.shape[1]), is_prepacked(layout))
             timings, dropped = search(layout, count, gpu)
             why.update({f"{name} {choice}": reason for choice, reason in dropped.items()})
             if timings:

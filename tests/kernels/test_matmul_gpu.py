@@ -61,6 +61,17 @@ def test_prepacked_nvfp4_against_float64(tokens: int) -> None:
         close_to_float64(quantized_linear(half, packed), half, weight, None)
 
 
+@pytest.mark.parametrize("format", ["mxfp6", "mxfp6_e3m2"])
+def test_widened_mxfp6_against_float64(format: str) -> None:
+    for rows, columns in ((256, 512), (77, 224)):
+        weight = weight_in(FORMATS[format], rows, columns)
+        packed = prepack(weight)
+        assert torch.equal(restore(packed).codes, weight.codes)
+        for tokens in TOKENS:
+            x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+            close_to_float64(quantized_linear(x, packed), x, weight, None)
+
+
 def test_every_prepacked_code_at_every_scale() -> None:
     """By the identity: y is the weight, exactly, for element times scale fits in BF16."""
     if not current().has_wgmma:

@@ -1,14 +1,19 @@
 """Prepacked weights: undone bit for bit, and laid out as the Hopper kernel reads them."""
 
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
 import pytest
 import torch
 
 from quant.formats.format import FORMATS
 from quant.formats.number import E2M1, E4M3
-from quant.formats.packing import pack
+from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear import QuantExperts, QuantLinear
-from quant.kernels.prepack import is_prepacked, prepack, prepack_model, restore, restore_model, why_not
+from quant.kernels.ops import quantized_linear
+from quant.kernels.prepack import as_computed, is_prepacked, prepack, prepack_model, restore, restore_model, why_not
 
 
 def all_pairs(rows: int = 128, columns: int = 2048) -> BlockScaledTensor:
@@ -88,6 +93,22 @@ def test_mxfp4_takes_the_form_of_nvfp4() -> None:
     assert torch.equal(back.codes, weight.codes) and torch.equal(back.scale, scale) and back.global_scale is None
 
 
+@pytest.mark.parametrize("name", ["mxfp6", "mxfp6_e3m2"])
+def test_mxfp6_is_mxfp8_with_few_values(name: str) -> None:
+    weight = quantize(torch.randn(37, 96) * torch.logspace(-4, 4, 37)[:, None], FORMATS[name])
+    weight = replace(weight, codes=pack(torch.randint(0, 64, (37, 96), dtype=torch.uint8), 6))
+    wide = prepack(weight)
+    assert is_prepacked(wide) and not is_prepacked(as_computed(wide))
+    as_ocp = wide.codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    kind = ml_dtypes.float6_e2m3fn if name == "mxfp6" else ml_dtypes.float6_e3m2fn
+    assert np.array_equal(as_ocp, unpack(weight.codes, 6, 96).numpy().view(kind).astype(np.float64))
+    assert torch.equal(as_computed(wide).dequantize(torch.float64), weight.dequantize(torch.float64))
+    back = restore(wide)
+    assert torch.equal(back.codes, weight.codes) and back.format == weight.format
+    x = torch.randn(3, 96)
+    assert torch.equal(quantized_linear(x, wide), quantized_linear(x, weight))
+
+
 def test_a_zero_scale_keeps_its_zero_codes() -> None:
     weight = all_pairs()
     weight.scale.view(torch.uint8)[5, 3] = 0
@@ -148,7 +169,7 @@ def test_experts_are_laid_out_one_by_one() -> None:
     model = torch.nn.Sequential(QuantExperts(weight), QuantExperts(quantize(torch.randn(2, 64, 64), FORMATS["mxfp4"])))
     x, offsets = torch.randn(7, 192), torch.tensor([0, 2, 2, 7], dtype=torch.int32)
     y, saved = model[0].grouped(x, offsets), {name: value.clone() for name, value in model.state_dict().items()}
-    assert prepack_model(model) == {"1": "MXFP4 experts have no kernel layout"}
+    assert prepack_model(model) == {"1": "experts in mxfp4 have no kernel layout"}
     assert is_prepacked(model[0].stored_weight)
     assert torch.equal(model[0].grouped(x, offsets), y)
     assert torch.equal(model[0][1], weight.dequantize(torch.float32)[1])
