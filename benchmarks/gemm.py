@@ -2,6 +2,7 @@
 
     python benchmarks/gemm.py                     every section
     python benchmarks/gemm.py --only nvfp4,casts  some of them
+    python benchmarks/gemm.py --chosen            of our launches only those that a call takes
     python benchmarks/gemm.py --compile-only      fills Triton's cache and measures nothing
 
 Method: each call is replayed from a CUDA graph over copies of the weight that together exceed the L2 cache, and is
@@ -39,6 +40,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import dispatch, tiles, tune
 from quant.kernels.hardware import current
 
+_only_chosen = "--chosen" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
 SHAPES = (WIDE, TALL, SQUARE)
 # Between powers of two too: there, how tiles go into the SMs decides.
@@ -88,7 +90,7 @@ def weights(
             if compile_only:
                 _run_once(weight, tokens)
                 continue
-            timings, dropped = tune.search(weight, tokens, current())
+            timings, dropped = tune.search(weight, tokens, current(), choices=_choices(weight, tokens))
             row = {"what": f"{name}{' prepacked' if prepacked else ''}", "N": shape[0], "K": shape[1], "M": tokens}
             if not timings:
                 yield {**row, "launch": "; ".join(f"{c}: {why}" for c, why in dropped.items())[:300]}
@@ -112,15 +114,21 @@ def weights(
     return section
 
 
+def _choices(weight: BlockScaledTensor, tokens: int) -> list[tiles.Choice]:
+    shape = (weight.shape[0], weight.shape[1])
+    if _only_chosen:
+        return [dispatch.choose(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
+    return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
+
+
 def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
     x = torch.randn(tokens, weight.shape[1], device="cuda", dtype=torch.bfloat16)
     dispatch.dequantize(weight, torch.bfloat16)
-    shape = (weight.shape[0], weight.shape[1])
-    for choice in tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32):
+    for choice in _choices(weight, tokens):
         try:
             dispatch.run(x, weight, None, choice)
         except Exception as error:
-            print(f"{weight.format} {shape} {tokens} {choice}: {error}", file=sys.stderr)
+            print(f"{weight.format} {list(weight.shape)} {tokens} {choice}: {error}", file=sys.stderr)
 
 
 def _words(choice: tiles.Choice) -> str:
@@ -258,6 +266,7 @@ def casts(compile_only: bool) -> Iterator[Row]:
 DECODE = [(shape, tokens) for shape in SHAPES for tokens in (1, 16, 64)]
 MIDDLE = [(shape, tokens) for shape in SHAPES for tokens in MIDDLE_TOKENS]
 PREFILL = [(shape, tokens) for shape in SHAPES for tokens in PREFILL_TOKENS]
+SOME = [(WIDE, tokens) for tokens in (64, 256, 1024, 4096)]
 SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "library": library,
     "nvfp4": weights("nvfp4", [*DECODE, *MIDDLE, *PREFILL], prepacked=True),
@@ -265,12 +274,12 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     "peers": peers,
     "prefill": prefill,
     "nvfp4-checkpoint": weights("nvfp4", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 64), (WIDE, 256)]),
-    "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), (WIDE, 256)]),
-    "fp8_channel": weights("fp8_channel", [(WIDE, 1), (WIDE, 16), (TALL, 16)]),
-    "fp8_block": weights("fp8_block", [(WIDE, 16)]),
-    "int8": weights("int8", [(WIDE, 16)]),
+    "mxfp8": weights("mxfp8", [(WIDE, 1), (WIDE, 16), (TALL, 16), (SQUARE, 16), *SOME]),
+    "fp8_channel": weights("fp8_channel", [(WIDE, 1), (WIDE, 16), (TALL, 16), *SOME]),
+    "fp8_block": weights("fp8_block", [(WIDE, 16), *SOME]),
+    "int8": weights("int8", [(WIDE, 16), *SOME]),
     "4bit": lambda compile_only: chain(
-        weights("int4", [(WIDE, 16)])(compile_only), weights("mxfp4", [(WIDE, 16)])(compile_only)
+        weights("int4", [(WIDE, 16), *SOME])(compile_only), weights("mxfp4", [(WIDE, 16)])(compile_only)
     ),
     "casts": casts,
 }
@@ -311,6 +320,7 @@ def run_sections(names: list[str], compile_only: bool, limit: float | None) -> l
         for name, out in outs.items():
             command = [sys.executable, __file__, "--section", name, "--out", str(out)]
             command += ["--compile-only"] if compile_only else ["--lock", str(lock)]
+            command += ["--chosen"] if _only_chosen else []
             running.append(subprocess.Popen(command))
         end = None if limit is None else time.monotonic() + limit
         for process in running:
@@ -330,6 +340,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="sections, separated by commas: " + ", ".join(SECTIONS))
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
+    parser.add_argument("--chosen", action="store_true", help="measure the launches that a call takes, and no others")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
     parser.add_argument("--table", type=Path, help="also write the fastest launches as a table for kernels/tuned/")
     parser.add_argument("--plot", type=Path, help="also draw NVFP4 over cuBLAS by tokens here: .png or .svg")

@@ -18,9 +18,9 @@ exchanged between threads, and the weight stays as it is, for the kernels for fe
 These are 4 instructions a pair. Half of them go to a unit that takes one of a warp every other clock, and decoding must
 not take the clocks that the products take.
 
-Where a scale goes: a tensor's or a channel's into the finished sum; a power of two or INT4's group scale into a product
-of bfloat16s, exact or rounded once, as the oracle rounds it; a float32 of 128 × 128 as the sum of two bfloat16s, the
-lesser product first, which rounds once too but for 2^-8 of a unit in the last place.
+Where a scale goes: a tensor's or a channel's into the finished sum; a power of two into an exact product of bfloat16s;
+a float32 of 128 × 128 or of INT4's groups as the sum of two bfloat16s, the lesser product first, which rounds once but
+for 2^-8 of a unit in the last place.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def scaling(form):
     if form not in FORMATS:
         return "sum"
     format = FORMATS[form]
-    return "sum" if not format.block[1] else "one" if format.scale.bits < 32 else "two"
+    return "sum" if not format.block[1] else "one" if format.scale.bits == 8 else "two"
 
 
 @gluon.constexpr_function
@@ -189,11 +189,8 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
     if scaling(form) == "sum":
         value = gl.inline_asm_elementwise(text, "=r,r", [codes], dtype=gl.int32, is_pure=False, pack=1)
     elif scaling(form) == "one":
-        if groups == 2:
-            # Two codes of E8M0.
-            scale = gl.join(_power_twice(scale & 0xFF), _power_twice((scale >> 8) & 0xFF))
-        else:
-            scale = _bits_twice(scale).expand_dims(2)
+        # Two codes of E8M0.
+        scale = gl.join(_power_twice(scale & 0xFF), _power_twice((scale >> 8) & 0xFF))
         scale = gl.convert_layout(scale, gl.SliceLayout(3, pairs), assert_trivial=True).expand_dims(3)
         scale, codes = gl.broadcast(scale, codes)
         value = gl.inline_asm_elementwise(text, "=r,r,r", [codes, scale], dtype=gl.int32, is_pure=False, pack=1)

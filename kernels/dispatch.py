@@ -137,6 +137,7 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` of `weight`, on a GPU, in `dtype`."""
     from quant.kernels import matmul, prepack
 
+    weight = prepack.as_computed(weight)
     if not prepack.is_prepacked(weight):
         return matmul.dequantize(weight, dtype)
     if dtype is torch.bfloat16:
