@@ -37,8 +37,9 @@ def lines(
                 axes.plot(*zip(*points, strict=True), "o-", ms=3, lw=1.5, color=f"C{colour}", label=name)
         if par is not None:
             axes.axhline(par, color="0.5", lw=1, ls="--")
-        axes.set(xscale="log", yscale="log", title=title, xlabel=x)
-        axes.set_xticks(sorted({row[x] for row in rows if row[panel] == title}))
+        axes.set(yscale="log", title=title, xlabel=x)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([4**i for i in range(12) if any(row[x] >= 4**i for row in rows)])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())

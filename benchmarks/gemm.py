@@ -369,12 +369,13 @@ def main() -> None:
     if options.json:
         write_json(options.json, title, header, rows)
     if options.plot:
+        names = {"nvfp4 prepacked": "Blockscale NVFP4", "humming nvfp4": "humming NVFP4"}
         drawn = [
-            {**row, "N × K": f"{row['N']} × {row['K']}", "tokens": row["M"]}
+            {"what": name, "N × K": f"{row['N']} × {row['K']}", "tokens": row["M"], "× cuBLAS BF16": row["x bf16"]}
             for row in rows
-            if row["what"].startswith(("nvfp4 prepacked", "nvfp4 ×", "humming"))
+            if (name := names.get(row["what"]))
         ]
-        lines(options.plot, drawn, x="tokens", y="x bf16", line="what", panel="N × K")
+        lines(options.plot, drawn, x="tokens", y="× cuBLAS BF16", line="what", panel="N × K")
     if options.table:
         entries = {r["key"]: {"choice": r["choice"], "microseconds": round(r["us"], 2)} for r in rows if "key" in r}
         text = json.dumps({"gpu": current().name, "entries": entries}, indent=1, sort_keys=True)
