@@ -161,7 +161,7 @@ class Group:
             for batch in range(len(self.kept)):
                 watching.update(self.original(batch))
             amax = watching.amax()
-        self.input_scale = static_input_scale(amax, self.activation, stored)
+        self.input_scale = static_input_scale(amax, self.activation, stored, self.members[0].name)
 
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:

@@ -13,6 +13,7 @@ whole past is in two matrices [in, in], and no token needs to be kept (Qronos an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -165,14 +166,23 @@ def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> No
             total[start + width :, start : start + width] += strip[:, width:].t()
 
 
-def static_input_scale(amax: torch.Tensor, activation: Format, dtype: torch.dtype) -> torch.Tensor | None:
+def static_input_scale(
+    amax: torch.Tensor, activation: Format, dtype: torch.dtype, name: str | None = None
+) -> torch.Tensor | None:
     """Static scale of inputs whose largest magnitude is `amax`, float32 scalar; None for formats that measure theirs.
 
     Args:
         amax: float32 scalar.
         activation: format of the inputs.
         dtype: of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
+        name: of the layer, for a warning where the inputs were all zero and say nothing of a scale.
     """
+    if name and (activation.global_scale or activation.block == (0, 0)) and bool(amax == 0):
+        warnings.warn(
+            f"{name}: its input was zero in all calibration data, so its static input scale is arbitrary; calibrate on "
+            "data that reaches it, or keep it in 16 bit or in a format that measures each input, such as fp8_token",
+            stacklevel=2,
+        )
     if activation.global_scale:
         return 1 / (1 / global_scale_of(amax, activation, "max"))
     if activation.block != (0, 0):

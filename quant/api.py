@@ -357,7 +357,8 @@ def calibrate(
         shared = torch.stack([amax[member.name] for member in members]).amax()
         for member in members:
             assert member.activation is not None
-            scale = static_input_scale(shared, member.activation, stored_dtype(model))
+            warned = member.name if member is members[0] else None
+            scale = static_input_scale(shared, member.activation, stored_dtype(model), warned)
             assert scale is not None
             scales[member.name] = scale
     return scales

@@ -105,6 +105,16 @@ def test_static_scales_come_from_the_original_model(base: nn.Module) -> None:
     assert float((1 / reciprocal.double()).float()) == found
 
 
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+@pytest.mark.parametrize("format", ["nvfp4", "fp8"])
+def test_inputs_that_were_all_zero_are_warned_of(format: str, solver: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    nn.init.constant_(net[0].bias, -100.0)
+    with pytest.warns(UserWarning, match=r"^2: its input was zero in all calibration data.*such as fp8_token"):
+        quantize(net, format, torch.randn(8, 64), solver=solver)
+    assert torch.isfinite(net(torch.full((1, 64), 1e3))).all()
+
+
 def test_a_static_scale_without_data_is_refused_before_anything_changes() -> None:
     net = Net()
     with pytest.raises(UserError, match=r"left: nvfp4 inputs have a static scale; pass a text: --calib FILE"):
