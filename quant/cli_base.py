@@ -1,11 +1,14 @@
 """What the commands share: how they fail, and the options that most of them take.
 
 An expected error (`ValueError`, `OSError`, no memory) is one line on standard error and exit code 2; `--debug` shows
-the traceback behind it.
+the traceback behind it. A warning of ours is one line, too.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,8 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         try:
-            return super().invoke(ctx)
+            with _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
+                return super().invoke(ctx)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             memory = _is_out_of_memory(error)
             if ctx.params.get("debug") or (isinstance(error, RuntimeError) and not memory):
@@ -49,6 +53,23 @@ class Command(click.Command):
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
             click.echo(f"error: {message}", err=True)
             ctx.exit(2)
+
+
+@contextmanager
+def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
+    """Warnings of this package without file and line, which say nothing to users; others as Python has them."""
+    ours = str(Path(__file__).parent)
+    with warnings.catch_warnings():
+        usual = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
+            if not filename.startswith(ours):
+                usual(message, category, filename, *rest, **more)
+            elif not quiet:
+                click.echo(f"warning: {message}", err=True)
+
+        warnings.showwarning = show
+        yield
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -1,6 +1,7 @@
 """What cannot be done is said before anything slow, in one line with the way out; nothing given is ignored."""
 
 import re
+import warnings
 from pathlib import Path
 
 import click
@@ -271,3 +272,22 @@ def test_what_is_quantized_is_saved_and_quantized_once(tmp_path: Path) -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(UserError, match="device cuda: PyTorch sees no GPU here"):
         quant.quantize(llama(), "nvfp4", torch.zeros(1, 8, dtype=torch.int64), solver="gptq", device="cuda")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_warning_of_ours_is_one_line(quiet: bool) -> None:
+    """And none with --quiet; what others warn of goes its way."""
+
+    @click.command(cls=Command)
+    @click.option("--quiet", is_flag=True)
+    def command(quiet: bool) -> None:
+        net = nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
+        quant.quantize(net, "fp8", -torch.ones(8, 64))
+        warnings.warn("another's", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another") as caught:
+        said = CliRunner().invoke(command, ["--quiet"] if quiet else []).stderr
+    ours = re.findall(r"(?m)^warning: 1: its input was zero in all calibration data, .+ such as fp8_token$", said)
+    assert len(ours) == (not quiet) and said.count("zero") == (not quiet)
+    assert [(str(each.message), each.filename) for each in caught] == [("another's", __file__)]
