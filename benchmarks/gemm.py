@@ -2,12 +2,12 @@
 
     python benchmarks/gemm.py                     every section
     python benchmarks/gemm.py --only nvfp4,casts  some of them
-    python benchmarks/gemm.py --chosen            of our launches only those that a call takes
+    python benchmarks/gemm.py --search            the fastest of all candidates, and not what a call takes
     python benchmarks/gemm.py --compile-only      fills Triton's cache and measures nothing
 
 Method: each call is replayed from a CUDA graph over copies of the weight that together exceed the L2 cache, and is
-the median of five replays. Every candidate launch is compared with float64 first; the table shows the fastest correct
-one, and how many were wrong or refused. Rates of bytes count what a weight takes in its format. Sections run in
+the median of five replays. A launch is compared with float64 first. A search shows the fastest correct candidate, and
+how many were wrong or refused. Rates of bytes count what a weight takes in its format. Sections run in
 processes of their own, one at a time on the GPU, so that a fault in one leaves the others.
 
 Peers are measured in the same run where they are installed: PyTorch's BF16 matmul (cuBLAS), `torch._scaled_mm`, and
@@ -40,7 +40,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import dispatch, tiles, tune
 from quant.kernels.hardware import current
 
-_only_chosen = "--chosen" in sys.argv
+_search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
 SHAPES = (WIDE, TALL, SQUARE)
 # Between powers of two too: there, how tiles go into the SMs decides.
@@ -116,9 +116,9 @@ def weights(
 
 def _choices(weight: BlockScaledTensor, tokens: int) -> list[tiles.Choice]:
     shape = (weight.shape[0], weight.shape[1])
-    if _only_chosen:
-        return [dispatch.choose(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
-    return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
+    if _search:
+        return tiles.candidates(weight.format, tokens, shape, current(), weight.codes.dtype is torch.int32)
+    return [dispatch.choose(weight, torch.empty(tokens, shape[1], device="cuda", dtype=torch.bfloat16))]
 
 
 def _run_once(weight: BlockScaledTensor, tokens: int) -> None:
@@ -320,7 +320,7 @@ def run_sections(names: list[str], compile_only: bool, limit: float | None) -> l
         for name, out in outs.items():
             command = [sys.executable, __file__, "--section", name, "--out", str(out)]
             command += ["--compile-only"] if compile_only else ["--lock", str(lock)]
-            command += ["--chosen"] if _only_chosen else []
+            command += ["--search"] if _search else []
             running.append(subprocess.Popen(command))
         end = None if limit is None else time.monotonic() + limit
         for process in running:
@@ -340,15 +340,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="sections, separated by commas: " + ", ".join(SECTIONS))
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
-    parser.add_argument("--chosen", action="store_true", help="measure the launches that a call takes, and no others")
+    parser.add_argument("--search", action="store_true", help="measure all candidates, not only what a call takes")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
-    parser.add_argument("--table", type=Path, help="also write the fastest launches as a table for kernels/tuned/")
+    parser.add_argument("--table", type=Path, help="also write what --search found as a table for kernels/tuned/")
     parser.add_argument("--plot", type=Path, help="also draw NVFP4 over cuBLAS by tokens here: .png or .svg")
     parser.add_argument("--limit", type=float, help="seconds, after which the table shows what is there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.table and not options.search:
+        parser.error("--table is for what --search finds")
     if not torch.cuda.is_available():
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
     if options.section:
