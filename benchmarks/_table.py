@@ -46,6 +46,16 @@ def show(title: str, header: Mapping[str, str], rows: Sequence[Row], notes: Sequ
         print(f"\n{note}")
 
 
+def show_all(
+    title: str, header: Mapping[str, str], tables: Mapping[str, Sequence[Row]], json_path: Path | None = None
+) -> None:
+    """Shows each table under its own title, and writes the rows of all to `json_path` where one is given."""
+    for name, rows in tables.items():
+        show(name, header, rows)
+    if json_path:
+        write_json(json_path, title, header, [row for rows in tables.values() for row in rows])
+
+
 def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table with the columns of the first row, numbers to the right."""
     columns = list(rows[0])

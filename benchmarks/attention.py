@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from _table import Row, machine, show, versions, write_json
+from gemm import warm_up
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -156,16 +156,6 @@ def error(compile_only: bool) -> Iterator[Row]:
 
 
 SECTIONS = {"speed": speed, "quantize": quantizing, "error": error}
-
-
-def warm_up(seconds: float = 0.3) -> None:
-    """Keeps the GPU busy until its clocks are those of work."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for _ in range(20):
-            x @ x
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.kernels import cast, fused
@@ -97,10 +97,7 @@ def main() -> None:
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
     header = {**machine(), **versions("triton")}
     tables = {"Quantizers, TB/s": rates(options.formats.split(",")), "Few tokens": latencies()}
-    for title, rows in tables.items():
-        show(title, header, rows)
-    if options.json:
-        write_json(options.json, "Quantizers", header, [row for rows in tables.values() for row in rows])
+    show_all("Quantizers", header, tables, options.json)
 
 
 if __name__ == "__main__":

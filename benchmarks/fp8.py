@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
@@ -99,10 +99,7 @@ def main() -> None:
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
     header = {**machine(), **versions("triton")}
     tables = {"FP8 by FP8": plain(), "128 experts, one projection": by_expert()}
-    for title, rows in tables.items():
-        show(title, header, rows)
-    if options.json:
-        write_json(options.json, "FP8 by FP8", header, [row for rows in tables.values() for row in rows])
+    show_all("FP8 by FP8", header, tables, options.json)
 
 
 if __name__ == "__main__":

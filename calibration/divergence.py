@@ -32,6 +32,7 @@ from torch import nn
 from quant.calibration.blocks import output_of
 from quant.calibration.data import few_of
 from quant.calibration.fast_products import fast_dtype
+from quant.recipes.layers import output_head
 
 # 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
@@ -84,8 +85,7 @@ class Divergence(Protocol):
 
 def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
     """The one that fits `model`: next tokens if it has an output head, classes if it gives one vector for each row."""
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
+    head = output_head(model)
     if head is not None:
         return NextToken(model, head)
     with torch.no_grad():

@@ -490,7 +490,8 @@ def quantize_swizzled(
     """
     if format.name not in ("nvfp4", "mxfp4", "mxfp8"):
         raise ValueError(f"{format} has no block scales that are swizzled; nvfp4, mxfp4 and mxfp8 have")
-    return _quantize_rows(x, format, "plain", global_scale=global_scale, hadamard=hadamard, swizzled=True)
+    made = quantize_rows(x, format, "plain", global_scale=global_scale, hadamard=hadamard, swizzled=True)
+    return made.codes, made.scale, made.global_scale
 
 
 def quantize_rows(
@@ -505,29 +506,9 @@ def quantize_rows(
     scale: torch.Tensor | None = None,
     global_scale: torch.Tensor | None = None,
     hadamard: int = 0,
-) -> BlockScaledTensor:
-    """One launch of the kernel for any `source`; `kernels/fused.py` names its arguments."""
-    codes, scales, second_level = _quantize_rows(
-        x, format, source, second=second, norm_weight=norm_weight, hidden=hidden, eps=eps, scale=scale,
-        global_scale=global_scale, hadamard=hadamard,
-    )  # fmt: skip
-    return BlockScaledTensor(codes, scales, format, (codes.shape[0], x.shape[-1]), second_level)
-
-
-def _quantize_rows(
-    x: torch.Tensor,
-    format: Format,
-    source: str,
-    *,
-    second: torch.Tensor | None = None,
-    norm_weight: torch.Tensor | None = None,
-    hidden: torch.Tensor | None = None,
-    eps: float = 0.0,
-    scale: torch.Tensor | None = None,
-    global_scale: torch.Tensor | None = None,
-    hadamard: int = 0,
     swizzled: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> BlockScaledTensor:
+    """One launch of the kernel for any `source`; `kernels/fused.py` and `quantize_swizzled` name its arguments."""
     _check(x, format, source, second, norm_weight, hadamard)
     _check_scales(x, format, scale, global_scale)
     rows = _contiguous_rows(x)
@@ -583,7 +564,7 @@ def _quantize_rows(
             )  # fmt: skip
         else:
             quantize_rows_kernel[launch.programs,](*tensors, eps, **meaning, **shape)
-    return codes, scales, global_scale
+    return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,9 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     reason = why_not(weight)
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
-    rows, columns = _tall(weight)
     if weight.format.name in _WIDENED:
-        wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
-        table = _e4m3_codes(weight.format.element).to(wide.device)
-        for part in _row_slices(rows):
-            wide[part] = table[unpack(weight.codes[part], 6, columns).int()]
-        return replace(weight, codes=wide.view(torch.float8_e4m3fn))
+        return _widened(weight)
+    rows, columns = _tall(weight)
     flat = weight.codes.reshape(rows, -1)
     words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
     for part in _row_slices(rows):
@@ -144,13 +140,9 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     """The inverse of `prepack`, bit for bit."""
-    rows, columns = _tall(weight)
     if _is_widened(weight):
-        table = _e4m3_codes(weight.format.element)
-        back = torch.zeros(256, dtype=torch.uint8)
-        back[table.int()] = torch.arange(len(table), dtype=torch.uint8)
-        back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
-        return replace(weight, codes=torch.cat([pack(back[wide[part].int()], 6) for part in _row_slices(rows)]))
+        return _narrowed(weight)
+    rows, columns = _tall(weight)
     lead, words = weight.shape[:-1], weight.codes.reshape(rows, -1)
     packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.codes.device)
     for part in _row_slices(rows):
@@ -226,6 +218,26 @@ def _scale_table() -> torch.Tensor:
     table = torch.where(values > 0, bits >> 4 & 0xFF, -1)
     table[0] = 0
     return table
+
+
+def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """MXFP6 with its codes in E4M3."""
+    rows, columns = weight.shape
+    wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
+    table = _e4m3_codes(weight.format.element).to(wide.device)
+    for part in _row_slices(rows):
+        wide[part] = table[unpack(weight.codes[part], 6, columns).int()]
+    return replace(weight, codes=wide.view(torch.float8_e4m3fn))
+
+
+def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """The inverse of `_widened`."""
+    table = _e4m3_codes(weight.format.element)
+    back = torch.zeros(256, dtype=torch.uint8)
+    back[table.int()] = torch.arange(len(table), dtype=torch.uint8)
+    back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
+    parts = [pack(back[wide[part].int()], 6) for part in _row_slices(weight.shape[0])]
+    return replace(weight, codes=torch.cat(parts))
 
 
 @cache

@@ -37,6 +37,7 @@ from torch import nn
 
 from quant.calibration.divergence import last_hidden
 from quant.errors import UserError
+from quant.recipes.layers import output_head
 
 # 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
 _SLICE_ELEMENTS = 1 << 23
@@ -282,8 +283,7 @@ def _logits_reader(model: nn.Module, probe: torch.Tensor) -> Callable[[torch.Ten
 
 def _split_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None, float | None]:
     """Backbone, output head and soft-cap of a Hugging Face model; no backbone where there is none apart."""
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
+    head = output_head(model)
     backbone = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
     if head is None or not isinstance(backbone, nn.Module) or backbone is model:
         return None, None, None

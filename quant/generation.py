@@ -19,6 +19,7 @@ from torch import nn
 
 from quant.attention_interface import quantized_attention
 from quant.errors import UserError, counted
+from quant.recipes.layers import output_head
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")
@@ -141,8 +142,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
 
     Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
     """
-    find_head = getattr(model, "get_output_embeddings", None)
-    head = find_head() if callable(find_head) else None
+    head = output_head(model)
     if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
         yield
         return

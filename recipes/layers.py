@@ -44,7 +44,7 @@ class Layer:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `find_groups`."""
-    head = _output_head(model)
+    head = output_head(model)
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
@@ -155,7 +155,8 @@ def _kind_by_name(stem: str, shape: Sequence[int]) -> str:
     return {2: "linear", 3: "conv", 4: "conv", 5: "conv"}.get(len(shape), "other")
 
 
-def _output_head(model: nn.Module) -> nn.Module | None:
+def output_head(model: nn.Module) -> nn.Module | None:
+    """What turns a model's hidden states into logits, as transformers knows it; None where there is none."""
     find = getattr(model, "get_output_embeddings", None)
     return find() if callable(find) else None
 
