@@ -83,6 +83,53 @@ def _multiply(acc, x, w, swap: tl.constexpr):
         return tl.dot(x, tl.trans(w), acc)
 
 
+@triton.jit
+def add_products(
+    acc, tokens, code_row, scale, n, step, N, K, scale_stride, codes_width,
+    element: tl.constexpr, bits: tl.constexpr, kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    swap: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """acc + tokens · wᵀ of the `step`-th `block_k` columns, with every scale that is not constant along K.
+
+    `code_row` points at the codes of the rows n, `scale` at the scales of the matrix.
+    """
+    per_weight: tl.constexpr = columns > 0 and columns < block_k
+    per_tile: tl.constexpr = columns >= block_k
+    start = step * block_k
+    product = tl.zeros_like(acc) if per_tile else acc
+    if bits == 4:
+        byte = step * (block_k // 2) + tl.arange(0, block_k // 2)
+        pair = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
+        low, high = decode_element(pair & 15, element), decode_element(pair >> 4, element)
+        if per_weight:
+            s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
+                        block_k // columns, columns // 2)  # fmt: skip
+            low, high = low * s, high * s
+        even, odd = tl.split(tokens.reshape(tokens.shape[0], block_k // 2, 2))
+        product = _multiply(product, even, low.to(tokens.dtype), swap)
+        product = _multiply(product, odd, high.to(tokens.dtype), swap)
+    else:
+        k = start + tl.arange(0, block_k)
+        if bits == 6:
+            byte = k * 6 // 8
+            near = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
+            inside = byte[None, :] + 1 < codes_width
+            far = tl.load(code_row + byte[None, :] + 1, mask=inside, other=0).to(tl.int32)
+            w = decode_element(((near | far << 8) >> (k * 6 % 8)[None, :]) & 63, element)
+        else:
+            w = decode_element(tl.load(code_row + k[None, :], mask=k[None, :] < K, other=0.0), element)
+        if per_weight:
+            w = w * _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
+                            block_k // columns, columns)  # fmt: skip
+        product = _multiply(product, tokens, w.to(tokens.dtype), swap)
+    if per_tile:
+        pointer = scale + (tl.minimum(n, N - 1) // rows).to(tl.int64) * scale_stride + start // columns
+        s = decode_scale(tl.load(pointer), kind)
+        return acc + product * (s[:, None] if swap else s[None, :])
+    else:
+        return product
+
+
 @triton.jit(do_not_specialize=["M", "splits"])
 def linear_kernel(
     x, codes, scale, global_scale, bias, y, partial, counter,
@@ -100,47 +147,13 @@ def linear_kernel(
     there = (m < M)[:, None]
     # Rows of W beyond the end read the last one: those loads need no mask, and their results are never stored.
     code_row = codes + tl.minimum(n, N - 1).to(tl.int64)[:, None] * codes_stride
-    per_weight: tl.constexpr = columns > 0 and columns < block_k
-    per_tile: tl.constexpr = columns >= block_k
     acc = tl.zeros((block_n, block_m) if swap else (block_m, block_n), dtype=tl.float32)
     steps = tl.cdiv(tl.cdiv(K, block_k), splits)
     for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, block_k))):
-        start = step * block_k
-        k = start + tl.arange(0, block_k)
+        k = step * block_k + tl.arange(0, block_k)
         tokens = tl.load(x_row + k[None, :], mask=there & (k[None, :] < K), other=0.0)
-        product = tl.zeros_like(acc) if per_tile else acc
-        if bits == 4:
-            byte = step * (block_k // 2) + tl.arange(0, block_k // 2)
-            pair = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
-            low, high = decode_element(pair & 15, element), decode_element(pair >> 4, element)
-            if per_weight:
-                s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                            block_k // columns, columns // 2)  # fmt: skip
-                low, high = low * s, high * s
-            even, odd = tl.split(tokens.reshape(block_m, block_k // 2, 2))
-            product = _multiply(product, even, low.to(x.dtype.element_ty), swap)
-            product = _multiply(product, odd, high.to(x.dtype.element_ty), swap)
-        else:
-            if bits == 6:
-                byte = k * 6 // 8
-                first = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
-                next_inside = byte[None, :] + 1 < codes_width
-                second = tl.load(code_row + byte[None, :] + 1, mask=next_inside, other=0).to(tl.int32)
-                code = ((first | second << 8) >> (k * 6 % 8)[None, :]) & 63
-                w = decode_element(code, element)
-            else:
-                code = tl.load(code_row + k[None, :], mask=k[None, :] < K, other=0.0)
-                w = decode_element(code, element)
-            if per_weight:
-                w = w * _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                                block_k // columns, columns)  # fmt: skip
-            product = _multiply(product, tokens, w.to(x.dtype.element_ty), swap)
-        if per_tile:
-            pointer = scale + (tl.minimum(n, N - 1) // rows).to(tl.int64) * scale_stride + start // columns
-            s = decode_scale(tl.load(pointer), kind)
-            acc += product * (s[:, None] if swap else s[None, :])
-        else:
-            acc = product
+        acc = add_products(acc, tokens, code_row, scale, n, step, N, K, scale_stride, codes_width,
+                           element, bits, kind, rows, columns, swap, block_k)  # fmt: skip
     if swap:
         acc = tl.trans(acc)
     inside = (m[:, None] < M) & (n[None, :] < N)
@@ -155,17 +168,17 @@ def linear_kernel(
             for other in range(splits):
                 # Past L1, which knows nothing of what other programs wrote.
                 total += tl.load(partial + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
-            _finish(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
-                    has_global, has_bias)  # fmt: skip
+            finish(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+                   has_global, has_bias)  # fmt: skip
             tl.store(arrival, 0)
     else:
-        _finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
-                has_global, has_bias)  # fmt: skip
+        finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
+               has_global, has_bias)  # fmt: skip
 
 
 @triton.jit
-def _finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
-            rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
+def finish(acc, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind: tl.constexpr,
+           rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, has_bias: tl.constexpr):  # fmt: skip
     """Scales that are constant along K, the bias, the rounding to the dtype of y."""
     if columns == 0:
         row = tl.minimum(n, N - 1)

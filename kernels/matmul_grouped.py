@@ -20,7 +20,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.matmul import _scales, decode_element, decode_scale, layout
+from quant.kernels.matmul import add_products, finish, layout
 from quant.kernels.prepack import is_prepacked
 
 MAX_EXPERTS = 1024
@@ -54,54 +54,20 @@ def grouped_linear_kernel(
         m = first + tl.arange(0, block_m)
         n = tl.program_id(0) * block_n + tl.arange(0, block_n)
         of = expert.to(tl.int64)
-        x_row = x + tl.minimum(m, last - 1).to(tl.int64)[:, None] * x_stride
+        # Rows beyond the group's last are not read: each would be one more request for a line of another row.
+        x_row, there = x + m.to(tl.int64)[:, None] * x_stride, (m < last)[:, None]
         code_row = codes + (of * N + tl.minimum(n, N - 1))[:, None] * codes_width
         scale += of * scale_rows * scale_stride
-        per_weight: tl.constexpr = columns > 0 and columns < block_k
-        per_tile: tl.constexpr = columns >= block_k
         acc = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(tl.cdiv(K, block_k)):
-            start = step * block_k
-            k = start + tl.arange(0, block_k)
-            tokens = tl.load(x_row + k[None, :], mask=k[None, :] < K, other=0.0)
-            product = tl.zeros_like(acc) if per_tile else acc
-            if bits == 4:
-                byte = step * (block_k // 2) + tl.arange(0, block_k // 2)
-                pair = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
-                low, high = decode_element(pair & 15, element), decode_element(pair >> 4, element)
-                if per_weight:
-                    s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                                block_k // columns, columns // 2)  # fmt: skip
-                    low, high = low * s, high * s
-                even, odd = tl.split(tokens.reshape(block_m, block_k // 2, 2))
-                product = tl.dot(even, tl.trans(low.to(x.dtype.element_ty)), product)
-                product = tl.dot(odd, tl.trans(high.to(x.dtype.element_ty)), product)
-            else:
-                if bits == 6:
-                    byte = k * 6 // 8
-                    near = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
-                    inside = byte[None, :] + 1 < codes_width
-                    far = tl.load(code_row + byte[None, :] + 1, mask=inside, other=0).to(tl.int32)
-                    w = decode_element(((near | far << 8) >> (k * 6 % 8)[None, :]) & 63, element)
-                else:
-                    w = decode_element(tl.load(code_row + k[None, :], mask=k[None, :] < K, other=0.0), element)
-                if per_weight:
-                    w = w * _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                                    block_k // columns, columns)  # fmt: skip
-                product = tl.dot(tokens, tl.trans(w.to(x.dtype.element_ty)), product)
-            if per_tile:
-                pointer = scale + (tl.minimum(n, N - 1) // rows).to(tl.int64) * scale_stride + start // columns
-                acc += product * decode_scale(tl.load(pointer), kind)[None, :]
-            else:
-                acc = product
-        if columns == 0:
-            row = tl.minimum(n, N - 1)
-            place = row // rows if rows > 0 else row * 0
-            acc *= decode_scale(tl.load(scale + place.to(tl.int64) * scale_stride), kind)[None, :]
-        if has_global:
-            acc *= tl.load(global_scale + expert).to(tl.float32)
-        out = y + m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(out, acc.to(y.dtype.element_ty), mask=(m[:, None] < last) & (n[None, :] < N))
+            k = step * block_k + tl.arange(0, block_k)
+            tokens = tl.load(x_row + k[None, :], mask=there & (k[None, :] < K), other=0.0)
+            acc = add_products(acc, tokens, code_row, scale, n, step, N, K, scale_stride, codes_width,
+                               element, bits, kind, rows, columns, False, block_k)  # fmt: skip
+        place = m.to(tl.int64)[:, None] * N + n[None, :]
+        inside = there & (n[None, :] < N)
+        finish(acc, scale, global_scale + expert, y, y, place, inside, n, N, scale_stride, kind, rows, columns,
+               has_global, False)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["experts"])
@@ -117,20 +83,22 @@ def grouped_fp8_kernel(
         n = tl.program_id(0) * block_n + tl.arange(0, block_n)
         k = tl.arange(0, 128)
         of = expert.to(tl.int64)
-        m_row, n_row = tl.minimum(m, last - 1).to(tl.int64), tl.minimum(n, N - 1)
+        there, m_row, n_row = m < last, m.to(tl.int64), tl.minimum(n, N - 1)
         x_row, code_row = x + m_row[:, None] * K, codes + (of * N + n_row)[:, None] * K
         steps = tl.cdiv(K, 128)
         x_width = steps if x_columns > 0 else 1
         w_width = steps if columns > 0 else 1
         tl.static_assert(columns == 0 or rows % block_n == 0)
-        x_line = x_scale + (m_row * x_width if x_rows > 0 else m_row * 0)
+        # Scales of rows beyond the last are the last one's, and scale what is not stored: no mask is held for them.
+        scale_row = tl.minimum(m, last - 1).to(tl.int64)
+        x_line = x_scale + (scale_row * x_width if x_rows > 0 else scale_row * 0)
         w_height = tl.cdiv(N, rows) if rows > 0 else 1
         squares = scale + of * w_height * w_width + (tl.program_id(0) * block_n // rows * w_width if rows > 0 else 0)
         w_line = scale + of * w_height * w_width + (n_row // rows if rows > 0 else n_row * 0)
         acc = tl.zeros((block_m, block_n), dtype=tl.float32)
         for step in range(steps):
             inside = (step * 128 + k)[None, :] < K
-            a = tl.load(x_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
+            a = tl.load(x_row + (step * 128 + k)[None, :], mask=there[:, None] & inside, other=0.0)
             b = tl.load(code_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
             product = tl.dot(a, tl.trans(b))
             # A tile has one row of squares; their scale joins that of the rows, where these have one a step.
@@ -144,7 +112,7 @@ def grouped_fp8_kernel(
         if columns == 0:
             acc *= tl.load(w_line)[None, :]
         out = y + m.to(tl.int64)[:, None] * N + n[None, :]
-        tl.store(out, acc.to(y.dtype.element_ty), mask=(m[:, None] < last) & (n[None, :] < N))
+        tl.store(out, acc.to(y.dtype.element_ty), mask=there[:, None] & (n[None, :] < N))
 
 
 def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,50 @@ def check_fp8(device: str, weights: str, rows: str, run: Callable[..., torch.Ten
     close(y, x.dequantize(), weight, counts, 2**-11 if device == "cuda" else 1e-6)
 
 
+def check_poison(device: str, run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor) -> None:
+    """A group's last row that is no number, and rows of no group, change no other row, and are in no other sum."""
+    for counts in ((3, 0, 17, 1), (0, 0, 0, 21), (16, 0, 0, 5)):
+        assert len(x) == sum(counts) + 3
+        offsets = offsets_of(counts, device)
+        lasts = (offsets[1:][offsets[1:] > offsets[:-1]] - 1).long()
+        clean = torch.ones(len(x), dtype=torch.bool, device=device)
+        clean[lasts] = clean[sum(counts) :] = False
+        before = run(x, offsets)
+        for value in (torch.nan, torch.inf):
+            poisoned = x.clone()
+            poisoned[~clean] = value
+            y = run(poisoned, offsets)
+            assert torch.equal(y[clean], before[clean]) and bool(before[clean].isfinite().all())
+            assert not bool(y[lasts].isfinite().any())
+
+
+def check_poisoned_rows(device: str) -> None:
+    for format in ("nvfp4", "fp8_block", "int8"):
+        weight = stacked(format, 4, 77, 256, device)
+        x = torch.randn(24, 256, device=device, dtype=torch.bfloat16)
+        check_poison(device, lambda x, offsets, w=weight: kernels.grouped_linear(x, w, offsets), x)  # type: ignore[misc]
+    for rows in ("fp8_token", "fp8_group"):
+        weight, codes = stacked("fp8_block", 4, 77, 256, device), quantize(torch.randn(24, 256), FORMATS[rows])
+        codes = BlockScaledTensor(codes.codes.to(device), codes.scale.to(device), codes.format, codes.shape)
+
+        def scaled(scale: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            x = BlockScaledTensor(codes.codes, scale, codes.format, codes.shape)  # noqa: B023
+            return kernels.grouped_fp8(x, weight, offsets, torch.float32)  # noqa: B023
+
+        check_poison(device, scaled, codes.scale)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_rows_that_are_no_numbers_stay_alone_interpreted() -> None:
+    with interpreted():
+        check_poisoned_rows("cpu")
+
+
+@pytest.mark.gpu
+def test_rows_that_are_no_numbers_stay_alone_on_a_gpu() -> None:
+    check_poisoned_rows("cuda")
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_format_interpreted(format: str) -> None:
     with interpreted():
