@@ -434,9 +434,9 @@ def _multiply(a, x_ring, tail_ring, at, acc, acc_tail, tail_operand: gl.constexp
 def _consume(
     x_ring, tail_ring, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
     scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n,
-    group: gl.constexpr, groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr,
-    wide: gl.constexpr, tail: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr,
-    overlap: gl.constexpr, form: gl.constexpr, unroll: gl.constexpr,
+    groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr,
+    tail: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
+    form: gl.constexpr, unroll: gl.constexpr, group: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -535,6 +535,24 @@ def _consume(
                 M, N, offsets, experts, group, groups, has_bias, halves, rows, block_m, width, form)  # fmt: skip
 
 
+@gluon.jit
+def _group(arguments, group: gl.constexpr):
+    _consume(*arguments, group)
+
+
+@gluon.jit
+def _start(consumed, produced, groups: gl.constexpr):
+    """The warps that multiply, in `groups`, and the one that fetches; their arguments, constants among them."""
+    if groups == 2:
+        gl.warp_specialize(
+            [(_group, (consumed, 0)), (_group, (consumed, 1)), (_produce, produced)],
+            [4, 1],
+            [_REGISTERS, _FETCHER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize([(_group, (consumed, 0)), (_produce, produced)], [1], [_FETCHER_REGISTERS])
+
+
 @gluon.jit(
     do_not_specialize=[
         "scale_stride", "experts", "M", "full", "cut", "parts", "looks", "steps", "tiles_m", "tiles_n", "tiles_k"
@@ -578,38 +596,15 @@ def prefill_kernel(
     for i in gl.static_range(stages):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=groups)
-    if groups == 2:
-        gl.warp_specialize(
-            [
-                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
-                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 0, groups, stages, depth, halves,
-                            wide, tail, width, has_bias, split, overlap, form, unroll)),
-                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
-                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 1, groups, stages, depth, halves,
-                            wide, tail, width, has_bias, split, overlap, form, unroll)),
-                (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
-                            experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
-                            tail, width, split, overlap, form, unroll)),
-            ],
-            [4, 1],
-            [_REGISTERS, _FETCHER_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty,
-                            global_scale, block_scale, scale_stride, bias, y, partial, counter, offsets, experts,
-                            M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, 0, groups, stages, depth, halves,
-                            wide, tail, width, has_bias, split, overlap, form, unroll)),
-                (_produce, (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets,
-                            experts, M, N, full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels,
-                            tail, width, split, overlap, form, unroll)),
-            ],
-            [1],
-            [_FETCHER_REGISTERS],
-        )  # fmt: skip
+    _start(
+        (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
+         scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
+         tiles_n, groups, stages, depth, halves, wide, tail, width, has_bias, split, overlap, form, unroll),
+        (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets, experts, M, N,
+         full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels, tail, width, split, overlap, form,
+         unroll),
+        groups,
+    )  # fmt: skip
 
 
 def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: PrefillTiles) -> torch.Tensor:
