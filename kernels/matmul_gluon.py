@@ -340,6 +340,28 @@ def _consume(
             _store(acc, scale, bias, y, n, m, M, N, has_bias, gated)
 
 
+@gluon.jit
+def _weight_rings(w_desc, s_desc, stages: gl.constexpr, panels: gl.constexpr, depth: gl.constexpr):
+    """Where words and scales are fetched to, as TMA writes them and as threads read them."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
+    s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
+    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
+    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
+    return w_ring, s_ring, words, scales
+
+
+@gluon.jit
+def _ring_barriers(stages: gl.constexpr, readers: gl.constexpr):
+    """By slot of a ring: that it is full, and that all its `readers` are done with it."""
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=readers)
+    return full, empty
+
+
 @gluon.jit(do_not_specialize=["M", "steps", "tiles_k", "units"])
 def linear_kernel(
     x_desc, w_desc, s_desc, global_scale, bias, y, partial, counter, M, N, steps, tiles_k, units,
@@ -349,17 +371,9 @@ def linear_kernel(
     """See the module docstring; `steps` units make an output tile, `split` is whether programs share one."""
     panels: gl.constexpr = gl.num_warps() // 4
     block_m: gl.constexpr = x_desc.block_type.shape[0]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, block_m, 64], x_desc.layout)
-    w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
-    words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
-    scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
-    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+    w_ring, s_ring, words, scales = _weight_rings(w_desc, s_desc, stages, panels, depth)
+    full, empty = _ring_barriers(stages, 1)
     gl.warp_specialize(
         [
             (_consume, (x_ring, words, scales, full, empty, global_scale, bias, y, partial, counter, M, N, steps,

@@ -74,7 +74,9 @@ from quant.kernels.matmul_gluon import (
     _before,
     _halve,
     _order,
+    _ring_barriers,
     _store,
+    _weight_rings,
     descriptors,
 )
 from quant.kernels.nvfp4_gluon import DECODED, decode
@@ -575,13 +577,9 @@ def prefill_kernel(
     panels: gl.constexpr = 2 * halves
     rows: gl.constexpr = 16 * gl.num_warps()
     wide: gl.constexpr = x_desc.block_type.shape[0]
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, wide, 64], x_desc.layout)
     if form == _WORDS:
-        w_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, 2 * depth, 256], w_desc.layout)
-        s_ring = gl.allocate_shared_memory(gl.int32, [stages * panels, depth, 64], s_desc.layout)
-        words = w_ring._reinterpret(gl.int32, [stages, panels, depth, 128, 4], plain)
-        scales = s_ring._reinterpret(gl.int32, [stages, panels, depth, 32, 2], plain)
+        w_ring, s_ring, words, scales = _weight_rings(w_desc, s_desc, stages, panels, depth)
     else:
         w_ring = gl.allocate_shared_memory(w_desc.dtype, [stages * depth, 2, 32 * panels, 32], w_desc.layout)
         s_ring, words, scales = w_ring, w_ring, w_ring
@@ -591,11 +589,7 @@ def prefill_kernel(
     if tail:
         x_tail = gl.allocate_shared_memory(gl.bfloat16, [stages * depth, tail, 64], x_tail_desc.layout)
         y_tail = gl.allocate_shared_memory(gl.bfloat16, [halves * groups, tail, rows], y_tail_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(stages):
-        mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=groups)
+    ready, empty = _ring_barriers(stages, groups)
     _start(
         (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
          scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
