@@ -29,7 +29,7 @@ HEAD_DIMS = (64, 128, 256)
 """Head dimensions of `fp8_attention`, which engines hold."""
 
 _ARGS = "(Tensor q, Tensor k, Tensor v, Tensor scales, bool causal, float softmax_scale, ScalarType dtype)"
-_OUTPUT_DTYPES = (torch.bfloat16, torch.float16)
+_16_BIT = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ def attention(
             `attention_reference.lay_out_v`. A v of rows is laid out on the way there.
         return_lse: whether to return the log-sum-exp of each query's scores, too. With it, attention over parts of
             the keys is put together.
-        dtype: of the output, BF16 or FP16; None is BF16 for E4M3 operands and that of q for others.
+        dtype: of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and that of q for others.
 
     Returns:
         `[batch, heads, seq_q, dim]`, zeros where a query sees no key; with `return_lse` also float32
@@ -233,7 +233,7 @@ def fp8_attention(
         scales: of q, k and v, float32 `[3]`, positive: a value is its code times its scale.
         causal: query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them.
         softmax_scale: positive; None is 1/√dim.
-        dtype: of the output, BF16 or FP16.
+        dtype: of the output, BF16, FP16 or FP32.
 
     Returns:
         `[batch, heads, seq_q, dim]`; zeros where a query sees no key.
@@ -303,8 +303,8 @@ def _check_operands(
         raise ValueError(f"{where}: there are no keys to attend to")
     if q.shape[3] not in dims:
         raise ValueError(f"{where}: head dimension {q.shape[3]}; the kernel takes {', '.join(map(str, dims))}")
-    if dtype not in _OUTPUT_DTYPES:
-        raise ValueError(f"{where}: output dtype {dtype}; expected bfloat16 or float16")
+    if dtype not in (*_16_BIT, torch.float32):
+        raise ValueError(f"{where}: output dtype {dtype}; expected bfloat16, float16 or float32")
     if softmax_scale is not None and not 0 < softmax_scale < math.inf:
         raise ValueError(f"{where}: softmax_scale {softmax_scale} must be positive")
 
@@ -322,7 +322,7 @@ def _check_dtypes(
     where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: tuple[torch.Tensor | None, ...]
 ) -> None:
     """One dtype, and scales where it needs them."""
-    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, *_OUTPUT_DTYPES):
+    if not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float8_e4m3fn, *_16_BIT):
         given = ", ".join(f"{name} {x.dtype}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"{where}: {given}; expected one dtype of float8_e4m3fn, bfloat16 and float16")
     needed = q.dtype == torch.float8_e4m3fn

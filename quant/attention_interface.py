@@ -293,19 +293,10 @@ def _dense(
     elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
     if kernel:
-        return _in_float32(q, k, v, **options)[..., :dim]
+        out = attention(q, k, v, **options, dtype=dtype)
+        return out[..., :dim]
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
     return out
-
-
-def _in_float32(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, v_scale: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    """The FP8 kernel for a float32 model: its output in FP16, in units of V's scale, of which 448 is the most."""
-    unit = v_scale if v_scale.dim() == 2 else v_scale.amax(-1)
-    relative = v_scale / (unit if v_scale.dim() == 2 else unit[..., None])
-    out: torch.Tensor = attention(q, k, v, v_scale=relative, dtype=torch.float16, **options)
-    return out.float() * unit.repeat_interleave(q.shape[1] // k.shape[1], 1)[..., None, None]
 
 
 def _scales_of_heads(

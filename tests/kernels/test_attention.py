@@ -202,7 +202,7 @@ def test_op_under_compile_and_export() -> None:
         ({"k": torch.zeros(1, 2, 0, 64), "v": torch.zeros(1, 2, 0, 64)}, "no keys to attend to"),
         ({"scales": torch.ones(2)}, r"scales are torch.float32 \[2\]"),
         ({"softmax_scale": 0.0}, "softmax_scale 0.0 must be positive"),
-        ({"dtype": torch.float32}, "output dtype torch.float32"),
+        ({"dtype": torch.float64}, "output dtype torch.float64"),
         ({"raw": torch.zeros(1, 2, 4, 64)}, "k must be float8_e4m3fn"),
     ],
 )

@@ -19,7 +19,7 @@ from quant.kernels.interpreter import interpreted
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
 
-def compiled(dim: int, fp8: bool = True, **options: bool) -> Any:
+def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> Any:
     """The kernel for sm_90, with the tiles that a launch takes."""
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon import language as gl
@@ -38,7 +38,7 @@ def compiled(dim: int, fp8: bool = True, **options: bool) -> Any:
     flags = dict.fromkeys(("causal", "windowed", "capped", "packed", "with_lse"), False) | options
     kernel = module.attention_hopper
     types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("log2_scale", "cap"), "fp32")
-    types |= {"q_tensor": tensor_map(64, width), "k_tensor": tensor_map(tiles.block_kv, width), "out": "*bf16"}
+    types |= {"q_tensor": tensor_map(64, width), "k_tensor": tensor_map(tiles.block_kv, width), "out": f"*{out}"}
     types["v_tensor"] = tensor_map(width, tiles.block_kv) if fp8 else tensor_map(tiles.block_kv, width)
     types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32" if fp8 else "*bf16") | {"counter": "*i32"}
     constants: dict[str, Any] = {"kind": module.Kind(tiles, dim, fp8, **flags)}
@@ -73,6 +73,7 @@ def assembler_says(ptx: str, folder: Path) -> str:
         pytest.param(64, {"packed": True, "windowed": True, "capped": True}, marks=pytest.mark.slow),
         pytest.param(96, {"packed": True, "windowed": True, "causal": True}, marks=pytest.mark.slow),
         pytest.param(192, {"packed": True, "causal": True, "with_lse": True}, marks=pytest.mark.slow),
+        pytest.param(128, {"out": "fp32", "causal": True}, marks=pytest.mark.slow),
         pytest.param(256, {}, marks=pytest.mark.slow),
         pytest.param(256, {"causal": True}, marks=pytest.mark.slow),
         pytest.param(64, {"fp8": False, "windowed": True}, marks=pytest.mark.slow),

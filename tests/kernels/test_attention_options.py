@@ -181,6 +181,16 @@ def test_oracle_against_float64(name: str) -> None:
     torch.testing.assert_close(unrounded, expected)
 
 
+@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize("name", ["causal", "bf16"])
+def test_output_in_fp32_is_what_narrower_ones_are_rounded_from(name: str, arch: int) -> None:
+    q, k, v, options = case(**CASES[name])
+    wide = kernel(q, k, v, {**options, "dtype": torch.float32}, arch)[0]
+    narrow = kernel(q, k, v, {**options, "dtype": torch.bfloat16}, arch)[0]
+    assert wide.dtype is torch.float32 and not torch.equal(wide, narrow.float())
+    assert torch.equal(wide.bfloat16(), narrow)
+
+
 def test_log_sum_exp_only_on_request() -> None:
     q, k, v, options = case()
     whole, _ = attention(q, k, v, return_lse=True, **options)
@@ -214,7 +224,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]
         ({"cu": ([0, 5], [0, 4])}, r"cu_seqlens_q \[0, 5\] must rise from 0 to the 4 tokens"),
         ({"cu": ([0, 3, 2, 4], [0, 1, 2, 4])}, "must rise"),
         ({"cu": ([0, 2, 4], [0, 4])}, r"are \[3\] and \[2\], expected both"),
-        ({"dtype": torch.float32}, "output dtype torch.float32"),
+        ({"dtype": torch.float64}, "output dtype torch.float64; expected bfloat16, float16 or float32"),
         ({"k_scale": torch.ones(1, device="meta")}, "on different devices"),
         ({"k": torch.zeros(1, 2, 0, 64), "v": torch.zeros(1, 2, 0, 64)}, "no keys to attend to"),
     ],
@@ -267,6 +277,17 @@ def test_gpu_without_log_sum_exp(length: tuple[int, int], causal: bool) -> None:
     expected, _ = exact(q, k, v, options)
     assert bool(out.isfinite().all())
     assert float((out - expected).norm() / expected.norm()) < P_ERROR
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("name", ["causal", "packed", "bf16"])
+def test_gpu_output_in_fp32_is_what_narrower_ones_are_rounded_from(name: str, dim: int) -> None:
+    q, k, v, options = case(**{**CASES[name], "dim": dim}, device="cuda")
+    wide = attention(q, k, v, **options, dtype=torch.float32)
+    assert not torch.equal(wide, wide.bfloat16().float())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(wide.to(dtype), attention(q, k, v, **options, dtype=dtype))
 
 
 GROWTH = ("sharp", "rising", "falling", "sink", "scales of v", "block of zeros", "alike")
