@@ -14,8 +14,9 @@ that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 
 A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
 `groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
-none but those of the slots, and fall into step by themselves: one decodes while the other multiplies. That takes
-products as long as decoding is: with 256 tokens it is the quickest of all, with 128 no better than the barrier.
+none but those of the slots, and fall into step by themselves: one decodes while the other multiplies, and while the end
+of its own product is under way, where 256 tokens leave no registers for it. That takes products as long as decoding is:
+from 160 tokens on it is the quickest, with 128 hardly better than the barrier.
 
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
@@ -86,6 +87,8 @@ from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
 _ACROSS = gl.constexpr(16)
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
+# More than there are: Triton then moves none, and all threads keep those of the launch.
+_UNMOVED_REGISTERS = gl.constexpr(256)
 _PIECE = gl.constexpr(32)
 _ARRIVAL_BITS = gl.constexpr(16)
 _ARRIVALS = gl.constexpr((1 << 16) - 1)
@@ -438,7 +441,7 @@ def _consume(
     scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n,
     groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr,
     tail: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
-    form: gl.constexpr, unroll: gl.constexpr, group: gl.constexpr,
+    form: gl.constexpr, unroll: gl.constexpr, ahead: gl.constexpr, group: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -485,21 +488,17 @@ def _consume(
                             held_high = load_scales(rows_high, scale_stride, k, form)
                     a = _weights(words, scales, now_low if i % halves == 0 else now_high, slot,
                                  (group * halves + i % halves) * panels, i // halves, depth, form, operand)  # fmt: skip
-                    if groups == 2 and i > 0:
-                        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
                     if i % halves == 0:
                         low, low_tail = _multiply(a, x_ring, tail_ring, at, low, low_tail, tail_operand, tail)
                     else:
                         high, high_tail = _multiply(a, x_ring, tail_ring, at, high, high_tail, tail_operand, tail)
-                    if groups == 1:
-                        low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 1, halves, tail)
-                        if i == 0:
-                            mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step + u > 0)
-                if groups == 2:
-                    low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
+                    low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, ahead, halves, tail)
+                    if ahead == 1 and i == 0:
+                        mbarrier.arrive(empty.index(_before(slot, stages)), count=1, pred=step + u > 0)
+                if ahead == 0:
                     mbarrier.arrive(empty.index(slot), count=1)
                 slot, phase = _advance(slot, phase, stages)
-        if groups == 1:
+        if ahead == 1:
             low, low_tail, high, high_tail = _pass(low, low_tail, high, high_tail, 0, halves, tail)
             mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
         if split and turn == 0:
@@ -543,13 +542,16 @@ def _group(arguments, group: gl.constexpr):
 
 
 @gluon.jit
-def _start(consumed, produced, groups: gl.constexpr):
-    """The warps that multiply, in `groups`, and the one that fetches; their arguments, constants among them."""
+def _start(consumed, produced, groups: gl.constexpr, ahead: gl.constexpr):
+    """The warps that multiply, in `groups`, and the one that fetches; their arguments, constants among them.
+
+    Of two groups, ptxas takes registers that are moved for too few where a product is under way over the end of a turn.
+    """
     if groups == 2:
         gl.warp_specialize(
             [(_group, (consumed, 0)), (_group, (consumed, 1)), (_produce, produced)],
             [4, 1],
-            [_REGISTERS, _FETCHER_REGISTERS],
+            [_UNMOVED_REGISTERS, _UNMOVED_REGISTERS] if ahead else [_REGISTERS, _FETCHER_REGISTERS],
         )
     else:
         gl.warp_specialize([(_group, (consumed, 0)), (_produce, produced)], [1], [_FETCHER_REGISTERS])
@@ -565,12 +567,14 @@ def prefill_kernel(
     counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
     groups: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr,
     width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr, form: gl.constexpr, unroll: gl.constexpr,
+    ahead: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make a tile; after `full` tiles, `cut` have `parts` programs each.
 
     `form` is a format whose codes are in the order of a checkpoint, or "words". The operands of neighbouring products
     must come from different places in the program, or ptxas gives them the same registers, and the later is written
     while the earlier is still read: a fetch of one tile of one half is therefore written out twice, as `unroll` says.
+    `ahead` is how many products are under way while the next operand is decoded.
 
     With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
     """
@@ -593,11 +597,12 @@ def prefill_kernel(
     _start(
         (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
          scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
-         tiles_n, groups, stages, depth, halves, wide, tail, width, has_bias, split, overlap, form, unroll),
+         tiles_n, groups, stages, depth, halves, wide, tail, width, has_bias, split, overlap, form, unroll,
+         ahead),
         (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets, experts, M, N,
          full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels, tail, width, split, overlap, form,
          unroll),
-        groups,
+        groups, ahead,
     )  # fmt: skip
 
 
@@ -665,8 +670,8 @@ def _launch(
         has_bias=bias is not None, groups=tiles.groups, halves=tiles.halves, tail=tail, stages=tiles.stages,
         depth=depth,
         width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
-        overlap=tiles.overlap, form=form, unroll=tiles.unroll,
-        num_warps=8 // tiles.groups, maxnreg=168, launch_pdl=tiles.overlap,
+        overlap=tiles.overlap, form=form, unroll=tiles.unroll, ahead=tiles.ahead, num_warps=8 // tiles.groups,
+        maxnreg=None if tiles.groups == 2 and tiles.ahead else 168, launch_pdl=tiles.overlap,
     )  # fmt: skip
 
 

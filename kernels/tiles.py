@@ -71,7 +71,7 @@ class PrefillTiles:
         depth: tiles of 64 columns of K that are fetched at once.
         stages: fetches in flight and in use.
         overlap: as in `GluonTiles`.
-        groups: of warps that multiply: 1, or 2 that share no barrier, which has run with powers of two only.
+        groups: of warps that multiply: 1, or 2 that share no barrier.
     """
 
     block_m: int
@@ -83,9 +83,14 @@ class PrefillTiles:
     groups: int = 1
 
     @property
+    def ahead(self) -> int:
+        """Products under way while the next operand is decoded: sums of 256 tokens leave no registers for that."""
+        return 0 if self.groups == 2 and self.block_m > 192 else 1
+
+    @property
     def unroll(self) -> int:
-        """Fetches that a turn of the loop takes: two products must be written out in it."""
-        return 2 if self.depth * self.halves * self.groups == 1 else 1
+        """Fetches that a turn of the loop takes: two products must be written out in it, or none be under way."""
+        return 2 if self.depth * self.halves == 1 and self.ahead else 1
 
     @property
     def step(self) -> int:
@@ -112,8 +117,8 @@ FEW = 64
 PREFILL_UNITS = {
     (256, 1): 1.25,
     (128, 2): 1.34,
-    (192, 1): 1.12,
-    (160, 1): 1.02,
+    (192, 1): 0.97,
+    (160, 1): 0.86,
     (128, 1): 0.73,
     (64, 2): 0.94,
     (64, 1): 0.54,
@@ -313,11 +318,11 @@ def prefill_tiles(
     """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
 
     `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them. By default,
-    tiles of prepacked words have the groups that were found best: two share nothing where a product lasts longer than
-    it takes to decode its operand.
+    tiles of prepacked words have the groups that were found best: two, which share nothing, where a product lasts
+    longer than it takes to decode its operand.
     """
     if groups is None:
-        groups = 2 if block_m == 256 and format is None else 1
+        groups = 2 if block_m > 128 and halves == 1 and format is None else 1
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
