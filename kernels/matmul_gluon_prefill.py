@@ -15,8 +15,8 @@ that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
 `groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
 none but those of the slots, and fall into step by themselves: one decodes while the other multiplies, and while the end
-of its own product is under way, for which sums of 256 tokens leave no registers. That takes products as long as decoding
-is: from 160 tokens on it is the quickest, with 128 hardly better than the barrier.
+of its own product is under way, for which sums of 256 tokens leave no registers. That takes products as long as
+decoding is: from 160 tokens on it is the quickest, with 128 hardly better than the barrier.
 
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
