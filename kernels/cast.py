@@ -13,7 +13,8 @@ then, with the row in registers:
 
 The values are those of the modules that are replaced, each intermediate rounded to the dtype of x where they round
 it, and the codes those of `formats/`: to nearest even, against the decoded scale. The optional Hadamard rotation is
-made of butterflies in registers (`kernels/hadamard_triton.py`), bit for bit that of `kernels/hadamard.py`.
+made of butterflies in registers (`kernels/hadamard_triton.py`), bit for bit that of `kernels/hadamard.py`; what follows
+it, from BF16 to four bits, is in `kernels/e2m1_triton.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import divided, global_scale_of
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.e2m1_triton import columns as _columns
+from quant.kernels.e2m1_triton import encode, encode_exact, in_two_parts, nearly, pack, refined
 from quant.kernels.hadamard_triton import hadamard_of_threads
 from quant.kernels.hardware import current
 from quant.kernels.matmul import decode_scale
@@ -38,13 +41,8 @@ MAX_COLUMNS = 32768
 
 @triton.jit
 def reciprocal(step):
-    """1 / step, correctly rounded: the quick division, and one step of Newton's method.
-
-    That step ends below for a mantissa of ones, which alone leaves so much.
-    """
-    near = 1.0 / step
-    near = tl.fma(tl.fma(-step, near, 1.0), near, near)
-    return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)
+    """1 / step, correctly rounded."""
+    return refined(step, 1.0 / step)
 
 
 @triton.jit
@@ -102,7 +100,8 @@ def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
     """Block scales by the `max` rule: what is stored, and the step it stands for."""
     if kind == "e4m3":
         unit = largest * global_scale
-        ideal = quotient(amax, unit, reciprocal(unit))
+        # The quotient of what is more would be no number where it is infinite.
+        ideal = quotient(tl.minimum(amax, 512.0 * unit), unit, reciprocal(unit))
         stored = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0).to(tl.float8e4nv)
         return stored, stored.to(tl.float32) * global_scale
     elif kind == "e8m0":
@@ -166,7 +165,7 @@ def _finish(value, scaling, other, dtype: tl.constexpr, source: tl.constexpr, pa
 
 @triton.jit
 def _row(pointer, end, threads: tl.constexpr, per: tl.constexpr):
-    """A row as `[threads, per]`, 16, 32 or 64 neighbours a thread, zeros beyond `end`; BF16 as words of two.
+    """A row as `[threads, per]`, 16 or 32 neighbours a thread, zeros beyond `end`; BF16 as words of two.
 
     It is read 16 bytes at a time and joined: whatever is `[threads, ...]` lies in the registers of those threads, and
     no element moves to another. A word is taken apart by a shift and an AND; where the compiler takes two BF16 apart,
@@ -180,14 +179,11 @@ def _row(pointer, end, threads: tl.constexpr, per: tl.constexpr):
 
 @triton.jit
 def _gathered(pointer, end, threads: tl.constexpr, columns: tl.constexpr, at_once: tl.constexpr):
-    """`[threads, columns]`, two, four or eight times `at_once`."""
+    """`[threads, columns]`, two or four times `at_once`."""
     place = tl.arange(0, threads)[:, None] * columns + tl.arange(0, at_once)[None, :]
     value = _two(pointer, place, end, at_once)
     if columns > 2 * at_once:
         value = _after(value, _two(pointer, place + 2 * at_once, end, at_once))
-    if columns > 4 * at_once:
-        third, fourth = place + 4 * at_once, place + 6 * at_once
-        value = _after(value, _after(_two(pointer, third, end, at_once), _two(pointer, fourth, end, at_once)))
     return value
 
 
@@ -222,24 +218,16 @@ def _halves(x):
 
 @triton.jit
 def _store(pointer, value, end, at_once: tl.constexpr):
-    """`[threads, columns]` as a row, `at_once` elements of a thread at a time."""
+    """`[threads, columns]` as a row, `at_once` elements of a thread at a time, all or half of them."""
     threads: tl.constexpr = value.shape[0]
     columns: tl.constexpr = value.shape[1]
     place = tl.arange(0, threads)[:, None] * columns + tl.arange(0, at_once)[None, :]
     if columns == at_once:
         tl.store(pointer + place, value, mask=place < end)
-    elif columns == 2 * at_once:
+    else:
         low, high = _halves(value)
         tl.store(pointer + place, low, mask=place < end)
         tl.store(pointer + place + at_once, high, mask=place + at_once < end)
-    else:
-        low, high = _halves(value)
-        first, second = _halves(low)
-        third, fourth = _halves(high)
-        tl.store(pointer + place, first, mask=place < end)
-        tl.store(pointer + place + at_once, second, mask=place + at_once < end)
-        tl.store(pointer + place + 2 * at_once, third, mask=place + 2 * at_once < end)
-        tl.store(pointer + place + 3 * at_once, fourth, mask=place + 3 * at_once < end)
 
 
 @triton.jit
@@ -274,8 +262,71 @@ def quantize_threads_kernel(
     if source == "swiglu":
         value = _finish(value, 1.0, _row(second + row * second_stride, end, threads, per), dtype, source, pairs)
     if hadamard > 0:
-        value = _rounded(hadamard_of_threads(value, hadamard) * root, dtype, pairs)
+        value = hadamard_of_threads(value, hadamard)
+    # Behind SiLU, words of two values were not faster.
+    in_pairs: tl.constexpr = pairs and dtype == tl.bfloat16 and source != "swiglu"
+    if hadamard > 0 and element == "e2m1" and in_pairs:
+        _write_pairs(value, codes, scale, global_scale, start, end, columns, largest, kind, block, hadamard, root,
+                     swizzled)  # fmt: skip
+    else:
+        if hadamard > 0:
+            value = _rounded(value * root, dtype, pairs)
+        _write(value, codes, scale, global_scale, row, start, end, columns, element, largest, kind, block, static,
+               swizzled)  # fmt: skip
 
+
+@triton.jit
+def _write_pairs(
+    value, codes, scale, global_scale, start, end, columns, largest: tl.constexpr, kind: tl.constexpr,
+    block: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr, swizzled: tl.constexpr,
+):  # fmt: skip
+    """NVFP4 or MXFP4 of `value` times `root`, rounded to BF16.
+
+    A root that is a power of two goes into NVFP4's scales instead. MXFP4's reach down to where BF16 has fewer bits.
+    """
+    threads: tl.constexpr = value.shape[0]
+    per: tl.constexpr = value.shape[1]
+    blocks: tl.constexpr = threads * per // block
+    share: tl.constexpr = block // 16
+    power: tl.constexpr = hadamard == 16 or hadamard == 64 or hadamard == 256
+    after: tl.constexpr = root if power and kind == "e4m3" else 1.0
+    if after == 1.0:
+        value *= root
+    w0, w1, w2, w3, w4, w5, w6, w7, amax = pack(value.reshape(blocks * share, 16))
+    if share > 1:
+        amax = tl.max(amax.reshape(blocks, share), axis=1)
+    second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
+    stored, step = encode_scale(amax * after, second_level, kind, largest)
+    _store_scales(scale, stored, tl.arange(0, blocks), start // block, end // block, columns // block, swizzled)
+    if kind == "e4m3":
+        inverse, rest = in_two_parts(step, nearly(step))
+        words = encode(w0, w1, w2, w3, w4, w5, w6, w7, inverse * after, rest * after)
+    else:
+        inverse = tl.broadcast_to(tl.div_rn(1.0, step)[:, None], (blocks, share)).reshape(blocks * share)
+        words = encode_exact(w0, w1, w2, w3, w4, w5, w6, w7, inverse)
+    pointer = (codes + start // 2).to(tl.pointer_type(tl.int32))
+    _store(pointer, words.reshape(threads, per // 8), end // 8, 4 if per > 16 else 2)
+
+
+@triton.jit
+def _store_scales(scale, stored, index, first, count, across, swizzled: tl.constexpr):
+    """Scales of the blocks `first + index`, those below `count`; `across` is how many a row has."""
+    if swizzled:
+        place = _swizzled_place(first + index, across)
+    else:
+        place = first + index
+    tl.store(scale + place, stored, mask=index < count)
+
+
+@triton.jit
+def _write(
+    value, codes, scale, global_scale, row, start, end, columns, element: tl.constexpr, largest: tl.constexpr,
+    kind: tl.constexpr, block: tl.constexpr, static: tl.constexpr, swizzled: tl.constexpr,
+):  # fmt: skip
+    """Scales and codes of `value`, `[threads, per]`."""
+    threads: tl.constexpr = value.shape[0]
+    per: tl.constexpr = value.shape[1]
+    width: tl.constexpr = threads * per
     own: tl.constexpr = block if block > 0 and block < per else per
     parts: tl.constexpr = per // own
     blocks = value.reshape(threads, parts, own)
@@ -291,11 +342,7 @@ def quantize_threads_kernel(
         second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
         stored, step = encode_scale(amax, second_level, kind, largest)
         index = tl.arange(0, threads)[:, None] * parts + tl.arange(0, parts)[None, :]
-        if swizzled:
-            place = _swizzled_place(start // block + index, columns // block)
-        else:
-            place = start // block + index
-        tl.store(scale + place, stored, mask=index < end // block)
+        _store_scales(scale, stored, index, start // block, end // block, columns // block, swizzled)
         steps = _steps(blocks, step[:, :, None], kind)
     else:
         share: tl.constexpr = block // per
@@ -429,20 +476,6 @@ def _words(steps, signed):
     # 0x4B400000 eight times, each four bits further left.
     words = tl.sum(_e2m1_bits(tl.abs(steps)) << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
     return (words & 0x77777777) | (signs.to(tl.int32, bitcast=True) & -0x77777778)
-
-
-@triton.jit
-def _columns(x):
-    """The columns of `[rows, 8]`."""
-    rows: tl.constexpr = x.shape[0]
-    even, odd = tl.split(x.reshape(rows, 4, 2))
-    x04, x26 = tl.split(even.reshape(rows, 2, 2))
-    x15, x37 = tl.split(odd.reshape(rows, 2, 2))
-    x0, x4 = tl.split(x04)
-    x2, x6 = tl.split(x26)
-    x1, x5 = tl.split(x15)
-    x3, x7 = tl.split(x37)
-    return x0, x1, x2, x3, x4, x5, x6, x7
 
 
 def quantize(
@@ -597,8 +630,6 @@ def _launch(
     flat = contiguous and scales_by_block and source in ("plain", "swiglu") and width >= 1024
     if flat:
         programs = tokens * columns // width
-        if format.name == "nvfp4" and hadamard in (64, 128) and source == "plain" and tokens * columns > 1 << 20:
-            per = 64  # fewer distances are between threads; few tokens would wait for a long thread
     else:
         width, programs = max(triton.next_power_of_2(columns), 32 * per, 64), tokens
     if hadamard:

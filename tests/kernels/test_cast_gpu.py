@@ -93,6 +93,35 @@ def test_behind_what_makes_the_rows(format: str, hadamard: int, tokens: int, col
         assert float((values - expected).norm() / expected.norm()) < 0.01
 
 
+@pytest.mark.parametrize("hadamard", [16, 32, 64, 128, 256])
+def test_rotated_nvfp4_by_scales_of_every_kind(hadamard: int) -> None:
+    """Whole numbers, of which many quotients are ties or beside one; scales of few bits, of many, and far away."""
+    form = FORMATS["nvfp4"]
+    whole = torch.randint(-60, 61, (40, 2048)).bfloat16()
+    for dtype, x in ((torch.bfloat16, whole), (torch.bfloat16, rows(40, 2048, torch.bfloat16)), (torch.float16, whole)):
+        for number in (1.0, 0.75, 1 / 3, 251 / 2688, 7 / 2688, 0.0123456, 1.0 - 2**-24, 1e-20, 1e20):
+            known = torch.tensor(number)
+            given, turned = x.to(dtype), hadamard_transform(x.to(dtype), hadamard).float()
+            found = cast.quantize(given.cuda(), form, hadamard=hadamard, global_scale=known.cuda())
+            expected = quantize(turned, form, global_scale=known)
+            assert torch.equal(found.codes.cpu(), expected.codes), (dtype, number)
+            assert torch.equal(found.scale.view(torch.uint8).cpu(), expected.scale.view(torch.uint8)), (dtype, number)
+
+
+def test_what_is_no_number_stays_in_its_rotation() -> None:
+    """NaN has the code of 6, and blocks beside it are what they were."""
+    form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
+    x = torch.randn(300, 4096, device="cuda").bfloat16()
+    before = cast.quantize(x, form, hadamard=128, **known)
+    x[7, 130] = torch.nan
+    after = cast.quantize(x, form, hadamard=128, **known)
+    hit = torch.zeros(300, 4096, dtype=torch.bool, device="cuda")
+    hit[7, 128:256] = True
+    assert bool(((after.codes[hit[:, ::2]] & 0x77) == 0x77).all())
+    assert torch.equal(after.codes[~hit[:, ::2]], before.codes[~hit[:, ::2]])
+    assert torch.equal(after.scale[~hit[:, ::16]].view(torch.uint8), before.scale[~hit[:, ::16]].view(torch.uint8))
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8"])
 def test_swizzled_scales(format: str) -> None:
     form = FORMATS[format]
