@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.export import compressed_tensors as layout
+from quant.export import modelopt
 from quant.export.stored_names import EXPERT_PARTS, StoredNames, cut_experts, expert_names, stored_names
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
@@ -196,7 +197,7 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
 def layer_tensor_names(names: Iterable[str], layer: LayerPlan) -> list[str]:
     """Those of `names` that belong to a quantized layer, its bias not among them."""
     if layer.kind != "experts":
-        own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_]+")
+        own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_0-9]+")
     else:
         stem, _, last = layer.name.rpartition(".")
         own = re.compile(rf"{re.escape(stem)}\.\d+\.({'|'.join(EXPERT_PARTS.get(last, (last,)))})\..+")
@@ -241,12 +242,19 @@ def write_tensors(
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
+    A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
+    into the file, and the exact value into the file's metadata, for `TensorFiles`.
+
     Returns:
         SHA-256 of each file, by file name.
     """
     shards: list[dict[str, torch.Tensor]] = [{}]
+    exact: dict[str, str] = {}
     size = 0
     for name, tensor in tensors.items():
+        if tensor.dtype is torch.float64 and name.endswith(_SECOND_LEVEL):
+            exact[name] = float(tensor).hex()
+            tensor = tensor.float()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
             shards.append({})
             size = 0
@@ -256,14 +264,17 @@ def write_tensors(
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         index = {
-            "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
+            "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     hashes = {}
     for name, shard in zip(names, shards, strict=True):
+        metadata = {"format": "pt"}
+        if kept := {key: value for key, value in exact.items() if key in shard}:
+            metadata[_EXACT] = json.dumps(kept)
         try:
-            save_file(shard, directory / name, metadata={"format": "pt"})
+            save_file(shard, directory / name, metadata=metadata)
         except SafetensorError as error:
             raise OSError(f"{directory / name} cannot be written: {error}") from error
         (directory / name).chmod(0o666 & ~_umask())
@@ -292,6 +303,8 @@ def write_config(directory: Path, model: Any, plan: Plan) -> None:
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint directory, read from the memory-mapped shards when asked for.
 
+    Scales that `write_tensors` found no float32 for are float64, as they were.
+
     Raises:
         FileNotFoundError: the directory has no safetensors file.
         ValueError: one of them is damaged; the message names it.
@@ -302,15 +315,20 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
         self._where: dict[str, Any] = {}
+        self._exact: dict[str, str] = {}
         for file in files:
             try:
                 handle = safe_open(file, framework="pt")
             except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map an empty file
                 raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
             self._where.update(dict.fromkeys(handle.keys(), handle))
+            self._exact |= json.loads((handle.metadata() or {}).get(_EXACT, "{}"))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._where[name].get_tensor(name)  # type: ignore[no-any-return]
+        tensor: torch.Tensor = self._where[name].get_tensor(name)
+        if name not in self._exact:
+            return tensor
+        return torch.full(tensor.shape, float.fromhex(self._exact[name]), dtype=torch.float64)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -320,7 +338,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """One planned layer's weight and static input scale from a checkpoint's tensors.
+    """One planned layer's weight and static input scale from a checkpoint's tensors, of either layout.
 
     Raises:
         ValueError: a tensor of the layer is missing; the message names both.
@@ -354,7 +372,7 @@ def _read_linear(
 ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     local = {key: tensors[f"{name}.{key}"] for key in _NAMES if f"{name}.{key}" in tensors}
     try:
-        return layout.decompress(local, format)
+        return (modelopt if modelopt.holds(local) else layout).decompress(local, format)
     except KeyError as error:
         raise ValueError(f"{name}: the checkpoint has no tensor {name}.{error.args[0]} for format {format}") from None
 
@@ -384,10 +402,14 @@ _NAMES = (
     "weight",
     "weight_packed",
     "weight_scale",
+    "weight_scale_2",
     "weight_global_scale",
     "input_global_scale",
     "input_scale",
 )
+
+_SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
+_EXACT = "blockscale.float64"  # key in a file's metadata
 
 
 def plan_of_checkpoint(
@@ -397,7 +419,7 @@ def plan_of_checkpoint(
 
     Args:
         directory: for error messages.
-        found: the model's layers; those that can be quantized count.
+        found: the model's layers; linear ones, the head and experts may be quantized.
         config: the `quantization_config`.
         names: of the model's tensors on disk, which the config may list too.
     """
@@ -414,6 +436,7 @@ def plan_of_checkpoint(
     reason = f"as {directory.name} was written"
     for layer in found:
         if layer.kind not in ("linear", "head", "experts"):
+            layers.append(LayerPlan(layer.name, layer.kind, layer.shape, reason=reason))
             continue
         called = names.both(layer.name)
         if layer.kind == "experts":

@@ -4,7 +4,8 @@
                    input_global_scale f32 [1] (likewise) for W4A4
     mxfp4, mxfp6   weight_packed u8, weight_scale u8
     mxfp8          weight e4m3, weight_scale u8
-    fp8 family     weight e4m3, weight_scale in the model's dtype, input_scale [1] where static
+    fp8 family     weight e4m3, weight_scale in the model's dtype, input_scale [1] where static; in float32 where
+                   the model's dtype would round them, as scales of another toolkit
     int8           weight i8, weight_scale in the model's dtype
     int4           weight_packed i32 (codes offset by 8), weight_scale in the model's dtype, weight_shape i64 [2]
 
@@ -79,15 +80,15 @@ def compress(
     Args:
         weight: `[out, in]`.
         input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
-        dtype: the model's dtype, in which float scales are stored; they are representable in it.
+        dtype: the model's dtype, in which float scales are stored that it represents, as ours are.
         activation: format that `input_scale` belongs to; by default the weight's.
+
+    A reciprocal from which float32 would not give the scale back is float64.
     """
     format, tensors = weight.format, {}
     scale = weight.scale
     if format.scale.is_wide:
-        stored = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-        # Gate and up of an expert may share theirs, and no two tensors of a file may share memory.
-        scale = scale.to(stored, copy=True)
+        scale = stored_scale(scale, dtype)
         if format.block == (0, 0):
             scale = scale.reshape(1)
     if format.name == "int4":
@@ -103,8 +104,15 @@ def compress(
     if input_scale is not None and (activation or format).global_scale:
         tensors["input_global_scale"] = _reciprocal(input_scale)
     elif input_scale is not None:
-        tensors["input_scale"] = input_scale.reshape(1).to(dtype)
+        tensors["input_scale"] = stored_scale(input_scale.reshape(1), dtype)
     return tensors
+
+
+def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A float scale in the model's dtype where that holds it without loss, else in float32."""
+    # A copy: gate and up of an expert may share theirs, and no two tensors of a file may share memory.
+    stored = scale.to(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32, copy=True)
+    return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
@@ -130,14 +138,17 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    return (1 / scale.double()).float().reshape(1)
+    """What is stored for a scale: in float32 where that gives the scale back, else in float64."""
+    exact = 1 / scale.double().reshape(1)
+    single = exact.float()
+    return single if bool(_inverse(single) == scale.reshape(())) else exact
 
 
 def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
     """The scale behind a stored reciprocal: in float32 where that gives the reciprocal back, else in float64."""
     exact = 1 / reciprocal.double().reshape(())
     single = exact.float()
-    return single if bool(_reciprocal(single) == reciprocal.reshape(1)) else exact
+    return single if torch.equal((1 / single.double()).to(reciprocal.dtype), reciprocal.reshape(())) else exact
 
 
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:

@@ -1,9 +1,15 @@
-"""Saving a quantized model and loading it back: compressed-tensors on disk, `QuantLinear` in memory."""
+"""Saving a quantized model and loading it back: `QuantLinear` in memory, and on disk compressed-tensors.
+
+ModelOpt's layout is read too, and `convert` turns a checkpoint of one layout into one of the other: tensor by tensor,
+without a model in memory.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +22,8 @@ from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
-from quant.export.stored_names import RenamedTensors, expert_names, stored_names
+from quant.export import modelopt
+from quant.export.stored_names import RenamedTensors, StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
 from quant.planning import check_plan_fits
@@ -110,12 +117,12 @@ def _write(
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether `path` is a directory that holds a quantized checkpoint of this layout."""
+    """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
     return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
 def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
-    """Reads a quantized checkpoint: one that `save` wrote, or any compressed-tensors one in a known format.
+    """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
 
@@ -131,9 +138,9 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
         raise UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
     built = model is None
     if model is None:
-        model = _build(directory)
+        model = outline(directory)
     tensors = open_tensors(directory, model)
-    plan = _plan_of(directory, model)
+    plan = plan_of(directory, model)
     owned: set[str] = set()
     for layer in plan.quantized:
         weight, input_scale = files.read_layer(tensors, layer)
@@ -142,7 +149,7 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
         install_weight(model, layer, weight, input_scale, files.read_parts(tensors, layer))
         owned.update(files.layer_tensor_names(tensors, layer))
     if plan.kv_cache is not None:
-        install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith((".k_scale", ".v_scale"))})
+        install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith(_KV_SCALES)})
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)
     protect(model)
@@ -151,10 +158,11 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
 
 def open_tensors(directory: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
     """The tensors of a checkpoint of `model`, read when asked for, under the names that its modules have."""
-    return RenamedTensors(files.TensorFiles(directory), stored_names(model))
+    names = stored_names(model)
+    return RenamedTensors(files.TensorFiles(directory), replace(names, back=(modelopt.kv_name_of_module, *names.back)))
 
 
-def _build(directory: Path) -> nn.Module:
+def outline(directory: Path) -> nn.Module:
     """The model that config.json describes: parameters on the meta device, computed buffers real."""
     transformers = require("transformers", "hf")
     accelerate = require("accelerate", "hf")
@@ -172,7 +180,8 @@ def _build(directory: Path) -> nn.Module:
     return model
 
 
-def _plan_of(directory: Path, model: nn.Module) -> Plan:
+def plan_of(directory: Path, model: nn.Module) -> Plan:
+    """The plan that a checkpoint of `model` came with, or else the one that its config describes."""
     layers = find_layers(model)
     file = directory / PLAN_FILE
     if file.is_file():
@@ -181,18 +190,115 @@ def _plan_of(directory: Path, model: nn.Module) -> Plan:
         return plan
     config = _quantization_config(directory)
     assert config is not None
+    if config.get("quant_method") != "compressed-tensors":
+        tensors = open_tensors(directory, model)
+        return modelopt.plan_of_checkpoint(directory, layers, config, tensors, stored_names(model))
     return files.plan_of_checkpoint(directory, layers, config, stored_names(model))
 
 
 def _quantization_config(directory: Path) -> dict[str, Any] | None:
-    file = directory / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
-    return found if isinstance(found, dict) and found.get("quant_method") == "compressed-tensors" else None
+    """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
+    for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get(key)
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
+        if isinstance(found, dict):
+            return found if key == "quantization" or found.get("quant_method") in _METHODS else None
+    return None
+
+
+def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> dict[str, int]:
+    """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
+
+    The tensors are mapped from the files, so that what is in memory is the shard that is being written.
+
+    Args:
+        directory: a checkpoint of either layout, with a config.json.
+        out: appears when everything in it is written, and not before.
+        to: "modelopt" or "compressed-tensors".
+        overwrite: replaces what is in `out`.
+
+    Returns:
+        Sizes of the files written, by name.
+
+    Raises:
+        UserError: `out` holds `directory`.
+        ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
+    """
+    if out.resolve() in (directory.resolve(), *directory.resolve().parents):
+        raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
+    model = outline(directory)
+    plan = plan_of(directory, model)
+    (modelopt if to == "modelopt" else layout).check_plan(plan)
+    tensors = dict(_converted(directory, model, plan, to))
+    with files.new_directory(out, overwrite=overwrite) as temporary:
+        files.write_tensors(temporary, tensors)
+        for source in directory.iterdir():
+            if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
+                continue
+            (shutil.copytree if source.is_dir() else shutil.copy2)(source, temporary / source.name)
+        plan.save(temporary / PLAN_FILE)
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if to == "modelopt":
+            fields["quantization_config"], whole = modelopt.configs(plan, stored_names(model))
+            (temporary / modelopt.CONFIG_FILE).write_text(json.dumps(whole, indent=4) + "\n", encoding="utf-8")
+        else:
+            fields["quantization_config"] = layout.quantization_config(plan, stored_names(model))
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
+        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        return {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+
+
+_METHODS = ("compressed-tensors", "modelopt")
+_KV_SCALES = (".k_scale", ".v_scale")
+# Written anew, or said of the other files: a report has their hashes and sizes.
+_OF_THE_LAYOUT = (
+    "config.json",
+    "model.safetensors.index.json",
+    PLAN_FILE,
+    "receipt.json",
+    "report.html",
+    "report.json",
+    modelopt.CONFIG_FILE,
+)
+
+
+def _converted(directory: Path, model: nn.Module, plan: Plan, to: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by their names and in their form in the layout `to`."""
+    tensors, names, dtype = open_tensors(directory, model), stored_names(model), stored_dtype(model)
+    compress = modelopt.compress if to == "modelopt" else layout.compress
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        owned.update(files.layer_tensor_names(tensors, layer))
+        weight, input_scale = files.read_layer(tensors, layer)
+        files.read_parts(tensors, layer)
+        for part, matrix in files.layer_weights(layer.name, weight).items():
+            for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
+                yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
+    for name in tensors:
+        if name in owned:
+            continue
+        if name.endswith(_KV_SCALES):
+            yield _kv_scale(name, tensors[name], names, dtype, to)
+        else:
+            yield names.stored(name), tensors[name]
+
+
+def _kv_scale(
+    name: str, scale: torch.Tensor, names: StoredNames, dtype: torch.dtype, to: str
+) -> tuple[str, torch.Tensor]:
+    if to != "modelopt":
+        return names.stored(name), layout.stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
+    if scale.numel() != 1:
+        raise UserError(
+            f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
+            "quantize the model again with one"
+        )
+    return modelopt.kv_name(names.stored(name)), scale.float().reshape(())
 
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:

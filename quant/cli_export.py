@@ -11,7 +11,7 @@ import click
 
 from quant.cli_base import DEBUG, JSON, QUIET, Command
 from quant.errors import UserError
-from quant.exporting import EXPORTERS, OPTIONS, SUFFIXES, Job, check_request
+from quant.exporting import EXPORTERS, LAYOUTS, OPTIONS, SUFFIXES, Job, check_request
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,6 +77,9 @@ def export_command(
 
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. What was found
     goes into the report of DIRECTORY as well.
+
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM, and --to compressed-tensors
+    those of a checkpoint of ModelOpt.
     """
     from quant import checkpoint, console
     from quant.model_files import describe
@@ -91,11 +94,12 @@ def export_command(
     out = out or directory.parent / f"{directory.name}{SUFFIXES[kind]}"
     check_request(kind, out, options["overwrite"], options["target"], options["backend"])
     with console.status(f"loading {directory}", quiet):
-        model = _load(directory, model_factory)
+        model = checkpoint.outline(directory) if kind in LAYOUTS else _load(directory, model_factory)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
     with console.stages(quiet) as progress:
         scales = None
-        if plan is not None and plan.attention is not None and options["attention"] != "none":
+        uses = "attention" in OPTIONS[kind] and options["attention"] != "none"
+        if plan is not None and plan.attention is not None and uses:
             scales = _attention_scales(model, plan, directory, calib, calib_samples, seqlen, progress)
         job = Job(
             kind=kind,

@@ -5,6 +5,8 @@
     triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
     aoti              a .pt2 package of AOTInductor
     torch-tensorrt    the module lowered through torch-tensorrt's quantize ops
+    modelopt, compressed-tensors
+                      the same checkpoint in the other layout, which other servers load
 
 Each takes a `Job` and gives what is to be reported. What it needs is imported there, so that one missing package
 stops one kind of export. Nothing appears under the destination's name before everything is written and compared.
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from quant.recipes.plan import Plan
 
 RECEIPT_FILE = "receipt.json"
+LAYOUTS = ("modelopt", "compressed-tensors")
 SUFFIXES = {
     "onnx": "-onnx",
     "tensorrt": ".engine",
     "triton-server": "-triton",
     "aoti": ".pt2",
     "torch-tensorrt": ".pt2",
+    "modelopt": "-modelopt",
+    "compressed-tensors": "-compressed-tensors",
 }
 """What the default destination ends in, by kind."""
 
@@ -48,6 +53,8 @@ OPTIONS: dict[str, set[str]] = {
     "triton-server": {*_GRAPH, *_ENGINE},
     "aoti": _GRAPH,
     "torch-tensorrt": {"inputs", "attention"},
+    "modelopt": set(),
+    "compressed-tensors": set(),
 }
 """Names of the options that a kind of export looks at, beside those that all do."""
 
@@ -210,6 +217,14 @@ def export_triton_server(job: Job) -> dict[str, Any]:
     }
 
 
+def export_layout(job: Job) -> dict[str, Any]:
+    """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
+    from quant.checkpoint import convert
+
+    files = convert(job.directory, job.out, job.kind, overwrite=job.overwrite)
+    return {"out": str(job.out), "files": files, "passed": True}
+
+
 def check_request(kind: str, out: Path, overwrite: bool, target: str | None, backend: str | None) -> None:
     """What can be refused before a model is loaded.
 
@@ -226,7 +241,7 @@ def check_request(kind: str, out: Path, overwrite: bool, target: str | None, bac
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
         choose_backend(resolve_target(target), backend)
-    if kind == "onnx":
+    if kind in ("onnx", *LAYOUTS):
         from quant.export.checkpoint import check_destination
 
         check_destination(out, overwrite=overwrite)
@@ -245,6 +260,8 @@ EXPORTERS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "aoti": export_aoti_package,
     "torch-tensorrt": export_torch_tensorrt,
     "triton-server": export_triton_server,
+    "modelopt": export_layout,
+    "compressed-tensors": export_layout,
 }
 
 

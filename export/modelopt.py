@@ -1,0 +1,328 @@
+"""ModelOpt's "unified" layout: tensor names and both config files, as TensorRT-LLM, SGLang and vLLM read them.
+
+    nvfp4         weight u8 [o, i/2], weight_scale e4m3 [o, i/16], weight_scale_2 f32 [], input_scale f32 [] for W4A4
+    mxfp4         weight u8 [o, i/2], weight_scale u8 [o, i/32]
+    mxfp8         weight e4m3, weight_scale u8 [o, i/32]
+    fp8           weight e4m3, weight_scale f32 [], input_scale f32 []
+    fp8_channel   weight e4m3, weight_scale f32 [o]
+    fp8_block     weight e4m3, weight_scale f32 [o/128, 1, i/128, 1]; a single block's is []
+    KV cache      self_attn.{k,v}_proj.{k,v}_scale f32 []
+
+A second-level scale is the factor itself here, amax / 2688, and in compressed-tensors its reciprocal. Two float32
+numbers a step apart may share a reciprocal in float32, so one of the two layouts cannot always hold what the other
+does: `compress` then gives the scale in float64, and who writes the file keeps what float32 loses beside it
+(`quant.export.checkpoint.write_tensors`).
+
+A layout says less than a plan. `fp8_pb_wo` is a format of weights, and what runs it rounds inputs in groups of 128 or
+leaves them; `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quant.export.stored_names import StoredNames, expert_names
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
+
+CONFIG_FILE = "hf_quant_config.json"
+# vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+# What formats of weight and inputs are called together. Of two with one name, the first is what is read.
+_ALGORITHMS = {
+    ("nvfp4", "nvfp4"): "NVFP4",
+    ("nvfp4", None): "W4A16_NVFP4",
+    ("fp8", "fp8"): "FP8",
+    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("fp8_block", None): "fp8_pb_wo",
+    ("fp8_block", "fp8_group"): "fp8_pb_wo",
+    ("mxfp8", "mxfp8"): "MXFP8",
+    ("mxfp4", "mxfp4"): "mxfp4",
+}
+_KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
+# Algorithms that state their group size, and those that config.json describes in a group of its own.
+_GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8")
+_DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
+_DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
+
+_KV_SCALE = re.compile(r"(.+)\.([kv])_scale")
+_KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError where the plan has something that the layout cannot say; the message names the way out."""
+    if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
+        raise ValueError(
+            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {', '.join(_KV_CACHES)}"
+        )
+    if not plan.quantized:
+        raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
+    for layer in plan.quantized:
+        _algorithm(layer)
+        if layer.kind == "embedding":
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout has no embedding in {layer.weight}; keep it in 16 bit when the model "
+                "is quantized, or deploy the compressed-tensors checkpoint"
+            )
+        parts = {
+            "a pre_scale that no layer took up": layer.pre_scale,
+            "a Hadamard rotation of its input": layer.hadamard,
+            "a low-rank branch": layer.rank,
+        }
+        for part in (name for name, there in parts.items() if there):
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout has no place for {part} beside {layer.weight}; quantize the model "
+                "again without it, or deploy the compressed-tensors checkpoint"
+            )
+
+
+def _algorithm(layer: LayerPlan) -> str:
+    pair = (str(layer.weight), None if layer.activation is None else layer.activation.name)
+    if pair not in _ALGORITHMS:
+        known = ", ".join(f"{weight} with {inputs or '16-bit'} inputs" for weight, inputs in _ALGORITHMS)
+        raise ValueError(
+            f"{layer.name}: ModelOpt's layout has no name for {pair[0]} with {pair[1] or '16-bit'} inputs; it has "
+            f"{known}: quantize the layer in one of them, or deploy the compressed-tensors checkpoint"
+        )
+    return _ALGORITHMS[pair]
+
+
+def compress(
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    activation: Format | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one linear layer, by their names below the layer's.
+
+    Args:
+        weight: `[out, in]`.
+        input_scale: static activation scale, scalar (for NVFP4 the second-level scale), or None.
+        dtype, activation: looked at by the other layout only; here all scales of their own are float32.
+    """
+    format, scale = weight.format, weight.scale
+    if format.scale.is_wide:
+        # Matrices cut from one may share their scale, and no two tensors of a file may share memory.
+        scale = scale.to(torch.float32, copy=True)
+        if format.block == (0, 0) or (format.block[1] and scale.numel() == 1):
+            scale = scale.reshape(())
+        else:
+            scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)
+    tensors = {"weight": weight.codes, "weight_scale": scale}
+    if weight.global_scale is not None:
+        tensors["weight_scale_2"] = _float32_if_exact(weight.global_scale)
+    if input_scale is not None:
+        tensors["input_scale"] = _float32_if_exact(input_scale)
+    return tensors
+
+
+def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
+    single = scale.reshape(()).to(torch.float32, copy=True)
+    return single if bool(single == scale.reshape(())) else scale.reshape(())
+
+
+def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a layer's tensors are named as only this layout does. With eight bits both layouts may agree."""
+    return "weight_scale_2" in tensors or ("weight" in tensors and tensors["weight"].dtype is torch.uint8)
+
+
+def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    """The inverse of `compress`: the weight, and the static activation scale if there is one.
+
+    Raises:
+        KeyError: a tensor that the format needs is missing.
+    """
+    codes, scale = tensors["weight"], tensors["weight_scale"]
+    shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
+    if format.scale.is_wide:
+        scale = scale.float().reshape(format.scale_shape(shape))
+    global_scale = tensors["weight_scale_2"].reshape(()) if format.global_scale else None
+    input_scale = tensors["input_scale"].reshape(()) if "input_scale" in tensors else None
+    return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
+
+
+def kv_name(name: str) -> str:
+    """The name in this layout of `….self_attn.k_scale` or `….v_scale`; other names stay."""
+    match = _KV_SCALE.fullmatch(name)
+    return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name
+
+
+def kv_name_of_module(name: str) -> str:
+    """The inverse of `kv_name`."""
+    match = _KV_SCALE_STORED.fullmatch(name)
+    return f"{match[1]}.{match[2]}_scale" if match else name
+
+
+def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`quantization_config` for config.json, and all of `hf_quant_config.json`.
+
+    Args:
+        plan: what was applied.
+        names: of the model's tensors on disk, which runtimes go by.
+
+    Raises:
+        ValueError: as `check_plan`.
+    """
+    check_plan(plan)
+    names = names or StoredNames()
+    layers = {
+        name: _layer_config(layer)
+        for layer in plan.quantized
+        for name in (_expert_matrices(layer, names) if layer.kind == "experts" else [_stored(layer.name, names)])
+    }
+    kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
+    kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
+    quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
+    config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": "modelopt"}
+    if len(kinds) > 1:
+        quantization["quantized_layers"] = config["quantized_layers"] = layers
+        config["config_groups"] = {
+            f"group_{index}": {
+                **_group(kind, _DESCRIBED_IN_MIXED),
+                "targets": sorted(name for name, layer in layers.items() if layer == kind),
+            }
+            for index, kind in enumerate(kinds)
+        }
+    else:
+        quantization |= {**kinds[0], "exclude_modules": _excluded(plan, names)}
+        config["ignore"] = quantization["exclude_modules"]
+        if kinds[0]["quant_algo"] in _DESCRIBED:
+            config["config_groups"] = {"group_0": {**_group(kinds[0], _DESCRIBED), "targets": ["Linear"]}}
+    config["quant_algo"] = quantization["quant_algo"]
+    if plan.kv_cache is not None:
+        # The peer spells out the one and names the other.
+        config["kv_cache_scheme"] = _arguments(plan.kv_cache) if kv_cache == "FP8" else kv_cache
+    return config, {"producer": dict(PRODUCER), "quantization": quantization}
+
+
+def _layer_config(layer: LayerPlan) -> dict[str, Any]:
+    algorithm = _algorithm(layer)
+    assert layer.weight is not None
+    return {"quant_algo": algorithm, **({"group_size": layer.weight.block[1]} if algorithm in _GROUPED else {})}
+
+
+def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
+    algorithm = kind["quant_algo"]
+    if algorithm not in described:
+        return {"quant_algo": algorithm}
+    weight, activation = formats_of(algorithm)
+    group = {"weights": _arguments(weight)}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        group["weights"]["strategy"] = "channel"
+    if activation is not None:
+        group["input_activations"] = _arguments(activation)
+    return group
+
+
+def _arguments(format: Format) -> dict[str, Any]:
+    grouped = {} if format.scale.is_wide else {"group_size": format.block[1]}
+    return {"dynamic": False, "num_bits": format.element.bits, "type": "float", **grouped}
+
+
+def _excluded(plan: Plan, names: StoredNames) -> list[str]:
+    """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
+    found = set()
+    for layer in plan.layers:
+        if layer.weight is not None or layer.kind == "norm":
+            continue
+        if layer.kind == "experts":
+            found.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
+        else:
+            found.update({layer.name, _stored(layer.name, names)})
+    return sorted(found)
+
+
+def _stored(layer: str, names: StoredNames) -> str:
+    return names.stored(f"{layer}.weight").removesuffix(".weight")
+
+
+def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
+    return [names.stored(name).removesuffix(".weight") for name in expert_names(layer.name, layer.shape[0])]
+
+
+def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
+    """Formats of weight and inputs that a `quant_algo` stands for.
+
+    Raises:
+        ValueError: none of ours, or a group size that its format does not have.
+    """
+    for (weight, activation), name in _ALGORITHMS.items():
+        format = FORMATS[weight]
+        if name.casefold() == algorithm.casefold() and (
+            group_size is None or name not in _GROUPED or group_size == format.block[1]
+        ):
+            return format, None if activation is None else FORMATS[activation]
+    groups = f" with groups of {group_size}" if group_size else ""
+    known = ", ".join(dict.fromkeys(_ALGORITHMS.values()))
+    raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {known}")
+
+
+def plan_of_checkpoint(
+    directory: Path,
+    found: Iterable[Layer],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    names: StoredNames | None = None,
+) -> Plan:
+    """The plan of a checkpoint of this layout that came without one.
+
+    Args:
+        directory: for error messages.
+        found: the model's layers.
+        config: the `quantization_config`, or `quantization` of `hf_quant_config.json`.
+        tensors: of the checkpoint, under the model's names: a layer is quantized where it has a scale.
+        names: of the model's tensors on disk, which the config goes by.
+
+    Raises:
+        ValueError: an algorithm that is none of ours, or a quantized layer that the config does not name.
+    """
+    names = names or StoredNames()
+    try:
+        named = {
+            names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
+            for name, fields in (config.get("quantized_layers") or {}).items()
+        }
+        every = None if named else _formats_in(config)
+        kv_cache = _kv_format(config)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
+    layers = []
+    for layer in found:
+        matrix = layer.name
+        if layer.kind == "experts":
+            matrix = expert_names(layer.name, 1)[0].removesuffix(".weight")
+        chosen = None
+        if layer.kind in ("linear", "head", "experts") and f"{matrix}.weight_scale" in tensors:
+            chosen = every or named.get(matrix)
+            if chosen is None:
+                raise ValueError(f"{directory}: {matrix} has a weight_scale, and quantized_layers does not name it")
+        weight, activation = chosen or (None, None)
+        reason = f"as {directory.name} was written"
+        layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
+    return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
+
+
+def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:
+    # Groups of config.json say the size where ModelOpt leaves it out beside the algorithm.
+    size = config.get("group_size")
+    for group in (config.get("config_groups") or {}).values():
+        size = size or group.get("weights", {}).get("group_size")
+    return formats_of(str(config.get("quant_algo")), size)
+
+
+def _kv_format(config: Mapping[str, Any]) -> Format | None:
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if scheme is None:
+        return None
+    for name, stored in _KV_CACHES.items():
+        if scheme in (stored, _arguments(FORMATS[name])):
+            return FORMATS[name]
+    raise ValueError(f"a KV cache in {scheme} is not supported; known: {', '.join(_KV_CACHES.values())}")
