@@ -53,6 +53,7 @@ TRITON_FILES: set[str] = {
     "kernels/overlap.py",
     "kernels/embedding_triton.py",
     "kernels/hadamard_triton.py",
+    "kernels/e2m1_triton.py",
     "kernels/fused.py",
     "kernels/matmul_grouped.py",
 }
