@@ -36,6 +36,9 @@ from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 SHARD_BYTES = 5 * 1000**3
 OURS = (PLAN_FILE, "receipt.json")
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
+SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
+"""Suffixes of the scales that one layout stores as the reciprocal of the other's."""
+_EXACT = "blockscale.float64"  # key in a file's metadata
 
 
 @contextmanager
@@ -252,7 +255,7 @@ def write_tensors(
     exact: dict[str, str] = {}
     size = 0
     for name, tensor in tensors.items():
-        if tensor.dtype is torch.float64 and name.endswith(_SECOND_LEVEL):
+        if tensor.dtype is torch.float64 and name.endswith(SECOND_LEVEL):
             exact[name] = float(tensor).hex()
             tensor = tensor.float()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
@@ -407,9 +410,6 @@ _NAMES = (
     "input_global_scale",
     "input_scale",
 )
-
-_SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
-_EXACT = "blockscale.float64"  # key in a file's metadata
 
 
 def plan_of_checkpoint(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch import nn
 from quant import load_huggingface
 from quant.api import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.calibration.blocks import stored_dtype
-from quant.errors import UserError
+from quant.errors import UserError, counted
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
@@ -211,7 +212,7 @@ def _quantization_config(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> dict[str, int]:
+def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> dict[str, Any]:
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
     The tensors are mapped from the files, so that what is in memory is the shard that is being written.
@@ -223,7 +224,9 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
         overwrite: replaces what is in `out`.
 
     Returns:
-        Sizes of the files written, by name.
+        `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
+        What runs the files reads the nearest one, at most 6e-8 of it away; the files' metadata keeps the exact one,
+        which `load` and a conversion back take.
 
     Raises:
         UserError: `out` holds `directory`.
@@ -235,6 +238,9 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
     plan = plan_of(directory, model)
     (modelopt if to == "modelopt" else layout).check_plan(plan)
     tensors = dict(_converted(directory, model, plan, to))
+    rounded = sum(t.dtype is torch.float64 and n.endswith(files.SECOND_LEVEL) for n, t in tensors.items())
+    if to != "modelopt":
+        _warn_of_runtimes(model, plan, tensors)
     with files.new_directory(out, overwrite=overwrite) as temporary:
         files.write_tensors(temporary, tensors)
         for source in directory.iterdir():
@@ -250,7 +256,22 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
             fields["quantization_config"] = layout.quantization_config(plan, stored_names(model))
         text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
-        return {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+    return {"files": sizes, "rounded_scales": rounded}
+
+
+def _warn_of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    dtype = stored_dtype(model)
+    for message in layout.runtime_warnings(plan, dtype, stored_names(model)):
+        warnings.warn(message, stacklevel=3)
+    wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
+    if wide and dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        warnings.warn(
+            f"{counted(len(wide), 'weight scale')}, {wide[0]} first, in float32, for {name} would round them: "
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not",
+            stacklevel=3,
+        )
 
 
 _METHODS = ("compressed-tensors", "modelopt")

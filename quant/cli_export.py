@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.cli_base import DEBUG, JSON, QUIET, Command
-from quant.errors import UserError
+from quant.errors import UserError, counted
 from quant.exporting import EXPORTERS, LAYOUTS, OPTIONS, SUFFIXES, Job, check_request
 
 if TYPE_CHECKING:
@@ -204,6 +204,10 @@ def _print(found: Mapping[str, Any], out: Path) -> None:
         CONSOLE.print(line)
     for name, size in found.get("files", {}).items():
         CONSOLE.print(f"{size / 1e6:12,.1f} MB  {name}")
+    if rounded := found.get("rounded_scales"):
+        CONSOLE.print(
+            f"{counted(rounded, 'second-level scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
+        )
     if found.get("config_checked") is False:
         CONSOLE.print("config.pbtxt was not compared with the server's schema: that needs the package tritonclient")
     CONSOLE.print(f"written to {out}")

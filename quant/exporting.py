@@ -221,8 +221,8 @@ def export_layout(job: Job) -> dict[str, Any]:
     """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
     from quant.checkpoint import convert
 
-    files = convert(job.directory, job.out, job.kind, overwrite=job.overwrite)
-    return {"out": str(job.out), "files": files, "passed": True}
+    done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite)
+    return {"out": str(job.out), **done, "passed": True}
 
 
 def check_request(kind: str, out: Path, overwrite: bool, target: str | None, backend: str | None) -> None:

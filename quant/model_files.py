@@ -80,11 +80,17 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     """Plan and saved report (None without one) of a checkpoint, read without building the model.
 
+    Of another tool's checkpoint the plan is read off its config, and the model built on the meta device for that.
+
     Raises:
-        UserError: `directory` holds no plan.
+        UserError: `directory` holds no quantized checkpoint.
     """
     directory = Path(directory)
     if not (directory / PLAN_FILE).is_file():
-        raise UserError(f"{directory}: no {PLAN_FILE}; quant inspect reads what `quantize --out` wrote")
+        from quant import checkpoint
+
+        if not checkpoint.is_checkpoint(directory):
+            raise UserError(f"{directory}: no {PLAN_FILE} and no quantization_config, so no quantized checkpoint")
+        return checkpoint.plan_of(directory, checkpoint.outline(directory)), None
     report = directory / "report.json"
     return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +13,18 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quant
 from quant.checkpoint import convert
 from quant.cli import main
-from quant.export import modelopt
+from quant.errors import UserError
+from quant.export import compressed_tensors, modelopt
+from quant.export.checkpoint import SECOND_LEVEL, TensorFiles, write_tensors
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import get_recipe
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -25,6 +34,8 @@ BASE = GOLDENS / "base"
 MODELOPT = ["fp8", "fp8blk", "fp8pcpt", "mixed", "mxfp4", "mxfp8", "w4a16"]
 COMPRESSED = ["FP8", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4", "MXFP8", "NVFP4", "NVFP4A16"]
 PRESETS = {"nvfp4": "nvfp4", "w4a16": "nvfp4a16", "fp8": "fp8", "fp8pcpt": "fp8_channel", "mxfp8": "mxfp8"}
+# Warnings are errors here.
+ROUNDED = pytest.mark.filterwarnings("ignore:.*in float32, for bfloat16 would round them")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,6 +97,7 @@ def test_the_whole_path_reproduces_the_golden_checkpoint(
     assert found == config
 
 
+@ROUNDED
 @pytest.mark.parametrize(
     ("layout", "golden"),
     [*(("modelopt", name) for name in MODELOPT), *(("compressed_tensors", name) for name in COMPRESSED)],
@@ -147,3 +159,283 @@ def test_loading_gives_the_values_of_the_peers_tensors(golden: str) -> None:
     if golden in ("fp8", "nvfp4"):
         k_scale = tensors["model.layers.1.self_attn.k_proj.k_scale"]
         assert torch.equal(model.model.layers[1].self_attn.k_scale, k_scale)
+
+
+# Layers that are more than a matrix
+
+
+@pytest.mark.filterwarnings("ignore:.*transformers up to 5.23")
+def test_experts_are_named_one_by_one_and_come_back(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        tie_word_embeddings=False,
+    )
+    model = transformers.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    plan = quant.make_plan(model, "nvfp4")
+    kept = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.down_proj"], weight=None, activation=None)
+    fused = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.gate_up_proj"], weight=None, activation=None)
+    done = quant.quantize(model, plan.replace_layers([kept, fused]), IDS)
+    quant.save(done.model, done.plan, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "out", "modelopt")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    # Mixtral's names on disk, not those of transformers' modules.
+    stem = "model.layers.0.block_sparse_moe.experts"
+    packed = {n for n, t in tensors.items() if t.dtype is torch.uint8 and ".experts." in n}
+    assert packed == {f"{stem}.{e}.{w}.weight" for e in range(4) for w in ("w1", "w2", "w3")}
+    assert {tensors[f"{stem}.{e}.{w}.weight_scale_2"].shape for e in range(4) for w in ("w1", "w3")} == {torch.Size([])}
+    assert torch.equal(tensors[f"{stem}.2.w1.weight_scale_2"], tensors[f"{stem}.2.w3.weight_scale_2"])
+    excluded = fields(tmp_path / "out", modelopt.CONFIG_FILE)["quantization"]["exclude_modules"]
+    assert "model.layers.1.block_sparse_moe.experts*" in excluded
+    assert "model.layers.0.block_sparse_moe.gate" in excluded
+    with torch.no_grad():
+        expected = done.model(IDS).logits
+        assert torch.equal(quant.load(tmp_path / "out")(IDS).logits, expected)
+        (tmp_path / "out" / "plan.json").unlink()
+        assert torch.equal(quant.load(tmp_path / "out")(IDS).logits, expected)
+    convert(tmp_path / "out", tmp_path / "back", "compressed-tensors")
+    assert differing(tmp_path / "ours", tmp_path / "back") == []
+
+
+def test_an_fp8_kv_cache_is_named_as_in_the_golden_checkpoint(quantized: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = dataclasses.replace(get_recipe("fp8"), kv_cache="fp8")
+    convert(quantized(recipe, solver="modelopt"), tmp_path / "out", "modelopt")
+    golden = GOLDENS / "modelopt" / "fp8"
+    ours, theirs = (load_file(d / "model.safetensors") for d in (tmp_path / "out", golden))
+    assert {n: (t.dtype, t.shape) for n, t in ours.items()} == {n: (t.dtype, t.shape) for n, t in theirs.items()}
+    assert fields(tmp_path / "out", modelopt.CONFIG_FILE) == fields(golden, modelopt.CONFIG_FILE)
+    stored = load_file(tmp_path / "ours" / "model.safetensors")
+    for layer, operand in ((0, "k"), (1, "v")):
+        stem = f"model.layers.{layer}.self_attn"
+        found = ours[f"{stem}.{operand}_proj.{operand}_scale"]
+        assert float(found) == float(stored[f"{stem}.{operand}_scale"])
+
+
+def test_a_mixed_plan_is_written_as_the_peer_writes_it(quantized: Callable[..., Path], tmp_path: Path) -> None:
+    plan = quant.make_plan(quant.open_model(BASE).model, "nvfp4", solver="modelopt")
+    fp8 = [
+        dataclasses.replace(m, weight=FORMATS["fp8"], activation=FORMATS["fp8"])
+        for m in plan.quantized
+        if "self_attn" in m.name
+    ]
+    model = quant.open_model(BASE).model
+    done = quant.quantize(model, plan.replace_layers(fp8), IDS)
+    quant.save(done.model, done.plan, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "out", "modelopt")
+    golden = GOLDENS / "modelopt" / "mixed"
+    assert all(name.endswith(".input_scale") for name in differing(tmp_path / "out", golden))
+    assert fields(tmp_path / "out")["quantization_config"] == fields(golden)["quantization_config"]
+    assert fields(tmp_path / "out", modelopt.CONFIG_FILE) == fields(golden, modelopt.CONFIG_FILE)
+
+
+# What others make of the files
+
+
+@ROUNDED
+@pytest.mark.parametrize(("golden", "dtype"), [("fp8", torch.float32), ("fp8blk", torch.float32), ("w4a16", None)])
+def test_transformers_unpacks_a_converted_checkpoint_to_the_same_weights(
+    golden: str, dtype: torch.dtype | None, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors")
+    convert(GOLDENS / "modelopt" / golden, tmp_path / "out", "compressed-tensors")
+    dtype = dtype or torch.bfloat16
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
+    with torch.no_grad():
+        theirs(IDS)  # the library unpacks the weights at the first call
+    for name, module in quant.load(GOLDENS / "modelopt" / golden).named_modules():
+        if hasattr(module, "quantized_weight"):
+            assert torch.equal(module.dequantize(dtype), theirs.get_submodule(name).weight), name
+
+
+@pytest.mark.filterwarnings("default")
+def test_scales_that_transformers_would_round_are_said(tmp_path: Path) -> None:
+    result = export(GOLDENS / "modelopt" / "fp8", "--to", "compressed-tensors", "--out", tmp_path / "out")
+    assert result.exit_code == 0
+    assert "13 weight scales, model.layers.0.self_attn.q_proj.weight_scale first, in float32" in result.stderr
+
+
+@pytest.mark.slow  # the import takes ten seconds
+def test_modelopt_unpacks_what_is_written_to_the_same_weights(quantized: Callable[..., Path], tmp_path: Path) -> None:
+    library = pytest.importorskip("modelopt.torch.quantization.qtensor", reason="needs the extra modelopt")
+    convert(quantized("nvfp4a16"), tmp_path / "out", "modelopt")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    for name, module in quant.load(tmp_path / "ours").named_modules():
+        if hasattr(module, "quantized_weight"):
+            packed = library.NVFP4QTensor(module.quantized_weight.shape, torch.float32, tensors[f"{name}.weight"])
+            scales = {
+                "scale": tensors[f"{name}.weight_scale"],
+                "double_scale": tensors[f"{name}.weight_scale_2"],
+                "block_sizes": {-1: 16},
+            }
+            assert torch.equal(packed.dequantize(torch.float32, **scales), module.dequantize(torch.float32)), name
+
+
+def test_the_command_line_takes_it_as_any_checkpoint(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / "nvfp4", tmp_path / "source")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE / file, source / file)
+    inspected = CliRunner().invoke(main, ["inspect", str(source), "--json"])
+    assert inspected.exit_code == 0, inspected.output
+    plan = Plan.from_dict(json.loads(inspected.stdout)["plan"])
+    assert {f"{m.weight}+{m.activation}" for m in plan.quantized} == {"nvfp4+nvfp4"} and len(plan.quantized) == 14
+    assert plan.kv_cache is FORMATS["nvfp4"] and plan.by_name["lm_head"].weight is None
+    arguments = ["generate", str(source), "--prompt", "a b c", "--max-new-tokens", "4", "--device", "cpu", "--json"]
+    generated = CliRunner().invoke(main, arguments)
+    assert generated.exit_code == 0, generated.output
+    done = export(source, "--to", "modelopt", "--out", tmp_path / "out", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert sorted(found["files"]) == sorted(p.name for p in (tmp_path / "out").iterdir())
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (BASE / "tokenizer.json").read_bytes()
+
+
+def test_an_older_export_says_everything_in_its_own_file(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / "mixed", tmp_path / "old")
+    config = fields(source)
+    del config["quantization_config"]
+    (source / "config.json").write_text(json.dumps(config))
+    old, new = (quant.load(d).state_dict() for d in (source, GOLDENS / "modelopt" / "mixed"))
+    assert old.keys() == new.keys() and all(same(old[name], new[name]) for name in old)
+
+
+# Numbers
+
+
+def test_any_second_level_scale_survives_the_other_layout(tmp_path: Path) -> None:
+    """Also those that share their float32 reciprocal with a neighbour, and reciprocals that are no float32's."""
+    weight = quantize(torch.randn(32, 64), FORMATS["nvfp4"])
+    values = torch.rand(400) * torch.logspace(-10, 10, 400)
+    there = [(compressed_tensors, modelopt, "weight_scale_2"), (modelopt, compressed_tensors, "weight_global_scale")]
+    for other, own, suffix in there:
+        stored, notes = {}, 0
+        for index, value in enumerate(values):
+            first = own.compress(weight, None, torch.float32) | {suffix: value.reshape(1)}
+            back, _ = own.decompress(first, FORMATS["nvfp4"])
+            for name, tensor in other.compress(back, None, torch.float32).items():
+                stored[f"{index}.{name}"] = tensor.clone()
+        notes = sum(tensor.dtype is torch.float64 for tensor in stored.values())
+        assert 20 < notes < 200  # about one in seven
+        folder = tmp_path / suffix
+        folder.mkdir()
+        write_tensors(folder, stored)
+        raw, read = load_file(folder / "model.safetensors"), TensorFiles(folder)
+        assert all(tensor.dtype is not torch.float64 for tensor in raw.values())
+        for index, value in enumerate(values):
+            local = {n.partition(".")[2]: read[n] for n in read if n.startswith(f"{index}.")}
+            again = own.compress(other.decompress(local, FORMATS["nvfp4"])[0], None, torch.float32)[suffix]
+            assert again.dtype is torch.float32 and float(again) == float(value)
+            nearest = next(float(raw[n]) for n in raw if n.startswith(f"{index}.") and n.endswith(SECOND_LEVEL))
+            assert nearest * float(value) == pytest.approx(1, rel=1.2e-7) or nearest == pytest.approx(
+                float(value), rel=6e-8
+            )
+
+
+# What the layout cannot say, and bad input
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight": "int4"}, "no name for int4 with 16-bit inputs; it has nvfp4 with nvfp4 inputs"),
+        ({"weight": "mxfp6"}, "no name for mxfp6 with 16-bit inputs"),
+        ({"weight": "mxfp4"}, "no name for mxfp4 with 16-bit inputs"),
+        ({"weight": "nvfp4", "activation": "fp8"}, "no name for nvfp4 with fp8 inputs"),
+        ({"hadamard": 32}, "no place for a Hadamard rotation of its input beside nvfp4"),
+        ({"rank": 8}, "no place for a low-rank branch beside nvfp4"),
+        ({"pre_scale": True}, "no place for a pre_scale that no layer took up beside nvfp4"),
+        ({"kind": "embedding"}, "has no embedding in nvfp4; keep it in 16 bit"),
+    ],
+)
+def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], words: str) -> None:
+    formats = {k: FORMATS[v] for k, v in change.items() if k in ("weight", "activation")}
+    layer = LayerPlan("model.layers.0.mlp.up_proj", "linear", (256, 256), FORMATS["nvfp4"])
+    layer = dataclasses.replace(layer, **{**change, **formats})
+    with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.up_proj: .*{re.escape(words)}") as error:
+        modelopt.configs(Plan((layer,)))
+    assert "deploy the compressed-tensors checkpoint" in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_refused_plan_writes_nothing(quantized: Callable[..., Path], tmp_path: Path) -> None:
+    result = export(quantized("int4a16"), "--to", "modelopt", "--out", tmp_path / "out")
+    assert result.exit_code == 2
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: model.layers.0.self_attn.q_proj: ModelOpt's layout has no name for int4")
+    assert [place.name for place in tmp_path.iterdir()] == ["ours"]
+
+
+def _without(directory: Path, name: str) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def _with_config(directory: Path, **changes: Any) -> None:
+    config = fields(directory)
+    config["quantization_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("golden", "spoil", "words"),
+    [
+        ("w4a8nvfp4", lambda d: None, "'W4A8_NVFP4_FP8' is not supported; known: NVFP4, W4A16_NVFP4"),
+        ("nvfp4", lambda d: _with_config(d, kv_cache_scheme="INT8"), "a KV cache in INT8 is not supported; known: FP8"),
+        (
+            "w4a16",
+            lambda d: _with_config(d, config_groups={"group_0": {"weights": {"group_size": 32}}}),
+            "'W4A16_NVFP4' with groups of 32 is not supported",
+        ),
+        (
+            "w4a16",
+            lambda d: _without(d, "model.layers.1.mlp.up_proj.weight_scale_2"),
+            "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight_scale_2 for format nvfp4",
+        ),
+        (
+            "mixed",
+            lambda d: _with_config(d, quantized_layers={"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4"}}),
+            "model.layers.0.self_attn.q_proj has a weight_scale, and quantized_layers does not name it",
+        ),
+        ("fp8", lambda d: (d / "config.json").unlink(), "no config.json"),
+        ("fp8", lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "truncated or damaged"),
+    ],
+)
+def test_bad_checkpoints(golden: str, spoil: Callable[[Path], None], words: str, tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / golden, tmp_path / "source")
+    spoil(source)
+    result = export(source, "--to", "compressed-tensors", "--out", tmp_path / "out")
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert words in result.stderr and len(result.stderr.strip().splitlines()) == 1
+    assert [place.name for place in tmp_path.iterdir()] == ["source"]
+
+
+def test_the_destination(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / "w4a16", tmp_path / "runs" / "source")
+    for out in (tmp_path / "runs", source):
+        with pytest.raises(UserError, match="which it would replace; name another directory"):
+            convert(source, out, "compressed-tensors", overwrite=True)
+    out = tmp_path / "out"
+    assert export(source, "--to", "compressed-tensors", "--out", out, "--quiet").exit_code == 0
+    before = {file: file.read_bytes() for file in out.iterdir()}
+    taken = export(source, "--to", "compressed-tensors", "--out", out)
+    assert taken.exit_code == 2 and "is not empty; pass --overwrite" in taken.stderr
+    assert {file: file.read_bytes() for file in out.iterdir()} == before
+    assert export(source, "--to", "modelopt", "--out", out, "--overwrite", "--quiet").exit_code == 0
+    assert differing(source, out) == []
+    unused = export(source, "--to", "modelopt", "--out", out, "--shapes", "batch=1:1:2")
+    assert unused.exit_code == 2 and "--to modelopt has no use for --shapes" in unused.stderr
+
+
+def test_shards_are_read_and_the_index_is_written_anew(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / "w4a16", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    write_tensors(source, tensors, shard_bytes=60_000)
+    assert len(list(source.glob("*.safetensors"))) > 3
+    convert(source, tmp_path / "out", "modelopt")
+    assert sorted(p.name for p in (tmp_path / "out").glob("model*")) == ["model.safetensors"]
+    assert differing(tmp_path / "out", GOLDENS / "modelopt" / "w4a16") == []
