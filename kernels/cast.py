@@ -100,9 +100,9 @@ def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
     """Block scales by the `max` rule: what is stored, and the step it stands for."""
     if kind == "e4m3":
         unit = largest * global_scale
-        # The quotient of what is more would be no number where it is infinite.
-        ideal = quotient(tl.minimum(amax, 512.0 * unit), unit, reciprocal(unit))
-        stored = tl.minimum(tl.maximum(ideal, 0.001953125), 448.0).to(tl.float8e4nv)
+        ideal = quotient(amax, unit, reciprocal(unit))
+        # In this order: where the quotient is infinite, its correction is no number, of which the minimum is 448.
+        stored = tl.maximum(tl.minimum(ideal, 448.0), 0.001953125).to(tl.float8e4nv)
         return stored, stored.to(tl.float32) * global_scale
     elif kind == "e8m0":
         bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
