@@ -9,14 +9,15 @@
 of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for 128 rows)
 where x in sixteen is not (16 KB for 128 tokens), so that the tall tile asks the L2 cache for 25 KB a step and the wide
 one for 37, where 16-bit sides ask for 48; the wide one decodes half as much. Decoded values never touch shared memory,
-of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (160, 192), are there so
-that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
+of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144, 160), are
+there so that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
 
 A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
 `groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
 none but those of the slots, and fall into step by themselves: one decodes while the other multiplies, and while the end
 of its own product is under way, for which sums of 256 tokens leave no registers. That takes products as long as
-decoding is: from 160 tokens on it is the quickest, with 128 hardly better than the barrier.
+decoding is: with 128 tokens it is hardly better than the barrier. With fewer, words are read before the product ahead
+of theirs is started (`early`), and slots are deeper, for what is done once a slot.
 
 Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
 and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
@@ -89,7 +90,6 @@ _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
 # More than there are: Triton then moves none, and all threads keep those of the launch.
 _UNMOVED_REGISTERS = gl.constexpr(256)
-_PIECE = gl.constexpr(32)
 _ARRIVAL_BITS = gl.constexpr(16)
 _ARRIVALS = gl.constexpr((1 << 16) - 1)
 _WORDS = gl.constexpr("words")
@@ -246,8 +246,8 @@ def _produce(
 
 
 @gluon.jit
-def _operand(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
-    """Tile `d` of a slot, [panels, depth, 128, 4] and [panels, depth, 32, 2], as left operand [16 · warps, 64]."""
+def _load_words(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.constexpr):
+    """Of tile `d` of a slot, [panels, depth, 128, 4] and [panels, depth, 32, 2]: a thread's four words, two scales."""
     panels: gl.constexpr = warps // 4
     words_layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4], [1, 1, 32, 1], [panels, 1, 4, 1], [3, 2, 1, 0])
     flat: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [warps, 1], [1, 0])
@@ -258,8 +258,7 @@ def _operand(words, scales, first: gl.constexpr, d: gl.constexpr, warps: gl.cons
     scale = scales.slice(first, panels, dim=0).slice(d, 1, dim=1).load(gl.SliceLayout(3, quads)).expand_dims(3)
     scale, _ = gl.broadcast(scale, gl.zeros([panels, 1, 32, 4, 2], gl.int32, quads))
     scale = gl.convert_layout(scale.reshape([32 * warps, 2]), scales_layout, assert_trivial=True)
-    value = decode(gl.convert_layout(word, flat, assert_trivial=True), scale, warps)
-    return gl.convert_layout(value, layout, assert_trivial=True)
+    return gl.convert_layout(word, flat, assert_trivial=True), scale
 
 
 @gluon.jit
@@ -270,7 +269,8 @@ def _weights(
     """64 columns of the rows of one half, from panel `panel` of a slot on, as left operand."""
     warps: gl.constexpr = gl.num_warps()
     if form == _WORDS:
-        return _operand(words.index(slot), scales.index(slot), panel, d, warps, layout)
+        word, scale = _load_words(words.index(slot), scales.index(slot), panel, d, warps)
+        return gl.convert_layout(decode(word, scale, warps), layout, assert_trivial=True)
     else:
         return codes_operand(words.index(slot * depth + d), held, panel * 64, form, warps, layout)
 
@@ -350,15 +350,21 @@ def _pass(low, low_tail, high, high_tail, under_way: gl.constexpr, halves: gl.co
     return low, low_tail, high, high_tail
 
 
+@gluon.constexpr_function
+def _piece_size(tail):
+    """Tokens of a piece of a tile, which programs that share it add up."""
+    return 16 if tail == 16 else 32
+
+
 @gluon.jit
-def _leave(acc, place):
-    """Writes a sum in pieces of `_PIECE` tokens, 16 bytes of a thread after those of the one before it."""
+def _leave(acc, place, piece: gl.constexpr):
+    """Writes a sum in pieces of so many tokens, 16 bytes of a thread after those of the one before it."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
-    if columns > _PIECE:
+    if columns > piece:
         low, high = _halve(acc)
-        _leave(low, place)
-        _leave(high, place + rows * (columns // 2))
+        _leave(low, place, piece)
+        _leave(high, place + rows * (columns // 2), piece)
     else:
         flat = acc.reshape([rows // 16, 2, 8, columns // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5])
         flat = flat.reshape([rows * columns // 4, 4])
@@ -371,11 +377,11 @@ def _leave(acc, place):
 @gluon.jit
 def _piece_sum(
     partial, lowest, parts, piece, scale, row_scale, bias, y, n, m, M, N, groups: gl.constexpr,
-    has_bias: gl.constexpr, rows: gl.constexpr, tile_size: gl.constexpr, form: gl.constexpr,
+    has_bias: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, tile_size: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Adds what programs from `lowest` on left of a piece `[rows, _PIECE]` of their tile, and stores it."""
+    """Adds what programs from `lowest` on left of a piece `[rows, columns]` of their tile, and stores it."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
-    size: gl.constexpr = rows * _PIECE
+    size: gl.constexpr = rows * columns
     i = gl.arange(0, size // 4, gl.SliceLayout(1, layout))
     j = gl.arange(0, 4, gl.SliceLayout(0, layout))
     inside = piece * size + (i[:, None] * 4 + j[None, :])
@@ -387,7 +393,7 @@ def _piece_sum(
             # Past L1, which knows nothing of what other programs wrote.
             there = (inside >= 0) & (first + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
-    total = total.reshape([_PIECE // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, _PIECE])
+    total = total.reshape([columns // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, columns])
     total = _by_row(total, row_scale, n, N, False, form)
     _store(total, scale, bias, y, n, m, M, N, has_bias)
 
@@ -396,12 +402,13 @@ def _piece_sum(
 def _finish(
     partial, counter, abandoned, scale, row_scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n, M, N, offsets,
     experts, group: gl.constexpr, groups: gl.constexpr, has_bias: gl.constexpr, halves: gl.constexpr,
-    rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr, form: gl.constexpr,
+    rows: gl.constexpr, block_m: gl.constexpr, tail: gl.constexpr, width: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
     """Adds up this program's pieces of the tile that it has a part of, and those that others left to it."""
     program = gl.program_id(0)
     if program < cut * parts:
-        across: gl.constexpr = block_m // _PIECE
+        size: gl.constexpr = _piece_size(tail)
+        across: gl.constexpr = block_m // size
         tile = program // parts
         part = program - tile * parts
         counter += tile * groups + group
@@ -421,8 +428,8 @@ def _finish(
                 half = piece // across
                 lowest = (program - part) * groups + group
                 _piece_sum(partial, lowest, parts, piece, scale, row_scale, bias, y,
-                           ((n * groups + group) * halves + half) * rows, m + (piece - half * across) * _PIECE, M, N,
-                           groups, has_bias, rows, halves * rows * block_m, form)  # fmt: skip
+                           ((n * groups + group) * halves + half) * rows, m + (piece - half * across) * size, M, N,
+                           groups, has_bias, rows, size, halves * rows * block_m, form)  # fmt: skip
 
 
 @gluon.jit
@@ -441,7 +448,8 @@ def _consume(
     scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n,
     groups: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr, halves: gl.constexpr, wide: gl.constexpr,
     tail: gl.constexpr, width: gl.constexpr, has_bias: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr,
-    form: gl.constexpr, unroll: gl.constexpr, ahead: gl.constexpr, group: gl.constexpr,
+    form: gl.constexpr, unroll: gl.constexpr, ahead: gl.constexpr, early: gl.constexpr,
+    group: gl.constexpr,
 ):  # fmt: skip
     warps: gl.constexpr = gl.num_warps()
     rows: gl.constexpr = 16 * warps
@@ -474,9 +482,15 @@ def _consume(
         if halves == 2:
             rows_high = scale_rows(block_scale, scale_stride, n + rows, N, form, warps)
             held_high = load_scales(rows_high, scale_stride, start * depth, form)
+        if early:
+            mbarrier.wait(ready.index(slot), phase)
+            word, word_scales = _load_words(words.index(slot), scales.index(slot), group, 0, warps)
         for step in range(0, count, unroll):
             for u in gl.static_range(unroll):
-                mbarrier.wait(ready.index(slot), phase)
+                if early:
+                    next_slot, next_phase = _advance(slot, phase, stages)
+                else:
+                    mbarrier.wait(ready.index(slot), phase)
                 for i in gl.static_range(depth * halves):
                     at = slot * depth + i // halves
                     if i % halves == 0:
@@ -486,8 +500,19 @@ def _consume(
                         held_low = load_scales(rows_low, scale_stride, k, form)
                         if halves == 2:
                             held_high = load_scales(rows_high, scale_stride, k, form)
-                    a = _weights(words, scales, now_low if i % halves == 0 else now_high, slot,
-                                 (group * halves + i % halves) * panels, i // halves, depth, form, operand)  # fmt: skip
+                    if early:
+                        a = gl.convert_layout(decode(word, word_scales, warps), operand, assert_trivial=True)
+                        # The next words, before this product holds up their warps.
+                        following = slot
+                        if i + 1 == depth:
+                            mbarrier.wait(ready.index(next_slot), next_phase, pred=step + u + 1 < count)
+                            following = next_slot
+                        word, word_scales = _load_words(words.index(following), scales.index(following), group,
+                                                        (i + 1) % depth, warps)  # fmt: skip
+                    else:
+                        a = _weights(words, scales, now_low if i % halves == 0 else now_high, slot,
+                                     (group * halves + i % halves) * panels, i // halves, depth, form,
+                                     operand)  # fmt: skip
                     if i % halves == 0:
                         low, low_tail = _multiply(a, x_ring, tail_ring, at, low, low_tail, tail_operand, tail)
                     else:
@@ -503,13 +528,14 @@ def _consume(
             mbarrier.arrive(empty.index(_before(slot, stages)), count=1)
         if split and turn == 0:
             place = partial + (gl.program_id(0) * groups + group).to(gl.int64) * (halves * rows * block_m)
-            _leave(low, place)
+            size: gl.constexpr = _piece_size(tail)
+            _leave(low, place, size)
             if tail:
-                _leave(low_tail, place + rows * wide)
+                _leave(low_tail, place + rows * wide, size)
             if halves == 2:
-                _leave(high, place + rows * block_m)
+                _leave(high, place + rows * block_m, size)
                 if tail:
-                    _leave(high_tail, place + rows * (block_m + wide))
+                    _leave(high_tail, place + rows * (block_m + wide), size)
             _barrier()
             arrivals = gl.atomic_add(counter + (gl.program_id(0) // parts * groups + group), 1, sem="acq_rel")
             abandoned = gl.where((arrivals & _ARRIVALS) == parts - 1, arrivals >> _ARRIVAL_BITS, 0)
@@ -533,7 +559,7 @@ def _consume(
     if split:
         scale = _whole_scale(global_scale, block_scale, 0, form)
         _finish(partial, counter, abandoned, scale, block_scale, bias, y, full, cut, parts, looks, tiles_m, tiles_n,
-                M, N, offsets, experts, group, groups, has_bias, halves, rows, block_m, width, form)  # fmt: skip
+                M, N, offsets, experts, group, groups, has_bias, halves, rows, block_m, tail, width, form)  # fmt: skip
 
 
 @gluon.jit
@@ -567,14 +593,15 @@ def prefill_kernel(
     counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m, tiles_n, tiles_k, has_bias: gl.constexpr,
     groups: gl.constexpr, halves: gl.constexpr, tail: gl.constexpr, stages: gl.constexpr, depth: gl.constexpr,
     width: gl.constexpr, split: gl.constexpr, overlap: gl.constexpr, form: gl.constexpr, unroll: gl.constexpr,
-    ahead: gl.constexpr,
+    ahead: gl.constexpr, early: gl.constexpr,
 ):  # fmt: skip
     """See the module docstring; `steps` units make a tile; after `full` tiles, `cut` have `parts` programs each.
 
     `form` is a format whose codes are in the order of a checkpoint, or "words". The operands of neighbouring products
     must come from different places in the program, or ptxas gives them the same registers, and the later is written
     while the earlier is still read: a fetch of one tile of one half is therefore written out twice, as `unroll` says.
-    `ahead` is how many products are under way while the next operand is decoded.
+    `ahead` is how many products are under way while the next operand is decoded; `early`, whether its words are read
+    before that product is started.
 
     With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
     """
@@ -598,7 +625,7 @@ def prefill_kernel(
         (x_ring, x_tail, words, scales, y_tile, y_tail, y_desc, y_tail_desc, ready, empty, global_scale, block_scale,
          scale_stride, bias, y, partial, counter, offsets, experts, M, N, full, cut, parts, looks, steps, tiles_m,
          tiles_n, groups, stages, depth, halves, wide, tail, width, has_bias, split, overlap, form, unroll,
-         ahead),
+         ahead, early),
         (x_desc, x_tail_desc, w_desc, s_desc, x_ring, x_tail, w_ring, s_ring, ready, empty, offsets, experts, M, N,
          full, cut, parts, steps, tiles_m, tiles_n, tiles_k, stages, depth, panels, tail, width, split, overlap, form,
          unroll),
@@ -670,8 +697,9 @@ def _launch(
         has_bias=bias is not None, groups=tiles.groups, halves=tiles.halves, tail=tail, stages=tiles.stages,
         depth=depth,
         width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
-        overlap=tiles.overlap, form=form, unroll=tiles.unroll, ahead=tiles.ahead, num_warps=8 // tiles.groups,
-        maxnreg=None if tiles.groups == 2 and tiles.ahead else 168, launch_pdl=tiles.overlap,
+        overlap=tiles.overlap, form=form, unroll=tiles.unroll, ahead=tiles.ahead, early=tiles.early,
+        num_warps=8 // tiles.groups, maxnreg=None if tiles.groups == 2 and tiles.ahead else 168,
+        launch_pdl=tiles.overlap,
     )  # fmt: skip
 
 
@@ -687,4 +715,4 @@ def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> P
     """
     block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
     enough = min(tokens, experts) * triton.cdiv(rows, 256) >= hardware.sms
-    return prefill_tiles(block_m, 2 if enough else 1, hardware)
+    return prefill_tiles(block_m, 2 if enough else 1, hardware, groups=1)

@@ -65,7 +65,7 @@ class PrefillTiles:
     """A launch of Hopper's kernel for many tokens.
 
     Attributes:
-        block_m: tokens of a tile: a power of two from 32 on, or the sum of two.
+        block_m: tokens of a tile: a power of two from 32 on, or the sum of such a one and a lesser one from 16 on.
         halves: of 128 rows of W that a tile has: 1 or 2.
         programs: one for each SM.
         depth: tiles of 64 columns of K that are fetched at once.
@@ -86,6 +86,11 @@ class PrefillTiles:
     def ahead(self) -> int:
         """Products under way while the next operand is decoded: sums of 256 tokens leave no registers for that."""
         return 0 if self.groups == 2 and self.block_m > 192 else 1
+
+    @property
+    def early(self) -> bool:
+        """Whether words are read before the product ahead of theirs is started: by few tokens, it is soon done."""
+        return self.groups == 2 and self.halves == 1 and self.block_m <= 96
 
     @property
     def unroll(self) -> int:
@@ -119,9 +124,12 @@ PREFILL_UNITS = {
     (128, 2): 1.34,
     (192, 1): 0.97,
     (160, 1): 0.86,
-    (128, 1): 0.73,
+    (144, 1): 0.83,
+    (128, 1): 0.71,
+    (96, 1): 0.64,
+    (80, 1): 0.60,
     (64, 2): 0.94,
-    (64, 1): 0.54,
+    (64, 1): 0.50,
     (32, 1): 0.46,
 }
 """(block_m, halves) of the kernel for many tokens, and microseconds of a tile's 128 columns on an H100."""
@@ -322,8 +330,10 @@ def prefill_tiles(
     longer than it takes to decode its operand.
     """
     if groups is None:
-        groups = 2 if block_m > 128 and halves == 1 and format is None else 1
+        groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
     room = _SHARED_BYTES - 2048 - block_m * halves * 256
     slot = block_m * 128 + halves * (4608 if format is None else 1024 * format.element.bits)
     depth = 2 if room // (2 * slot + 16) > 2 else 1
+    if groups == 2 and block_m <= 96:
+        depth = 4
     return PrefillTiles(block_m, halves, hardware.sms, depth, min(room // (depth * slot + 16), 8), groups=groups)

@@ -21,7 +21,7 @@ from quant.kernels.prepack import prepack
 from quant.kernels.tiles import PREFILL_UNITS, PrefillTiles, deal, guess, prefill_tiles
 
 BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
-SIZES = (*BEST, (128, 1, 2), (64, 1, 2))
+SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,8 @@ SIZES = (*BEST, (128, 1, 2), (64, 1, 2))
     [
         ((128, 2, 1), True, 0),
         ((160, 2, 1), True, 0),
-        ((160, 1, 2), True, 0),
+        ((144, 1, 2), True, 0),
+        ((96, 1, 2), True, 0),
         ((192, 1, 2), True, 0),
         ((256, 1, 2), True, 0),
         ((64, 2, 1), False, 0),
@@ -61,7 +62,7 @@ def test_weights_go_from_registers_into_wgmma(
         "depth": tiles.depth,
     }
     constants |= {"width": width, "split": split, "overlap": True, "form": "words", "unroll": tiles.unroll}
-    constants["ahead"] = tiles.ahead
+    constants |= {"ahead": tiles.ahead, "early": tiles.early}
     options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
     kernel = compile_matmul(matmul_gluon_prefill.prefill_kernel, wide, tiles.depth, types, constants, options)
     products = re.findall(
@@ -94,7 +95,13 @@ def units_of(tiles: int, steps: int, programs: int) -> list[list[tuple[int, int,
 @pytest.mark.parametrize(
     ("shape", "tokens", "size"),
     [
-        ((4096, 4096), 512, (128, 1, 1)),
+        ((4096, 4096), 128, (64, 1, 2)),
+        ((4096, 4096), 256, (64, 1, 2)),
+        ((4096, 4096), 320, (80, 1, 2)),
+        ((4096, 4096), 384, (96, 1, 2)),
+        ((4096, 4096), 512, (128, 1, 2)),
+        ((4096, 4096), 576, (144, 1, 2)),
+        ((4096, 14336), 576, (144, 1, 2)),
         ((4096, 4096), 640, (160, 1, 2)),
         ((4096, 14336), 640, (160, 1, 2)),
         ((28672, 4096), 640, (160, 1, 2)),
@@ -104,7 +111,7 @@ def units_of(tiles: int, steps: int, programs: int) -> list[list[tuple[int, int,
         ((4096, 4096), 1024, (256, 1, 2)),
         ((4096, 14336), 1024, (256, 1, 2)),
         ((28672, 4096), 1024, (256, 1, 2)),
-        ((4096, 4096), 1100, (160, 1, 2)),
+        ((4096, 4096), 1100, (144, 1, 2)),
         ((4096, 14336), 1100, (192, 1, 2)),
         ((4096, 4096), 1536, (192, 1, 2)),
         ((4096, 14336), 1536, (192, 1, 2)),

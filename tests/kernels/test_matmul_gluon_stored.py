@@ -51,7 +51,7 @@ def test_weights_go_from_registers_into_wgmma(
     types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128)}
     constants = {"has_bias": split, "groups": 1, "halves": choice.halves, "tail": tail, "stages": choice.stages}
     constants |= {"depth": choice.depth, "width": 0, "split": split, "overlap": True}
-    constants |= {"form": form, "unroll": choice.unroll, "ahead": choice.ahead}
+    constants |= {"form": form, "unroll": choice.unroll, "ahead": choice.ahead, "early": choice.early}
     options = {"num_warps": 8, "maxnreg": 168}
     kernel = compile_matmul(matmul_gluon_prefill.prefill_kernel, wide, choice.depth, types, constants, options)
     products = re.findall(
