@@ -326,8 +326,7 @@ def prefill_tiles(
     """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
 
     `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them. By default,
-    tiles of prepacked words have the groups that were found best: two, which share nothing, where a product lasts
-    longer than it takes to decode its operand.
+    tiles of prepacked words have the groups that were found best: two, which share nothing, from 64 tokens on.
     """
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1
