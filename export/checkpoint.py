@@ -255,7 +255,7 @@ def write_tensors(
     exact: dict[str, str] = {}
     size = 0
     for name, tensor in tensors.items():
-        if tensor.dtype is torch.float64 and name.endswith(SECOND_LEVEL):
+        if tensor.dtype is torch.float64 and tensor.numel() == 1 and name.endswith(SECOND_LEVEL):
             exact[name] = float(tensor).hex()
             tensor = tensor.float()
         if shards[-1] and size + tensor.nbytes > shard_bytes:

@@ -27,7 +27,7 @@ from quant.export import modelopt
 from quant.export.stored_names import RenamedTensors, StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
-from quant.planning import check_plan_fits
+from quant.planning import check_plan_fits, fusion_warnings
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -239,8 +239,8 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
     (modelopt if to == "modelopt" else layout).check_plan(plan)
     tensors = dict(_converted(directory, model, plan, to))
     rounded = sum(t.dtype is torch.float64 and n.endswith(files.SECOND_LEVEL) for n, t in tensors.items())
-    if to != "modelopt":
-        _warn_of_runtimes(model, plan, tensors)
+    for message in [*fusion_warnings(plan), *([] if to == "modelopt" else _of_runtimes(model, plan, tensors))]:
+        warnings.warn(message, stacklevel=2)
     with files.new_directory(out, overwrite=overwrite) as temporary:
         files.write_tensors(temporary, tensors)
         for source in directory.iterdir():
@@ -260,18 +260,18 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
     return {"files": sizes, "rounded_scales": rounded}
 
 
-def _warn_of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+def _of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What other runtimes do not do with these tensors in the compressed-tensors layout."""
     dtype = stored_dtype(model)
-    for message in layout.runtime_warnings(plan, dtype, stored_names(model)):
-        warnings.warn(message, stacklevel=3)
+    messages = layout.runtime_warnings(plan, dtype, stored_names(model))
     wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
     if wide and dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
-        warnings.warn(
+        messages.append(
             f"{counted(len(wide), 'weight scale')}, {wide[0]} first, in float32, for {name} would round them: "
-            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not",
-            stacklevel=3,
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
         )
+    return messages
 
 
 _METHODS = ("compressed-tensors", "modelopt")

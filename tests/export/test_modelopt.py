@@ -165,7 +165,8 @@ def test_loading_gives_the_values_of_the_peers_tensors(golden: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*transformers up to 5.23")
-def test_experts_are_named_one_by_one_and_come_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mixed", [False, True])
+def test_experts_are_named_one_by_one_and_come_back(mixed: bool, tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         vocab_size=256,
         hidden_size=64,
@@ -180,7 +181,9 @@ def test_experts_are_named_one_by_one_and_come_back(tmp_path: Path) -> None:
     plan = quant.make_plan(model, "nvfp4")
     kept = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.down_proj"], weight=None, activation=None)
     fused = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.gate_up_proj"], weight=None, activation=None)
-    done = quant.quantize(model, plan.replace_layers([kept, fused]), IDS)
+    fp8 = {"weight": FORMATS["fp8"], "activation": FORMATS["fp8"]}
+    attention = [dataclasses.replace(m, **fp8) for m in plan.quantized if mixed and "self_attn" in m.name]
+    done = quant.quantize(model, plan.replace_layers([kept, fused, *attention]), IDS)
     quant.save(done.model, done.plan, tmp_path / "ours")
     convert(tmp_path / "ours", tmp_path / "out", "modelopt")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
@@ -190,9 +193,14 @@ def test_experts_are_named_one_by_one_and_come_back(tmp_path: Path) -> None:
     assert packed == {f"{stem}.{e}.{w}.weight" for e in range(4) for w in ("w1", "w2", "w3")}
     assert {tensors[f"{stem}.{e}.{w}.weight_scale_2"].shape for e in range(4) for w in ("w1", "w3")} == {torch.Size([])}
     assert torch.equal(tensors[f"{stem}.2.w1.weight_scale_2"], tensors[f"{stem}.2.w3.weight_scale_2"])
-    excluded = fields(tmp_path / "out", modelopt.CONFIG_FILE)["quantization"]["exclude_modules"]
-    assert "model.layers.1.block_sparse_moe.experts*" in excluded
-    assert "model.layers.0.block_sparse_moe.gate" in excluded
+    config = fields(tmp_path / "out", modelopt.CONFIG_FILE)["quantization"]
+    if mixed:
+        layers = {f"{stem}.{e}.{w}": {"quant_algo": "NVFP4", "group_size": 16} for e in range(4) for w in ("w1", "w3")}
+        assert layers.items() <= config["quantized_layers"].items() and "exclude_modules" not in config
+        assert config["quantized_layers"]["model.layers.1.self_attn.v_proj"] == {"quant_algo": "FP8"}
+    else:
+        excluded = ["model.layers.1.block_sparse_moe.experts*", "model.layers.0.block_sparse_moe.gate"]
+        assert set(excluded) <= set(config["exclude_modules"])
     with torch.no_grad():
         expected = done.model(IDS).logits
         assert torch.equal(quant.load(tmp_path / "out")(IDS).logits, expected)
@@ -214,6 +222,16 @@ def test_an_fp8_kv_cache_is_named_as_in_the_golden_checkpoint(quantized: Callabl
         stem = f"model.layers.{layer}.self_attn"
         found = ours[f"{stem}.{operand}_proj.{operand}_scale"]
         assert float(found) == float(stored[f"{stem}.{operand}_scale"])
+
+
+def test_scales_of_a_kv_cache_a_head_are_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "compressed_tensors" / "FP8", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.self_attn.v_scale"] = torch.ones(2, 1, 1, dtype=torch.bfloat16)
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"model\.layers\.1\.self_attn\.v_scale: 2 scales of the KV cache, one a head"):
+        convert(source, tmp_path / "out", "modelopt")
+    assert [place.name for place in tmp_path.iterdir()] == ["source"]
 
 
 def test_a_mixed_plan_is_written_as_the_peer_writes_it(quantized: Callable[..., Path], tmp_path: Path) -> None:
