@@ -46,7 +46,10 @@ _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", 
 def check_plan(plan: Plan) -> None:
     """Raises ValueError where the plan uses a format that the layout has no name for."""
     if plan.kv_cache is not None and plan.kv_cache.name != "fp8":
-        raise ValueError(f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8")
+        raise ValueError(
+            f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8, so quantize "
+            "again with that"
+        )
     for layer in plan.quantized:
         if layer.weight is not None and layer.weight.name not in _LAYOUTS:
             raise ValueError(

@@ -61,7 +61,8 @@ def check_plan(plan: Plan) -> None:
     """Raises ValueError where the plan has something that the layout cannot say; the message names the way out."""
     if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
         raise ValueError(
-            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {', '.join(_KV_CACHES)}"
+            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {' and '.join(_KV_CACHES)}, so "
+            "quantize again with one of them"
         )
     if not plan.quantized:
         raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -291,6 +292,24 @@ def test_modelopt_unpacks_what_is_written_to_the_same_weights(quantized: Callabl
                 "block_sizes": {-1: 16},
             }
             assert torch.equal(packed.dequantize(torch.float32, **scales), module.dequantize(torch.float32)), name
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Unsupported quantization algorithm")  # mxfp4 and fp8_pb_wo in a mixed plan
+def test_modelopt_makes_the_same_config_of_every_mixture() -> None:
+    """`config.json` as ModelOpt derives it from `hf_quant_config.json`."""
+    name = "modelopt.torch.export.convert_hf_config"
+    library = pytest.importorskip(name, reason="needs the extra modelopt")
+    pairs = [
+        ("nvfp4", "nvfp4"), ("nvfp4", None), ("fp8", "fp8"), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"),
+        ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"),
+    ]  # fmt: skip
+    for first, second in itertools.product(pairs, pairs):
+        chosen = [[None if name is None else FORMATS[name] for name in pair] for pair in (second, first, second)]
+        layers = [LayerPlan(f"layers.{i}.up", "linear", (256, 256), w, a) for i, (w, a) in enumerate(chosen)]
+        plan = Plan((*layers, LayerPlan("lm_head", "head", (256, 256))), kv_cache=FORMATS["fp8"])
+        config, whole = modelopt.configs(plan)
+        assert config == library.convert_hf_quant_config_format(whole), (first, second)
 
 
 def test_the_command_line_takes_it_as_any_checkpoint(tmp_path: Path) -> None:
