@@ -57,7 +57,8 @@ def _trtllm(directory: Path, plan: Plan | None) -> str:
     unread = [weight + (f" with {inputs} inputs" if inputs else " weights alone") for weight, inputs in used - _TRTLLM]
     if unread:
         body = f"""It does not read {", ".join(sorted(unread))} from such a checkpoint. It reads nvfp4, fp8_channel with
-fp8_token inputs, fp8_block with fp8_group inputs, and mxfp4 weights alone.
+fp8_token inputs, fp8_block with fp8_group inputs, and mxfp4 weights alone. FP8 with static inputs and mixtures with
+it are for ModelOpt's layout, which `quant export {directory} --to modelopt` writes.
 """
     else:
         body = f"""Its PyTorch backend reads the checkpoint as it is.

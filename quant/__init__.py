@@ -17,7 +17,7 @@ _PUBLIC = {
     "quant.api": ("Quantized", "apply_plan", "calibrate", "quantize"),
     "quant.attention_interface": ("quantized_attention",),
     "quant.calibration.data": ("calibration_rows", "token_rows"),
-    "quant.checkpoint": ("load", "save"),
+    "quant.checkpoint": ("convert", "load", "save"),
     "quant.errors": ("UserError",),
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),

@@ -21,6 +21,7 @@ from quant import load_huggingface
 from quant.api import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
+from quant.exporting import LAYOUTS
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
@@ -208,11 +209,11 @@ def _quantization_config(directory: Path) -> dict[str, Any] | None:
         except (ValueError, AttributeError) as error:
             raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
         if isinstance(found, dict):
-            return found if key == "quantization" or found.get("quant_method") in _METHODS else None
+            return found if key == "quantization" or found.get("quant_method") in LAYOUTS else None
     return None
 
 
-def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> dict[str, Any]:
+def convert(directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False) -> dict[str, Any]:
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
     The tensors are mapped from the files, so that what is in memory is the shard that is being written.
@@ -229,9 +230,12 @@ def convert(directory: Path, out: Path, to: str, *, overwrite: bool = False) -> 
         which `load` and a conversion back take.
 
     Raises:
-        UserError: `out` holds `directory`.
+        UserError: an unknown layout, or `out` holds `directory`.
         ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
     """
+    directory, out = Path(directory), Path(out)
+    if to not in LAYOUTS:
+        raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
     if out.resolve() in (directory.resolve(), *directory.resolve().parents):
         raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
     model = outline(directory)
@@ -274,7 +278,6 @@ def _of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tenso
     return messages
 
 
-_METHODS = ("compressed-tensors", "modelopt")
 _KV_SCALES = (".k_scale", ".v_scale")
 # Written anew, or said of the other files: a report has their hashes and sizes.
 _OF_THE_LAYOUT = (

@@ -225,6 +225,12 @@ def test_an_fp8_kv_cache_is_named_as_in_the_golden_checkpoint(quantized: Callabl
         assert float(found) == float(stored[f"{stem}.{operand}_scale"])
 
 
+def test_a_layout_that_is_not_known(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no layout 'compressed_tensors'; known: modelopt, compressed-tensors"):
+        quant.convert(GOLDENS / "modelopt" / "fp8", tmp_path / "out", "compressed_tensors")
+    assert not any(tmp_path.iterdir())
+
+
 def test_scales_of_a_kv_cache_a_head_are_refused(tmp_path: Path) -> None:
     source = shutil.copytree(GOLDENS / "compressed_tensors" / "FP8", tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
