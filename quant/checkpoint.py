@@ -21,11 +21,11 @@ from quant import load_huggingface
 from quant.api import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
-from quant.exporting import LAYOUTS
 from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.stored_names import RenamedTensors, StoredNames, expert_names, stored_names
+from quant.exporting import LAYOUTS
 from quant.extras import require
 from quant.formats.tensor import BlockScaledTensor
 from quant.planning import check_plan_fits, fusion_warnings

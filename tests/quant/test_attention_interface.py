@@ -21,9 +21,7 @@ from quant.attention_interface import quantized_attention, register
 from quant.cli import main, quantize_command
 from quant.errors import UserError
 from quant.formats.format import FORMATS
-from quant.kernels.attention_reference import reference
 from quant.kernels.kv_cache import first_scale, round_kv
-from quant.kernels.ring_attention import quantize_blocks
 
 transformers = pytest.importorskip("transformers")
 
