@@ -25,13 +25,13 @@ from typing import Any
 
 import torch
 from _table import Row, machine, show, versions, write_json
-from gemm import warm_up
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from quant.kernels import tune
 from quant.kernels.attention import attention
 from quant.kernels.attention_quantize import quantize_attention
+from quant.kernels.ceilings import copy_rate, warm_up
 
 TOKENS, WIDTH = 16384, 2048
 DRAWS = 8
@@ -106,13 +106,6 @@ def speed(compile_only: bool) -> Iterator[Row]:
         yield row
 
 
-def copy_rate() -> float:
-    """Bytes a microsecond that a copy reads and writes."""
-    source = torch.empty(1 << 28, dtype=torch.float32, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / tune.graph_microseconds([lambda: target.copy_(source)])
-
-
 def quantizing(compile_only: bool) -> Iterator[Row]:
     """Bytes a second of the quantize-and-lay-out pass; heads lie between tokens, as models leave them."""
     copy = math.nan if compile_only else copy_rate()
@@ -134,8 +127,8 @@ def quantizing(compile_only: bool) -> Iterator[Row]:
         calls[0]()
         if not compile_only:
             us = tune.graph_microseconds(calls)
-            rate = 3 * TOKENS * 48 * 128 / us
-            yield {"what": f"quantize, {name}", "dim": 128, "us": us, "TB/s": rate * 1e-6, "of copy": rate / copy}
+            rate = 3 * TOKENS * 48 * 128 / us * 1e6
+            yield {"what": f"quantize, {name}", "dim": 128, "us": us, "TB/s": rate * 1e-12, "of copy": rate / copy}
 
 
 def error(compile_only: bool) -> Iterator[Row]:

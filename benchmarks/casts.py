@@ -22,19 +22,13 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.kernels import cast, fused
+from quant.kernels.ceilings import copy_rate
 from quant.kernels.tune import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
 BLOCKS = (0, 16, 32, 64, 128, 256)
 Call = Callable[[torch.Tensor, int], Any]
-
-
-def copy_rate() -> float:
-    """TB/s of a copy of 256 MiB."""
-    source = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / graph_microseconds([lambda: target.copy_(source)]) * 1e-6
 
 
 def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
@@ -58,7 +52,7 @@ def rates(formats: list[str]) -> list[dict[str, Any]]:
         tokens = ELEMENTS // columns
         inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for name in formats:
-            copy = copy_rate()
+            copy = copy_rate() * 1e-12
             for source, (passes, call) in calls(name, inputs[0]).items():
                 row: dict[str, Any] = {"format": name, "width": columns, "after": source, "copy TB/s": copy}
                 moved = passes * 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))

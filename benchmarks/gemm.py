@@ -38,6 +38,7 @@ from _table import Row, machine, show, versions, write_json
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels import dispatch, tiles, tune
+from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
 
 _search = "--search" in sys.argv
@@ -148,10 +149,7 @@ def library(compile_only: bool) -> Iterator[Row]:
     """PyTorch's own: BF16 matmul, FP8 matmul, copy."""
     if compile_only:
         return
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    us = tune.graph_microseconds([lambda: target.copy_(source)])
-    yield {"what": "copy", "us": us, "TB/s": 2 * source.nbytes / us * 1e-6}
+    yield {"what": "copy", "TB/s": copy_rate() * 1e-12}
     for shape in SHAPES:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for tokens in (1, 16, 64, *MIDDLE_TOKENS, *PREFILL_TOKENS):
@@ -283,16 +281,6 @@ SECTIONS: dict[str, Callable[[bool], Iterator[Row]]] = {
     ),
     "casts": casts,
 }
-
-
-def warm_up(seconds: float = 0.3) -> None:
-    """Keeps the GPU busy until its clocks are those of work; an idle one starts slow."""
-    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        for _ in range(20):
-            x @ x
-        torch.cuda.synchronize()
 
 
 def in_process(name: str, lock: Path | None, compile_only: bool, out: Path) -> None:

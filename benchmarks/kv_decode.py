@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from _table import machine, show, versions, write_json
-from gemm import warm_up
 
+from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.decode_attention import paged_attention, paged_reference
 from quant.kernels.kv_cache import KVPages, encode_kv, kv_format, token_bytes
 from quant.kernels.tune import graph_microseconds
@@ -127,13 +127,6 @@ def _row(what: str, run: Run, nbytes: int, error: float | None) -> dict[str, Any
     return {"attention": what, "us": us, "TB/s": nbytes / us * 1e-6, "error": error}
 
 
-def copy_bandwidth() -> float:
-    """Bytes a second of a copy, read and written ones counted."""
-    source = torch.empty(1 << 29, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (graph_microseconds([lambda: target.copy_(source)]) * 1e-6)
-
-
 def main() -> None:
     """Parses the options, runs the rows, prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,7 +141,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.exit(message="this benchmark needs a CUDA device; none is here\n")
     warm_up()
-    bandwidth = copy_bandwidth()
+    bandwidth = copy_rate()
     rows: list[dict[str, Any]] = []
     for batch in options.batch:
         for context in options.context:

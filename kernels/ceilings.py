@@ -54,20 +54,25 @@ def measure_ceilings(index: int = 0) -> list[Ceiling]:
     """
     gpu = current(index)
     with torch.cuda.device(index):
-        _warm_up()
+        warm_up()
         return [*_bandwidths(gpu), *_matmuls(gpu)]
 
 
-def _bandwidths(gpu: Hardware) -> list[Ceiling]:
+def copy_rate() -> float:
+    """Bytes a second that a copy of a gibibyte reads and writes on the current GPU, the faster of two ways."""
     source = torch.ones(_BYTES // 4, device="cuda")
     target = torch.empty_like(source)
     ways: list[Callable[[], Any]] = [lambda: target.copy_(source), lambda: torch.neg(source, out=target)]
-    copy = min(graph_microseconds([way]) for way in ways)
-    total = torch.empty((), device="cuda")
+    return 2 * _BYTES / min(graph_microseconds([way]) for way in ways) * 1e6
+
+
+def _bandwidths(gpu: Hardware) -> list[Ceiling]:
+    copy = copy_rate()
+    source, total = torch.ones(_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
     read = graph_microseconds([lambda: torch.sum(source, dim=None, out=total)])
     sheet = gpu.bandwidth if gpu.known else None
     return [
-        Ceiling("copy", 2 * _BYTES / copy * 1e6, "TB/s", sheet),
+        Ceiling("copy", copy, "TB/s", sheet),
         Ceiling("read", _BYTES / read * 1e6, "TB/s", sheet),
     ]
 
@@ -90,7 +95,7 @@ def _matmuls(gpu: Hardware) -> list[Ceiling]:
     return found
 
 
-def _warm_up(seconds: float = 0.3) -> None:
+def warm_up(seconds: float = 0.3) -> None:
     """Keeps the GPU busy until its clocks are those of work; an idle one starts slow."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     end = time.monotonic() + seconds
