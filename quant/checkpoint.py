@@ -213,7 +213,9 @@ def _quantization_config(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def convert(directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False) -> dict[str, Any]:
+def convert(
+    directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False, model: nn.Module | None = None
+) -> dict[str, Any]:
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
     The tensors are mapped from the files, so that what is in memory is the shard that is being written.
@@ -223,6 +225,7 @@ def convert(directory: str | Path, out: str | Path, to: str, *, overwrite: bool 
         out: appears when everything in it is written, and not before.
         to: "modelopt" or "compressed-tensors".
         overwrite: replaces what is in `out`.
+        model: the checkpoint's `outline`, of a caller that has it.
 
     Returns:
         `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
@@ -238,7 +241,8 @@ def convert(directory: str | Path, out: str | Path, to: str, *, overwrite: bool 
         raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
     if out.resolve() in (directory.resolve(), *directory.resolve().parents):
         raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
-    model = outline(directory)
+    if model is None:
+        model = outline(directory)
     plan = plan_of(directory, model)
     (modelopt if to == "modelopt" else layout).check_plan(plan)
     tensors = dict(_converted(directory, model, plan, to))

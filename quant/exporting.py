@@ -221,7 +221,7 @@ def export_layout(job: Job) -> dict[str, Any]:
     """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
     from quant.checkpoint import convert
 
-    done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite)
+    done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
 
 
