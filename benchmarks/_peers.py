@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant import checkpoint
+from quant.api import checkpoint
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.rounding import round_to
@@ -241,7 +241,7 @@ def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gpt
 
 def ours(model: nn.Module) -> Outcome:
     """What a model of `QuantLinear`s costs."""
-    from quant.kernels.linear import QuantLinear
+    from quant.kernels.linear.modules import QuantLinear
 
     layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
     scales = [layer.pre_scale for layer in layers if layer.pre_scale is not None]

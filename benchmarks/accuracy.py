@@ -47,12 +47,12 @@ from _table import machine, show, versions, write_json
 from torch import nn
 
 import quant
-from quant.calibration.generate import generate_rows
-from quant.calibration.solver import SOLVERS, TRANSFORMS, get_solver
+from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
+from quant.calibration.texts.generate import generate_rows
 from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.formats.format import FORMATS
-from quant.loading import open_model
+from quant.models.open import open_model
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"

@@ -40,14 +40,14 @@ from _table import machine, show, versions, write_json
 from torch import nn
 
 import quant
-from quant.allocation import allocate, score
-from quant.allocation_loop import Effort
-from quant.allocation_space import Goal
-from quant.calibration.allocate import Problem, smallest, solve
+from quant.allocation.allocate import allocate, score
+from quant.allocation.loop import Effort
+from quant.allocation.space import Goal
+from quant.calibration.sensitivity.knapsack import Problem, smallest, solve
 from quant.evaluation import evaluate
 from quant.formats.format import FORMATS
-from quant.kernels.linear import QuantLinear
-from quant.loading import open_model
+from quant.kernels.linear.modules import QuantLinear
+from quant.models.open import open_model
 
 TITLE = "Allocation: KL at a budget of bits"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

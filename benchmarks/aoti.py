@@ -31,9 +31,9 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from quant.export.aoti import export_aoti, load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.attention import fp8_attention
-from quant.kernels.fp8_gemm import round_input
-from quant.kernels.linear import QuantLinear
+from quant.kernels.attention.forward import fp8_attention
+from quant.kernels.linear.fp8_gemm import round_input
+from quant.kernels.linear.modules import QuantLinear
 
 HIDDEN, HEADS, KV_HEADS, DIM, MLP = 4096, 32, 8, 128, 14336
 KINDS = ("BF16", "FP8", "FP8 attention")

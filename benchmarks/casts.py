@@ -21,9 +21,9 @@ import torch
 from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
-from quant.kernels import cast, fused
 from quant.kernels.ceilings import copy_rate
-from quant.kernels.tune import graph_microseconds
+from quant.kernels.linear.tuning import graph_microseconds
+from quant.kernels.portable import casts, fused
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)
@@ -38,7 +38,7 @@ def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
     known = {"scale": number} if form.block == (0, 0) else {"global_scale": number} if form.global_scale else {}
     weight, other = torch.ones(columns, device="cuda", dtype=like.dtype), torch.randn_like(like)
     return {
-        "alone": (1, lambda x, h: cast.quantize(x, form, hadamard=h, **known)),
+        "alone": (1, lambda x, h: casts.quantize(x, form, hadamard=h, **known)),
         "rmsnorm": (1, lambda x, h: fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=h, **known)),
         "add, rmsnorm": (3, lambda x, h: fused.add_rmsnorm_quantize(x, other, weight, 1e-6, form, hadamard=h, **known)),
         "swiglu": (2, lambda x, h: fused.swiglu_quantize(x, other, form, hadamard=h, **known)),
@@ -84,7 +84,7 @@ def latencies() -> list[dict[str, Any]]:
 def main() -> None:
     """Parses the options, prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(cast.FORMATS_OUT)}")
+    parser.add_argument("--formats", default="nvfp4,mxfp8,fp8_token", help=f"of {', '.join(casts.FORMATS_OUT)}")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
     options = parser.parse_args()
     if not torch.cuda.is_available():

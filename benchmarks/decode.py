@@ -27,11 +27,11 @@ from gemm import random_weight
 from torch import nn
 
 from quant.formats.format import FORMATS
-from quant.kernels.decode_attention import paged_attention
-from quant.kernels.decoder_step import add_rmsnorm, gated_linear, greedy, rotate_and_store, swiglu
-from quant.kernels.kv_cache import KVPages
-from quant.kernels.linear import QuantLinear
-from quant.kernels.prepack import prepack, why_not
+from quant.kernels.attention.decode import paged_attention
+from quant.kernels.attention.kv_cache import KVPages
+from quant.kernels.layout import prepack, why_not
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.portable.decoder_step import add_rmsnorm, gated_linear, greedy, rotate_and_store, swiglu
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 PAGE = 64

@@ -26,13 +26,13 @@ import torch
 from _table import machine, show, versions, write_json
 from torch import nn
 
-from quant.export.onnx import export_onnx
-from quant.export.onnx_decoder import GraphInput
-from quant.export.onnx_verify import check_file, verify
-from quant.export.tensorrt import export_engine
+from quant.export.engine.build import export_engine
+from quant.export.onnx_graph.decoder import GraphInput
+from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.verify import check_file, verify
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import QuantLinear
+from quant.kernels.linear.modules import QuantLinear
 
 TITLE = "Memory of an export"
 LIMIT = 1.5

@@ -21,10 +21,11 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels import cast, grouped, matmul_fp8_block
 from quant.kernels.hardware import current
-from quant.kernels.prepack import prepack
-from quant.kernels.tune import graph_microseconds
+from quant.kernels.layout import prepack
+from quant.kernels.linear import experts
+from quant.kernels.linear.tuning import graph_microseconds
+from quant.kernels.portable import casts, matmul_fp8_block
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
 EXPERTS, HIDDEN, INNER, CHOICES = 128, 2048, 1536, 8
@@ -40,7 +41,7 @@ def plain() -> list[dict[str, Any]]:
         codes = dense.to(torch.float8_e4m3fn)
         squares = torch.rand(-(-out // 128), -(-columns // 128), device="cuda") + 0.5
         weight = BlockScaledTensor(codes, squares, FORMATS["fp8_block"], (out, columns))
-        x8 = cast.quantize(x, FORMATS["fp8_group"])
+        x8 = casts.quantize(x, FORMATS["fp8_group"])
         one, by_row = torch.ones((), device="cuda"), torch.ones(tokens, 1, device="cuda")
         by_channel = torch.ones(1, out, device="cuda")
 
@@ -71,7 +72,7 @@ def by_expert() -> list[dict[str, Any]]:
         weights["nvfp4"] = prepack(weights["nvfp4"])  # as `quant generate` lays out a model
     for tokens in (1, 64, 1024, 4096):
         index = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
-        order, offsets = grouped.sort_by_expert(index, EXPERTS)
+        order, offsets = experts.sort_by_expert(index, EXPERTS)
         x = torch.randn(len(order), HIDDEN, device="cuda", dtype=torch.bfloat16)
         ends = offsets[1:]
         calls: dict[str, Callable[[], Any]] = {
@@ -80,7 +81,7 @@ def by_expert() -> list[dict[str, Any]]:
         for name, activation in GROUPED:
             form = FORMATS[activation] if activation else None
             calls[f"{name} × {activation or 'bf16'}"] = lambda x=x, w=weights[name], o=offsets, f=form: (  # type: ignore[misc]
-                grouped.grouped_linear(x, w, o, None, f)
+                experts.grouped_linear(x, w, o, None, f)
             )
         times = {name: graph_microseconds([call]) for name, call in calls.items()}
         for name, us in times.items():

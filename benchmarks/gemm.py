@@ -37,9 +37,10 @@ from _table import Row, machine, show, versions, write_json
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels import dispatch, tiles, tune
+from quant.kernels import tiles
 from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
+from quant.kernels.linear import dispatch, tuning
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
@@ -82,7 +83,7 @@ def weights(
     """A section that multiplies by weights in format `name`, for each (shape, tokens)."""
 
     def section(compile_only: bool) -> Iterator[Row]:
-        from quant.kernels.prepack import prepack
+        from quant.kernels.layout import prepack
 
         for shape, tokens in cases:
             weight = random_weight(FORMATS[name], shape)
@@ -91,7 +92,7 @@ def weights(
             if compile_only:
                 _run_once(weight, tokens)
                 continue
-            timings, dropped = tune.search(weight, tokens, current(), choices=_choices(weight, tokens))
+            timings, dropped = tuning.search(weight, tokens, current(), choices=_choices(weight, tokens))
             row = {"what": f"{name}{' prepacked' if prepacked else ''}", "N": shape[0], "K": shape[1], "M": tokens}
             if not timings:
                 yield {**row, "launch": "; ".join(f"{c}: {why}" for c, why in dropped.items())[:300]}
@@ -108,7 +109,7 @@ def weights(
                     "others": " ".join(f"{_words(t.choice)}={t.microseconds:.1f}" for t in timings[1:]),
                     "dropped": "; ".join(f"{_words(c)}: {why}" for c, why in dropped.items()),
                     "choice": tiles.to_dict(best.choice),
-                    "key": tune.key(FORMATS[name], tokens, shape, prepacked),
+                    "key": tuning.key(FORMATS[name], tokens, shape, prepacked),
                 }
             )
 
@@ -154,14 +155,14 @@ def library(compile_only: bool) -> Iterator[Row]:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for tokens in (1, 16, 64, *MIDDLE_TOKENS, *PREFILL_TOKENS):
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
-            us = tune.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
+            us = tuning.graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
             yield _library_row("bf16", shape, tokens, us, 2)
     shape, tokens = WIDE, 4096
     x8 = torch.randn(tokens, shape[1], device="cuda").to(torch.float8_e4m3fn)
     w8 = torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
     for name, sizes in (("tensor", ((), ())), ("row", ((tokens, 1), (1, shape[0])))):
         a, b = (torch.ones(size, device="cuda") for size in sizes)
-        us = tune.graph_microseconds(
+        us = tuning.graph_microseconds(
             [lambda a=a, b=b: torch._scaled_mm(x8, w8.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)]  # type: ignore[misc]
         )
         yield _library_row(f"_scaled_mm {name}", shape, tokens, us, 1)
@@ -177,14 +178,14 @@ def peers(compile_only: bool) -> Iterator[Row]:
     """Other projects' NVFP4 by BF16, over copies of the weight as ours."""
     for shape in SHAPES:
         weight = random_weight(FORMATS["nvfp4"], shape)
-        layers = [linear for w in tune.copies(weight, current().l2) if (linear := humming(w)) is not None]
+        layers = [linear for w in tuning.copies(weight, current().l2) if (linear := humming(w)) is not None]
         for tokens in (1, 16, 64, 256, 512, 768, 1024, 4096) if layers else ():
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
             y = layers[0](x)
             if compile_only:
                 continue
             exact = x.double() @ weight.dequantize(torch.float64).T
-            us = tune.graph_microseconds([lambda layer=layer, x=x: layer(x) for layer in layers])  # type: ignore[misc]
+            us = tuning.graph_microseconds([lambda layer=layer, x=x: layer(x) for layer in layers])  # type: ignore[misc]
             row = {"what": "humming nvfp4", "N": shape[0], "K": shape[1], "M": tokens, "us": us}
             rates = {"TB/s": weight.nbytes / us * 1e-6, "TFLOP/s": 2 * tokens * shape[0] * shape[1] / us * 1e-6}
             yield {**row, **rates, "error": float((y.double() - exact).norm() / exact.norm())}
@@ -192,8 +193,8 @@ def peers(compile_only: bool) -> Iterator[Row]:
 
 def prefill(compile_only: bool) -> Iterator[Row]:
     """NVFP4 weights by FP8 activations: x to E4M3, the weight to E4M3, the library's product, as one time."""
-    from quant.kernels import nvfp4_gluon
-    from quant.kernels.prepack import prepack
+    from quant.kernels.hopper import decode_nvfp4
+    from quant.kernels.layout import prepack
 
     if not current().has_wgmma:
         return
@@ -201,12 +202,12 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         weight = prepack(random_weight(FORMATS["nvfp4"], shape))
         x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
         y = dispatch.prefill_linear(x, weight, None, None, "fp8_token")
-        nvfp4_gluon.dequantize(weight)
+        decode_nvfp4.dequantize(weight)
         if compile_only:
             continue
         exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
-        copies = list(tune.copies(weight, current().l2))
-        us = tune.graph_microseconds(
+        copies = list(tuning.copies(weight, current().l2))
+        us = tuning.graph_microseconds(
             [lambda w=w, x=x: dispatch.prefill_linear(x, w, None, None, "fp8_token") for w in copies]  # type: ignore[misc]
         )
         row = _library_row("nvfp4 × fp8_token", shape, tokens, us, 1)
@@ -214,16 +215,16 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         if tokens == 4096:
             elements = shape[0] * shape[1]
             for name, call, nbytes in (
-                ("nvfp4 to bf16", nvfp4_gluon.dequantize, 2 + 9 / 16),
-                ("nvfp4 to e4m3", nvfp4_gluon.requantize, 1 + 9 / 16),
+                ("nvfp4 to bf16", decode_nvfp4.dequantize, 2 + 9 / 16),
+                ("nvfp4 to e4m3", decode_nvfp4.requantize, 1 + 9 / 16),
             ):
-                us = tune.graph_microseconds([lambda w=w, c=call: c(w) for w in copies])  # type: ignore[misc]
+                us = tuning.graph_microseconds([lambda w=w, c=call: c(w) for w in copies])  # type: ignore[misc]
                 yield {"what": name, "N": shape[0], "K": shape[1], "us": us, "TB/s": nbytes * elements / us * 1e-6}
 
 
 def casts(compile_only: bool) -> Iterator[Row]:
     """Quantizers, alone and behind RMSNorm and SwiGLU: bytes read and written a second."""
-    from quant.kernels import cast, fused
+    from quant.kernels.portable import casts, fused
 
     tokens, columns = 16384, 4096
     inputs = [torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
@@ -234,10 +235,10 @@ def casts(compile_only: bool) -> Iterator[Row]:
         form = FORMATS[name]
         second = one if form.global_scale else None
         calls: dict[str, tuple[float, Callable[[torch.Tensor], Any]]] = {
-            "quantize": (1, lambda x, f=form, g=second: cast.quantize(x, f, global_scale=g)),
+            "quantize": (1, lambda x, f=form, g=second: casts.quantize(x, f, global_scale=g)),
             "hadamard 128, quantize": (
                 1,
-                lambda x, f=form, g=second: cast.quantize(x, f, global_scale=g, hadamard=128),
+                lambda x, f=form, g=second: casts.quantize(x, f, global_scale=g, hadamard=128),
             ),
             "rmsnorm, quantize": (
                 1,
@@ -254,7 +255,7 @@ def casts(compile_only: bool) -> Iterator[Row]:
                 call(inputs[0])
                 if compile_only:
                     continue
-                us = tune.graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])  # type: ignore[misc]
+                us = tuning.graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])  # type: ignore[misc]
                 moved = passes * 2 * tokens * columns + form.nbytes((tokens, columns))
                 yield {"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
             except Exception as error:

@@ -22,7 +22,7 @@ import torch.multiprocessing
 from _table import machine, show, versions, write_json
 
 from quant.formats.format import FORMATS
-from quant.kernels.ring_attention import message_bytes, ring_attention, shard, unshard
+from quant.kernels.attention.ring import message_bytes, ring_attention, shard, unshard
 
 CHECKED_TOKENS = 4096
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.observer import Observer, get_observer, is_per_tensor
+from quant.calibration.observers import Observer, get_observer, is_per_tensor
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import divided, global_scale_of
 from quant.kernels.hadamard import hadamard_transform

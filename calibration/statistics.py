@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 from torch.nn.functional import pad
 
-from quant.calibration.products import usual_products
+from quant.calibration.cpu_matmul import usual_products
 from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import divided, global_scale_of
@@ -200,7 +200,7 @@ def round_activation(x: torch.Tensor, activation: Format | None, input_scale: to
     if activation is None:
         return x
     if x.is_cuda and activation.name == "nvfp4" and x.shape[-1] % activation.block[1] == 0 and x.numel():
-        from quant.calibration.rounding_triton import fake_quantize_nvfp4
+        from quant.kernels.portable.fake_quantize import fake_quantize_nvfp4
 
         return fake_quantize_nvfp4(x, input_scale)
     return tensor.round_activation(x, activation, input_scale)

@@ -33,16 +33,16 @@ import torch
 from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
-from quant.export.onnx_decoder import Attention, Graph, attending, operand_scales
+from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
-from quant.kernels.attention import fp8_attention, has_fp8_tensor_cores
+from quant.kernels.attention.forward import fp8_attention, has_fp8_tensor_cores
 from quant.kernels.attention_reference import attention_reference
-from quant.kernels.fp8_gemm import fp8_linear, round_input, takes
-from quant.kernels.linear import QuantLinear
-from quant.kernels.ops import op_name
+from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.ops import op_name
 
 _ATTENTION = "quant::fp8_attention"
 EXPORTED_ATTENTION = "quant::onnx_attention"
@@ -283,7 +283,7 @@ def _attention(
     if not has_fp8_tensor_cores(q.device):
         out, _ = attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, rows=0)
         return out
-    from quant.kernels.attention_triton import launch_in_graph
+    from quant.kernels.portable.attention import launch_in_graph
 
     return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)
 

@@ -25,11 +25,11 @@ from torch import nn
 
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
-from quant.export.stored_names import EXPERT_PARTS, StoredNames, cut_experts, expert_names, stored_names
+from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts, expert_names, stored_names
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.embedding import QuantEmbedding
-from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.recipes.layers import Layer
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from quant.export.stored_names import StoredNames
+from quant.export.names import StoredNames
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0
 from quant.formats.tensor import BlockScaledTensor

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from quant.export.stored_names import StoredNames, expert_names
+from quant.export.names import StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.layers import Layer

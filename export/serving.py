@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quant.export.engine_shapes import Input, graph_inputs, parse_profile
+from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
 
 CONFIG_FILE, RECEIPT_FILE = "config.pbtxt", "receipt.json"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}

@@ -35,7 +35,7 @@ from torch import nn
 from quant.export.aoti import EXPORTED_ATTENTION, exported_attention, traceable, visible
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.linear import QuantExperts, QuantLinear
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
 
 # What torch-tensorrt converts, and the ops' arguments after the tensor and its amax.
 _FORMATS = ("fp8", "nvfp4")

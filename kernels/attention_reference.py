@@ -44,7 +44,7 @@ def reference(
     compute: torch.dtype = torch.float32,
     round_p: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `quant.kernels.attention.attention` computes, with every option, in plain PyTorch.
+    """What `quant.kernels.attention.forward.attention` computes, with every option, in plain PyTorch.
 
     Args:
         q, k, v, q_scale, k_scale, v_scale, causal, window, softcap, softmax_scale, cu_seqlens_q, cu_seqlens_k: as

@@ -2,9 +2,9 @@
 
 Four ways to multiply by a quantized weight:
 
-    Tiles         the portable kernel (kernels/matmul.py): any format, any shape
-    GluonTiles    Hopper's kernel (kernels/matmul_gluon.py): a prepacked NVFP4 or MXFP4 weight, few tokens
-    PrefillTiles  many tokens (kernels/matmul_gluon_prefill.py): such a weight, or one of `STORED_FORMATS`
+    Tiles         the portable kernel (kernels/portable/matmul.py): any format, any shape
+    GluonTiles    Hopper's kernel (kernels/hopper/matmul_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
+    PrefillTiles  many tokens (kernels/hopper/matmul_many.py): such a weight, or one of `STORED_FORMATS`
     DENSE         write W in 16 bit, then the library's matmul: where W is small beside the work
 """
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.divergence import last_hidden
+from quant.calibration.sensitivity.divergence import last_hidden
 from quant.errors import UserError
 from quant.recipes.layers import output_head
 
@@ -102,7 +102,7 @@ def evaluate(
         model: a causal language model: a Hugging Face one, or any module that maps token ids `[n, seqlen]` to
             logits `[n, seqlen, vocabulary]` (or to an output with `.logits`). Or a Hugging Face encoder, which takes
             a baseline.
-        rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.data.token_rows` cuts them.
+        rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.texts.rows.token_rows` cuts them.
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
         dtype: what 16-bit parameters of both models are widened to meanwhile; None evaluates them as they are.

@@ -7,7 +7,7 @@
 Members of a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that
 would split a group is refused with the members it left out.
 
-The layers that a plan is validated against come from `quant.model_shapes`, which reads no weight.
+The layers that a plan is validated against come from `quant.models.shapes`, which reads no weight.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def check_solver(name: str) -> None:
         parse_solver(name)
     except ValueError:
         # One that was added to the registry, perhaps; it takes torch to ask.
-        from quant.calibration.solver import get_solver
+        from quant.calibration.solvers.solver import get_solver
 
         get_solver(name)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.solver import get_solver
+from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 from quant.recipes.plan import Plan

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from quant.allocation_record import AllocationRecord
-from quant.calibration.costs import kv_cache_bytes
-from quant.calibration.sensitivity import Sensitivity, write_atomically
+from quant.allocation.record import AllocationRecord
+from quant.calibration.sensitivity.costs import kv_cache_bytes
+from quant.calibration.sensitivity.table import Sensitivity, write_atomically
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation
 from quant.formats.tensor import BlockScaledTensor
@@ -337,8 +337,8 @@ def peak_rss() -> int | None:
 
 
 def render_html(report: Report, plan: Plan) -> str:
-    """The report as one HTML file that needs nothing else; see `quant.report_html`."""
-    from quant.report_html import render
+    """The report as one HTML file that needs nothing else; see `quant.page.render`."""
+    from quant.page.render import render
 
     return render(report, plan)
 

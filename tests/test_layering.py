@@ -1,4 +1,5 @@
-"""Imports point only down the table of rooms, and heavy optional packages are imported where they are used.
+"""Imports point only down the table of rooms, no two files import each other in a circle, and optional packages are
+imported where they are used.
 
 Every Python file of every room is parsed, not imported, so the check sees imports inside functions, under
 `if TYPE_CHECKING` and in files that this machine could not run.
@@ -8,13 +9,13 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[1]
+from samples import ROOT
 
 # Each room, and the rooms it may import beside itself. `quant` is the folder of the public API.
 ROOMS = {
@@ -26,120 +27,214 @@ ROOMS = {
     "quant": {"formats", "kernels", "recipes", "calibration", "export"},
 }
 
+# The parts of a room, lowest first: a part imports itself and those before it. "." is the room's own files.
+PARTS = {
+    "formats": (".",),
+    "kernels": (".", "portable", "hopper", "attention", "linear"),
+    "recipes": (".",),
+    "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
+    "export": ("onnx_graph", "engine", "."),
+    "quant": (".", "models", "runtime", "page", "allocation", "api", "cli"),
+}
+
 # The oracle stays pure: nothing but these, at any level.
 FORMATS_MAY_IMPORT = {"torch", "numpy", "quant"} | sys.stdlib_module_names
 
 # What may be imported while a module loads: the core dependencies. Everything else belongs inside a function.
 CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_module_names
 
-# Files of Triton kernels, which load triton with themselves; whoever calls them imports them inside a function.
-TRITON_FILES: set[str] = {
-    "calibration/gptq_triton.py",
-    "calibration/rounding_triton.py",
-    "kernels/attention_gluon.py",
-    "kernels/attention_quantize_triton.py",
-    "kernels/attention_triton.py",
-    "kernels/codes_gluon.py",
-    "kernels/decode_attention_triton.py",
-    "kernels/kv_cache_triton.py",
-    "kernels/matmul.py",
-    "kernels/matmul_fp8_block.py",
-    "kernels/matmul_gluon.py",
-    "kernels/matmul_gluon_prefill.py",
-    "kernels/matmul_scaled.py",
-    "kernels/nvfp4_gluon.py",
-    "kernels/cast.py",
-    "kernels/decoder_step.py",
-    "kernels/overlap.py",
-    "kernels/embedding_triton.py",
-    "kernels/hadamard_triton.py",
-    "kernels/e2m1_triton.py",
-    "kernels/fused.py",
-    "kernels/matmul_grouped.py",
-}
-
-# Files of subclasses of transformers' classes, under the same rule.
-TRANSFORMERS_FILES: set[str] = {"quant/kv_generation.py"}
-MAY_LOAD = {"triton": TRITON_FILES, "transformers": TRANSFORMERS_FILES}
+# Where an optional package may be imported while a module loads; such a file is itself imported inside functions.
+MAY_LOAD = {"kernels/portable": "triton", "kernels/hopper": "triton", "quant/runtime/kv_cache.py": "transformers"}
 
 
 @dataclass(frozen=True)
 class Import:
     module: str
+    names: tuple[str, ...]
     line: int
     on_load: bool  # runs when the file is imported: neither inside a function nor under TYPE_CHECKING
+    typing: bool = False
+
+    @property
+    def candidates(self) -> Iterator[str]:
+        """Modules that this may load: `from quant.kernels import layout` names a module as well as a package."""
+        yield self.module
+        yield from (f"{self.module}.{name}" for name in self.names)
 
 
 def imports(source: str) -> Iterator[Import]:
-    """Every import of `source`. `from quant import kernels` counts as `quant.kernels`, for that is what it loads."""
+    """Every import of `source`."""
 
-    def walk(node: ast.AST, on_load: bool) -> Iterator[Import]:
+    def walk(node: ast.AST, on_load: bool, typing: bool) -> Iterator[Import]:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, on_load) for alias in child.names)
+                yield from (Import(alias.name, (), child.lineno, on_load, typing) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 module = "." * child.level + (child.module or "")
-                if module == "quant":
-                    yield from (Import(f"quant.{alias.name}", child.lineno, on_load) for alias in child.names)
-                else:
-                    yield Import(module, child.lineno, on_load)
+                yield Import(module, tuple(alias.name for alias in child.names), child.lineno, on_load, typing)
             elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-                yield from walk(child, on_load=False)
+                yield from walk(child, False, True)
             else:
                 is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-                yield from walk(child, on_load and not is_function)
+                yield from walk(child, on_load and not is_function, typing)
 
-    return walk(ast.parse(source), on_load=True)
+    return walk(ast.parse(source), True, False)
+
+
+def file_of(module: str) -> str:
+    """The file of a module of ours, relative to the root, if there is one."""
+    parts = module.split(".")[1:]
+    return "/".join(parts if parts and parts[0] in ROOMS else ["quant", *parts]) + ".py"
+
+
+def part_of(path: str) -> tuple[str, str]:
+    """A file's room and its part of it."""
+    room, *folders, _ = path.split("/")
+    return room, folders[0] if folders else "."
 
 
 def violations(path: str, source: str) -> list[str]:
     """What the file `path` (relative to the root, its first part the room) may not import, one line each."""
-    room = path.split("/", 1)[0]
+    room, part = part_of(path)
     found = []
     for item in imports(source):
         top, _, rest = item.module.partition(".")
-        target = rest.split(".", 1)[0]
+        rooms = {name.split(".")[1] for name in item.candidates if name.startswith("quant.")} & ROOMS.keys()
+        problem = ""
         if not top:
             problem = "is relative; rooms are imported by their full name"
         elif top in ROOMS and top != "quant":
             problem = f"is another distribution's name; the room is quant.{top}"
-        elif top == "quant" and target in ROOMS and target not in ROOMS[room] | {room}:
+        elif top == "quant" and not rooms <= ROOMS[room] | {room}:
             problem = f"points up: {room} may import {', '.join(sorted(ROOMS[room])) or 'no other room'}"
-        elif top == "quant" and target not in ROOMS and room != "quant":
+        elif top == "quant" and room != "quant" and rest.split(".")[0] not in ROOMS and not rooms:
             problem = "points up: only quant's own files import its top level"
         elif room == "formats" and top not in FORMATS_MAY_IMPORT:
             problem = "is neither torch, numpy nor the standard library"
-        elif item.on_load and top not in CORE and path not in MAY_LOAD.get(top, ()):
+        elif item.on_load and top not in CORE and top not in may_load(path):
             problem = "is no core dependency; import it inside the function that needs it"
-        elif item.on_load and f"{target}/{rest.partition('.')[2]}.py" in TRITON_FILES and path not in TRITON_FILES:
-            problem = "loads triton; import it inside the function that needs it"
-        elif item.on_load and f"{item.module.replace('.', '/')}.py" in TRANSFORMERS_FILES:
-            problem = "loads transformers; import it inside the function that needs it"
-        else:
-            continue
-        found.append(f"{path}:{item.line}: {item.module} {problem}")
+        for name in item.candidates if top == "quant" and not problem else ():
+            target = file_of(name)
+            known = target in sources()
+            if known and part_of(target)[0] == room and later(room, part, part_of(target)[1]):
+                problem = f"points up: {room}/{part} stands below {part_of(target)[1]}"
+            elif known and item.on_load and not packages_loaded(target) <= CORE | may_load(path):
+                problem = (
+                    f"loads {', '.join(packages_loaded(target) - CORE)}; import it inside the function that needs it"
+                )
+            elif known and not item.on_load and not item.typing and not is_late(path, target):
+                problem = "loads no optional package; import it at the top of the file"
+        if problem:
+            found.append(f"{path}:{item.line}: {item.module} {problem}")
     return found
 
 
-def room_files() -> list[str]:
-    # The links quant/<room> are left out: their files are seen in the rooms themselves.
+def may_load(path: str) -> set[str]:
+    """Optional packages that a file may import while it loads."""
+    return {package for place, package in MAY_LOAD.items() if path == place or path.startswith(f"{place}/")}
+
+
+def later(room: str, part: str, other: str) -> bool:
+    """Whether `part` of a room may not import `other`."""
+    order = PARTS[room]
+    return order.index(other) > order.index(part)
+
+
+def is_late(path: str, target: str) -> bool:
+    """Whether a file of ours is imported inside functions for a reason: it loads an optional package.
+
+    Commands also import late what loads torch, which takes seconds: `--help` does not wait for it.
+    """
+    loaded = packages_loaded(target)
+    return not loaded <= CORE or (path.startswith("quant/cli/") and "torch" in loaded)
+
+
+@cache
+def sources() -> Mapping[str, str]:
+    """The text of every file. The links quant/<room> are left out: their files are seen in the rooms themselves."""
     files = [f for room in ROOMS for f in (ROOT / room).rglob("*.py")]
-    relative = [f.relative_to(ROOT).as_posix() for f in files]
-    return sorted(f for f in relative if not (f.startswith("quant/") and f.split("/")[1] in ROOMS))
+    relative = {f.relative_to(ROOT).as_posix(): f for f in files}
+    return {
+        name: file.read_text()
+        for name, file in sorted(relative.items())
+        if not (name.startswith("quant/") and name.split("/")[1] in ROOMS)
+    }
 
 
-@pytest.mark.parametrize("path", room_files())
+@cache
+def targets(path: str) -> tuple[tuple[str, bool], ...]:
+    """Files of ours that a file imports, each with whether it does so while it loads."""
+    return tuple(
+        (file_of(name), item.on_load)
+        for item in imports(sources()[path])
+        if not item.typing
+        for name in item.candidates
+        if name.startswith("quant") and file_of(name) in sources() and file_of(name) != path
+    )
+
+
+@cache
+def packages_loaded(path: str) -> frozenset[str]:
+    """The packages that are imported when a file is, by itself or by what it imports."""
+    seen, todo, packages = {path}, [path], set()
+    while todo:
+        current = todo.pop()
+        packages |= {item.module.partition(".")[0] for item in imports(sources()[current]) if item.on_load}
+        following = {target for target, on_load in targets(current) if on_load} - seen
+        seen |= following
+        todo += following
+    return frozenset(packages)
+
+
+def circles(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
+    """The circles of a directed graph: its strongly connected components of more than one node (Tarjan, 1972)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in edges[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for node in edges:
+        if node not in index:
+            visit(node)
+    return found
+
+
+@pytest.mark.parametrize("path", sources())
 def test_imports_point_down(path: str) -> None:
-    assert violations(path, (ROOT / path).read_text()) == []
+    assert violations(path, sources()[path]) == []
 
 
-def test_every_room_is_read() -> None:
-    assert {path.split("/")[0] for path in room_files()} == set(ROOMS)
+def test_no_circle_between_files() -> None:
+    """Imports inside functions count: a circle that they hide is one."""
+    assert circles({path: {target for target, _ in targets(path)} for path in sources()}) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": "b", "b": "ca", "c": "d", "d": "e", "e": "c", "f": "a"}) == [["c", "d", "e"], ["a", "b"]]
+    assert circles({"a": "bc", "b": "c", "c": ""}) == []
+
+
+def test_every_part_is_known() -> None:
+    assert {part_of(path) for path in sources()} == {(room, part) for room, parts in PARTS.items() for part in parts}
 
 
 def test_rooms_are_namespace_packages() -> None:
-    barrels = [path for path in room_files() if path.endswith("__init__.py")]
-    assert barrels == ["quant/__init__.py"]
+    assert [path for path in sources() if path.endswith("__init__.py")] == ["quant/__init__.py"]
 
 
 def test_links_lead_to_the_rooms() -> None:
@@ -147,30 +242,38 @@ def test_links_lead_to_the_rooms() -> None:
         assert (ROOT / "quant" / room).readlink() == Path("..") / room
 
 
-def test_triton_files_exist() -> None:
-    assert sorted(TRITON_FILES & set(room_files())) == sorted(TRITON_FILES)
+def test_no_folder_is_crowded() -> None:
+    """Sixteen files of one folder are about what a reader takes in at a look."""
+    folders = [path.rpartition("/")[0] for path in sources()]
+    assert {folder: folders.count(folder) for folder in folders if folders.count(folder) > 16} == {}
 
 
 @pytest.mark.parametrize(
     ("path", "source", "problem"),
     [
-        ("formats/a.py", "import quant.kernels.ops", "points up: formats may import no other room"),
+        ("formats/a.py", "import quant.kernels.linear.ops", "points up: formats may import no other room"),
         ("formats/a.py", "from quant import kernels", "points up"),
         ("formats/a.py", "def f():\n    from quant.recipes.plan import Plan", "points up"),
         ("formats/a.py", "def f():\n    import safetensors", "neither torch, numpy nor"),
         ("kernels/a.py", "from quant.recipes.plan import Plan", "points up: kernels may import formats"),
-        ("recipes/a.py", "class A:\n    from quant.kernels import ops", "points up: recipes may import formats"),
-        ("calibration/a.py", "from quant.export.onnx import export", "points up"),
-        ("export/a.py", "from quant.api import quantize", "only quant's own files"),
+        ("kernels/a.py", "from quant.kernels.linear.ops import quantized_linear", "kernels/. stands below linear"),
+        ("kernels/hopper/a.py", "def f():\n    from quant.kernels.linear import ops", "kernels/hopper stands below"),
+        ("recipes/a.py", "class A:\n    from quant.kernels import layout", "points up: recipes may import formats"),
+        ("calibration/a.py", "from quant.export.onnx_graph.export import export", "points up"),
+        ("export/a.py", "from quant.errors import UserError", "only quant's own files"),
         ("export/a.py", "from quant import quantize", "only quant's own files"),
         ("export/a.py", "import quant", "only quant's own files"),
-        ("export/a.py", "if TYPE_CHECKING:\n    from quant.api import quantize", "only quant's own files"),
+        ("export/a.py", "if TYPE_CHECKING:\n    from quant.errors import UserError", "only quant's own files"),
         ("kernels/a.py", "from formats.number import E2M1", "the room is quant.formats"),
         ("kernels/a.py", "from . import ops", "is relative"),
         ("quant/load.py", "import transformers", "inside the function"),
         ("quant/load.py", "try:\n    import onnx.helper\nexcept ImportError:\n    pass", "inside the function"),
         ("quant/load.py", "from scipy.optimize import milp", "inside the function"),
         ("kernels/a.py", "import triton.language as tl", "inside the function"),
+        ("kernels/linear/a.py", "from quant.kernels.portable.casts import quantize", "loads triton"),
+        ("kernels/linear/a.py", "import quant.kernels.portable.casts", "loads triton"),
+        ("quant/api/a.py", "def f():\n    from quant.errors import UserError", "at the top of the file"),
+        ("quant/cli/a.py", "def f():\n    from quant.errors import UserError", "at the top of the file"),
     ],
 )
 def test_a_planted_violation_is_caught(path: str, source: str, problem: str) -> None:
@@ -182,20 +285,14 @@ def test_a_planted_violation_is_caught(path: str, source: str, problem: str) -> 
     ("path", "source"),
     [
         ("formats/a.py", "import math\nimport torch\nfrom quant.formats.number import E2M1"),
-        ("calibration/a.py", "from quant.kernels.linear import QuantLinear\nfrom quant.recipes.plan import Plan"),
-        ("export/a.py", "def f():\n    import onnx\n    from quant.calibration.collect import collect"),
+        ("calibration/a.py", "from quant.kernels.hardware import get_hardware\nfrom quant.recipes.plan import Plan"),
+        ("export/a.py", "import torch\n\ndef f():\n    import onnx"),
         ("export/a.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import onnx"),
-        ("quant/cli.py", "import click\nfrom quant.api import quantize\nfrom quant import __version__"),
+        ("kernels/portable/a.py", "import triton\nfrom quant.kernels.portable.casts import quantize"),
+        ("kernels/linear/a.py", "def f():\n    from quant.kernels.portable.casts import quantize"),
+        ("quant/cli/a.py", "import click\nfrom quant import __version__\nfrom quant.errors import UserError"),
+        ("quant/cli/a.py", "def f():\n    from quant.evaluation import evaluate"),
     ],
 )
 def test_a_lawful_import_passes(path: str, source: str) -> None:
     assert violations(path, source) == []
-
-
-def test_a_file_of_kernels_is_imported_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "TRITON_FILES", {"kernels/cast.py"})
-    assert violations("kernels/cast.py", "import triton") == []
-    assert violations("kernels/ops.py", "def f():\n    from quant.kernels.cast import cast") == []
-    for source in ("from quant.kernels.cast import cast", "import quant.kernels.cast"):
-        (found,) = violations("kernels/ops.py", source)
-        assert "loads triton" in found

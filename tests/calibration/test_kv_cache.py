@@ -1,7 +1,6 @@
 """KV-cache and attention scales against a Llama written out in float64, hooks, and golden checkpoints."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +8,7 @@ import scipy.linalg
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from samples import GOLDENS
 
 from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors, watching_attention
 from quant.formats.format import FORMATS
@@ -17,7 +17,6 @@ from quant.formats.rounding import round_to
 
 transformers = pytest.importorskip("transformers")
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 FP8, NVFP4 = FORMATS["fp8"], FORMATS["nvfp4"]
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 MODULES = ["model.layers.0.self_attn", "model.layers.1.self_attn"]

@@ -50,7 +50,7 @@ class Graphs:
         self.nodes, self.constants = [], []
         operands = ["q", "k", "v"]
         if plugin:
-            from quant.export.plugin import Attributes, onnx_node
+            from quant.export.engine.plugin import Attributes, onnx_node
 
             for index, operand in enumerate(operands):
                 codes = [operand, self.scalar(0.02)]
@@ -153,7 +153,7 @@ def graphs(tmp_path: Path) -> Graphs:
 def build(tmp_path: Path) -> Callable[..., Any]:
     """Builds an engine of a small graph; skipped where nothing builds without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
-    from quant.export.tensorrt import build_engine
+    from quant.export.engine.build import build_engine
 
     def run(path: Path, target: str = "sm120", shapes: Any = None, **options: Any) -> Any:
         return build_engine(path, tmp_path / f"{path.stem}.engine", target=target, shapes=shapes, **options)

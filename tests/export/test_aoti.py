@@ -12,8 +12,8 @@ from quant.calibration.kv_cache import collect_attention_scales
 from quant.export.aoti import dequantize_in_graph, export_aoti, load_aoti, lowered
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.attention import fp8_attention
-from quant.kernels.linear import QuantLinear
+from quant.kernels.attention.forward import fp8_attention
+from quant.kernels.linear.modules import QuantLinear
 
 # Weight format, activation format, and whether the input scale is static.
 CASES = [

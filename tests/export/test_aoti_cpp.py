@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from samples import ROOT
 from torch import nn
 
 from quant.export.aoti import export_aoti, load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear import QuantLinear
+from quant.kernels.linear.modules import QuantLinear
 
 pytestmark = pytest.mark.slow
 
-SOURCE = Path(__file__).parents[2] / "export" / "cpp"
+SOURCE = ROOT / "export" / "cpp"
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quant.calibration.solver import get_solver, solve_group
+from quant.calibration.solvers.solver import get_solver, solve_group
 from quant.export.checkpoint import (
     TensorFiles,
     check_destination,
@@ -33,7 +33,7 @@ from quant.export.checkpoint import (
 from quant.export.compressed_tensors import compress, quantization_config
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear import QuantExperts, QuantLinear
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -3,13 +3,13 @@
 import dataclasses
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from samples import GOLDENS
 
-from quant.calibration.solver import get_solver, solve_group
+from quant.calibration.solvers.solver import get_solver, solve_group
 from quant.export.compressed_tensors import (
     activation_format_of,
     check_plan,
@@ -22,7 +22,6 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.recipes.plan import LayerPlan, Plan
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens" / "compressed_tensors"
 WEIGHTS = ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4"]
 PAIRS = {
     "NVFP4": ("nvfp4", "nvfp4"),
@@ -36,7 +35,7 @@ PAIRS = {
 
 
 def config_of(golden: str) -> dict[str, Any]:
-    return json.loads((GOLDENS / golden / "config.json").read_text())["quantization_config"]
+    return json.loads((GOLDENS / "compressed_tensors" / golden / "config.json").read_text())["quantization_config"]
 
 
 def plan_of(*pairs: tuple[str, str | None], head: bool = True) -> Plan:

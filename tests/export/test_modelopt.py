@@ -15,10 +15,11 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+from samples import GOLDENS
 
 import quant
-from quant.checkpoint import convert
-from quant.cli import main
+from quant.api.checkpoint import convert
+from quant.cli.main import main
 from quant.errors import UserError
 from quant.export import compressed_tensors, modelopt
 from quant.export.checkpoint import SECOND_LEVEL, TensorFiles, write_tensors
@@ -29,7 +30,6 @@ from quant.recipes.recipe import get_recipe
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 BASE = GOLDENS / "base"
 # The golden NVFP4 has an NVFP4 KV cache too, which compressed-tensors cannot say; W4A8 has blocks of 32.
 MODELOPT = ["fp8", "fp8blk", "fp8pcpt", "mixed", "mxfp4", "mxfp8", "w4a16"]

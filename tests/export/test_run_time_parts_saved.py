@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import quant
-from quant.api import install_weight
+from quant.api.quantize import install_weight
 from quant.export.checkpoint import plan_of_model
 from quant.export.compressed_tensors import quantization_config, runtime_warnings
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
 from quant.kernels.hadamard import hadamard_transform
-from quant.kernels.linear import QuantLinear, RunTimeParts
+from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
 IN, OUT, RANK, BLOCK = 64, 48, 4, 32

@@ -16,7 +16,7 @@ from torch import nn
 from quant.export.torch_tensorrt import lower, lowered_program, require_ops
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 
 _QUANTIZE = "(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor"
 _BLOCK = (

@@ -3,18 +3,17 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from samples import GOLDENS
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import decode
 from quant.formats.tensor import BlockScaledTensor, quantize, quantize_with_scale
 
-GOLDENS = Path(__file__).parents[1] / "data" / "goldens"
 NVFP4 = FORMATS["nvfp4"]
 # Layers that a runtime runs as one matrix, and whose second-level scale is therefore shared.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

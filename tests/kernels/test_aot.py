@@ -8,9 +8,9 @@ import re
 import pytest
 import torch
 
-from quant.export.plugin import Attributes, compile_attention, launch
+from quant.export.engine.plugin import Attributes, compile_attention, launch
 from quant.kernels.aot import ARCHITECTURES, CompiledKernel, assemble, compile_kernel, without_scratch
-from quant.kernels.attention import HEAD_DIMS
+from quant.kernels.attention.forward import HEAD_DIMS
 from quant.kernels.driver import LoadedKernel
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
@@ -102,7 +102,7 @@ def test_a_parameter_of_ten_is_not_parameter_one() -> None:
 
 
 def test_bad_requests() -> None:
-    from quant.kernels.attention_triton import attention_forward
+    from quant.kernels.portable.attention import attention_forward
 
     with pytest.raises(ValueError, match="cannot compile for 75; known: 89, 90, 100, 120"):
         compile_kernel(attention_forward, {}, {}, arch=75, num_warps=4, num_stages=2)

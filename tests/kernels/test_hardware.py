@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from quant.formats.format import FORMATS
-from quant.kernels import hardware, tiles, tune
+from quant.kernels import hardware, tiles
 from quant.kernels.hardware import TARGETS, get_hardware
+from quant.kernels.linear import tuning
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
 KNOWN = {
@@ -84,23 +85,23 @@ def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
 
 def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path))
-    tune._table.cache_clear()
+    tuning._table.cache_clear()
     gpu, form, shape = TARGETS["l40s"], FORMATS["mxfp8"], (1234, 512)
-    assert tune.look_up(gpu, form, 5, shape, prepacked=False) is None
+    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) is None
     best = tiles.Tiles(16, 32, 128, 2)
-    path = tune.store(gpu, {tune.key(form, 8, shape, prepacked=False): tune.Timing(best, 12.5, 0.001)})
+    path = tuning.store(gpu, {tuning.key(form, 8, shape, prepacked=False): tuning.Timing(best, 12.5, 0.001)})
     assert path.parent == tmp_path
-    assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
-    assert tune.look_up(gpu, form, 1, shape, prepacked=False) == best
-    assert tune.look_up(gpu, form, 9, shape, prepacked=False) is None
-    assert tune.look_up(gpu, form, 5, shape, prepacked=True) is None
-    tune.store(gpu, {tune.key(form, 128, shape, prepacked=False): tune.Timing(tiles.DENSE, 9.0, 0.0)})
-    assert tune.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
-    assert tune.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
-    tune.store(gpu, {tune.key(form, 16, shape, prepacked=False): tune.Timing(tiles.DENSE, 3.0, 0.0)})
-    assert tune.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
-    assert tune.look_up(gpu, form, 5, shape, prepacked=False) == best
-    tune._table.cache_clear()
+    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) == best
+    assert tuning.look_up(gpu, form, 1, shape, prepacked=False) == best
+    assert tuning.look_up(gpu, form, 9, shape, prepacked=False) is None
+    assert tuning.look_up(gpu, form, 5, shape, prepacked=True) is None
+    tuning.store(gpu, {tuning.key(form, 128, shape, prepacked=False): tuning.Timing(tiles.DENSE, 9.0, 0.0)})
+    assert tuning.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
+    assert tuning.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
+    tuning.store(gpu, {tuning.key(form, 16, shape, prepacked=False): tuning.Timing(tiles.DENSE, 3.0, 0.0)})
+    assert tuning.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
+    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) == best
+    tuning._table.cache_clear()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -120,7 +121,7 @@ def test_a_guess_covers_the_shape_and_repeats(format: str, tokens: int) -> None:
 
 def test_the_shipped_tables_can_be_launched() -> None:
     """Every entry names a format and a shape, and a launch that the kernels take for it."""
-    tables = sorted(tune._SHIPPED.glob("*.json"))
+    tables = sorted(tuning._SHIPPED.glob("*.json"))
     assert [path.stem for path in tables] == ["h100", "h200"]
     for path in tables:
         gpu = get_hardware(path.stem)

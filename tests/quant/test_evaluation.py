@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from samples import BASE
 from torch import nn
 from torch.nn import functional as F
 
@@ -18,11 +18,9 @@ from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
-from quant.kernels.linear import QuantLinear
+from quant.kernels.linear.modules import QuantLinear
 
 transformers = pytest.importorskip("transformers")
-
-BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 
 
 @pytest.fixture(scope="module")

@@ -14,13 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from samples import BASE
 
-from quant.calibration.rotation import LARGEST_BLOCK
-from quant.calibration.solver import SOLVERS, TRANSFORMS
-from quant.cli import main
+from quant.calibration.solvers.rotation import LARGEST_BLOCK
+from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS
+from quant.cli.main import main
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
-from quant.model_shapes import gguf_header, model_layers
+from quant.models.shapes import gguf_header, model_layers
 from quant.plan_tools import (
     Problem,
     check_solver,
@@ -44,7 +45,6 @@ from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 
-BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
 ATTENTION = "model.layers.{}.self_attn.{}_proj"
 
@@ -413,7 +413,7 @@ def test_blocks_of_merged_matrices_must_not_straddle() -> None:
 
 @pytest.fixture(scope="module")
 def golden() -> Plan:
-    from quant.loading import open_model
+    from quant.models.open import open_model
 
     model = open_model(BASE, meta=True).model
     assert model is not None
@@ -421,9 +421,9 @@ def golden() -> Plan:
 
 
 def test_headers_settle_a_plan_in_no_time(golden: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quant import loading
+    from quant.models import open
 
-    monkeypatch.setattr(loading, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
+    monkeypatch.setattr(open, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
     started = time.perf_counter()
     layers = model_layers(str(BASE), golden)
     assert validate(golden, layers, get_target("vllm")) == []
@@ -431,7 +431,7 @@ def test_headers_settle_a_plan_in_no_time(golden: Plan, monkeypatch: pytest.Monk
 
 
 def test_headers_and_the_built_model_agree(golden: Plan) -> None:
-    from quant.loading import open_model
+    from quant.models.open import open_model
 
     fast = model_layers(str(BASE), golden)
     built = find_layers(open_model(BASE, meta=True).model)
@@ -470,10 +470,10 @@ def gguf_of(golden: Plan, path: Path, blocks: int = 2) -> None:
 def test_a_gguf_header_gives_shapes_by_the_models_names(
     golden: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from quant import loading
+    from quant.models import open
 
     gguf_of(golden, tmp_path / "m.gguf")
-    monkeypatch.setattr(loading, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
+    monkeypatch.setattr(open, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
     layers = model_layers(str(tmp_path / "m.gguf"), golden)
     assert [(m.name, m.shape) for m in layers] == [(m.name, m.shape) for m in golden.layers]
     fields, shapes = gguf_header(tmp_path / "m.gguf")
@@ -577,7 +577,7 @@ def test_validate_exits_with_what_it_found(plan_file: Path, golden: Plan, tmp_pa
 def test_validating_takes_no_torch(plan_file: Path) -> None:
     """What makes it answer at once: importing torch takes seconds."""
     code = (
-        "import sys; from quant.cli import main\n"
+        "import sys; from quant.cli.main import main\n"
         f"try: main(['plan', 'validate', {str(plan_file)!r}, '--model', {str(BASE)!r}, '--target', 'vllm'])\n"
         "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
     )

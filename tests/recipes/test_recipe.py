@@ -4,15 +4,15 @@ import re
 from pathlib import Path
 
 import pytest
+from samples import BASE
 
 from quant.formats.format import FORMATS
-from quant.loading import open_model
+from quant.models.open import open_model
 from quant.planning import make_plan
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve
 
-BASE = Path(__file__).parents[1] / "data" / "goldens" / "base"
 PRESETS = {
     "nvfp4": ("nvfp4", "nvfp4"),
     "nvfp4a16": ("nvfp4", None),

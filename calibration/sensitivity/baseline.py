@@ -1,0 +1,131 @@
+"""A model in one choice of formats, remembered, so that the loss of choices near it is cheap to measure.
+
+Measuring what one group costs runs the model once for every group and format. Two things are the same in all these
+runs and in the first:
+
+    the blocks before the group that differs      they are skipped; the one before it hands out what it gave
+    most of every activation after it             only what changed is multiplied (`calibration.fast_products`)
+
+Nothing is approximated beyond the rounding of *changes* to BF16. A choice far from the one that is remembered is
+measured as well, only without gaining anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from quant.calibration.blocks import find_chains
+from quant.calibration.sensitivity.divergence import Divergence
+from quant.calibration.sensitivity.switchable import Memory, Trial
+from quant.calibration.texts.rows import few_of
+
+_BATCH_TOKENS = 4096
+# Bytes of activations and of distributions that are remembered.
+_ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
+_DISTRIBUTIONS = {"cpu": 1 << 30, "cuda": 4 << 30}
+
+
+class Baseline:
+    """Measures the mean divergence of choices on one text.
+
+    Args:
+        trial: entered.
+        divergence: from the model in 16 bit.
+        rows: token ids, int64 `[rows, seqlen]`.
+    """
+
+    def __init__(self, trial: Trial, divergence: Divergence, rows: torch.Tensor) -> None:
+        self.trial, self.divergence, self.rows = trial, divergence, rows
+        self.batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
+        self.chain = _chain(trial, few_of(rows))
+        self.place = {
+            group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
+            for group in trial.groups
+        }
+        self.choice: dict[str, str] | None = None
+        self.outputs: list[list[Any]] = []  # of each block of the chain, by batch
+        self.memories: list[Memory] = []
+        self.references: list[Any] = []
+
+    def start(self, choice: Mapping[str, str]) -> float:
+        """Measures `choice` whole, and remembers it."""
+        self._remember_references()
+        self.choice, self.outputs, self.memories = dict(choice), [], []
+        self.trial.set(choice)
+        budget = _ACTIVATIONS.get(self.rows.device.type, _ACTIVATIONS["cpu"])
+        total = 0.0
+        for batch, reference in zip(self.batches, self.references, strict=True):
+            memory = Memory(budget // len(self.batches))
+            with self.trial.remembering(memory), self._collected() as outputs:
+                total += self.divergence.measure(batch, reference)
+            memory.writing = False
+            self.outputs.append(outputs)
+            self.memories.append(memory)
+        return self._mean(total)
+
+    def loss(self, choice: Mapping[str, str]) -> float:
+        """Measures `choice`: from the first block that differs from what is remembered, or whole if nothing is."""
+        self._remember_references()
+        self.trial.set(choice)
+        total = 0.0
+        if self.choice is None:
+            for batch, reference in zip(self.batches, self.references, strict=True):
+                total += self.divergence.measure(batch, reference)
+            return self._mean(total)
+        changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
+        first = min((self.place[g] for g in changed), default=0)
+        for i, (batch, reference) in enumerate(zip(self.batches, self.references, strict=True)):
+            with self.trial.remembering(self.memories[i]), self._skipped(first, self.outputs[i]):
+                total += self.divergence.measure(batch, reference)
+        return self._mean(total)
+
+    def _mean(self, total: float) -> float:
+        self.trial.forget_inputs()
+        # A distance of zero may come out negative by a rounding error.
+        return max(total, 0.0) / self.divergence.count(self.rows)
+
+    def _remember_references(self) -> None:
+        if self.references:
+            return
+        vocabulary = getattr(getattr(self.trial.model, "config", None), "vocab_size", 0)
+        keep = 4 * self.rows.numel() * vocabulary <= _DISTRIBUTIONS.get(self.rows.device.type, _DISTRIBUTIONS["cpu"])
+        self.trial.set({})
+        self.references = [self.divergence.reference(batch, keep=keep) for batch in self.batches]
+
+    @contextmanager
+    def _collected(self) -> Iterator[list[Any]]:
+        """Within it, what the blocks of the chain give is collected, in their order."""
+        found: list[Any] = []
+        blocks = [self.trial.model.get_submodule(name) for name in self.chain]
+        handles = [block.register_forward_hook(lambda module, args, out: found.append(out)) for block in blocks]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:
+        """Within it, the blocks before number `first` of the chain return at once what they gave."""
+        skipped = [self.trial.model.get_submodule(name) for name in self.chain[:first]]
+        for module, output in zip(skipped, outputs, strict=False):
+            module.forward = _giving(output)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for module in skipped:
+                del module.forward
+
+
+def _chain(trial: Trial, few: torch.Tensor) -> list[str]:
+    """Names of the model's blocks where one follows the other; none where they are no single chain."""
+    chains = find_chains(trial.model, trial.blocks, lambda: trial.model(few)) if trial.blocks else []
+    return chains[0] if len(chains) == 1 else []
+
+
+def _giving(output: Any) -> Callable[..., Any]:
+    return lambda *args, **kwargs: output

@@ -1,0 +1,294 @@
+"""What a choice of formats costs: bytes exactly, seconds as far as they are known.
+
+Bits and bytes come from `LayerPlan`, the one place that counts them: codes, block scales, global scales and pads.
+Effective bits are bytes over weights, taken over all layers that an allocator may choose for, those that it leaves
+in 16 bit included; embeddings, norms and an output head that no format is offered for are outside.
+
+A model that is served takes more than its weights:
+
+    memory = weights that are allocated + weights that are not + key-value cache of batch × context tokens
+
+Seconds are those of one decoding step: every weight is read once for the whole batch, and so is the cache. They come
+from a table of measured kernel times, or from the roofline of a named GPU,
+
+    seconds = max(bytes / bandwidth, 2 · tokens · weights / peak of the format)
+
+which is a bound that good kernels come close to and not a measurement; the plan says which of the two it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from quant.calibration.sensitivity.candidates import Candidate
+from quant.formats.format import Format
+from quant.recipes.plan import LayerPlan, Plan
+
+
+def group_bytes(members: Sequence[LayerPlan], candidate: Candidate) -> int:
+    """Bytes of a fusion group's weights in a format, tied weights once."""
+    return sum(candidate.applied(layer).nbytes for layer in members)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes by what they are for.
+
+    Attributes:
+        codes: of quantized weights, without scales.
+        scales: block scales, global scales, and whatever stands beside a quantized weight.
+        embeddings: embeddings and output heads that stay in 16 bit.
+        rest: all other weights in 16 bit: norms, biases and kept layers.
+        kv_cache: of `tokens` tokens.
+        tokens: batch × context.
+    """
+
+    codes: int
+    scales: int
+    embeddings: int
+    rest: int
+    kv_cache: int = 0
+    tokens: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.codes + self.scales + self.embeddings + self.rest + self.kv_cache
+
+
+def memory_of(plan: Plan, *, unplanned: int = 0, kv_cache: int = 0, tokens: int = 0) -> Memory:
+    """Memory of a plan.
+
+    Args:
+        plan: all layers that own a weight.
+        unplanned: bytes of tensors that are in no plan: biases, position tables.
+        kv_cache: as `kv_cache_bytes` gives them.
+        tokens: that they are for.
+    """
+    codes = scales = embeddings = 0
+    rest = unplanned
+    for layer in plan.layers:
+        if layer.weight is not None:
+            part = math.prod(layer.weight.codes_shape(layer.shape)) if layer.tied_to is None else 0
+            codes += part
+            scales += layer.nbytes - part
+        elif layer.kind in ("embedding", "head"):
+            embeddings += layer.nbytes
+        else:
+            rest += layer.nbytes
+    return Memory(codes, scales, embeddings, rest, kv_cache, tokens)
+
+
+def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None = None) -> int:
+    """Bytes of the key-value cache of `batch` sequences of `context` tokens.
+
+    Layers with a sliding window hold its tokens and no more; layers of linear attention, whose state does not grow,
+    hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads.
+
+    Args:
+        config: a transformers config, or None for a model without a cache.
+        context: tokens a sequence.
+        batch: sequences.
+        format: of keys and values; None is 16 bit.
+    """
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers = getattr(config, "num_hidden_layers", None)
+    if not layers or not is_decoder(config):
+        return 0
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
+    window = getattr(config, "sliding_window", None)
+    heads, width = _cached(config)
+    total = 0
+    for kind in kinds:
+        if "linear" in kind or "mamba" in kind or "conv" in kind:
+            continue
+        tokens = batch * (min(context, window) if "sliding" in kind and window else context)
+        shape = (tokens * heads, width)
+        total += sum(
+            format.nbytes(shape) if format else 2 * math.prod(shape) for _ in range(1 if _latent(config) else 2)
+        )
+    return total
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether a model of this config generates token by token, and so has a cache."""
+    names = getattr(config, "architectures", None) or []
+    return bool(getattr(config, "is_decoder", False)) or any("CausalLM" in n or "Conditional" in n for n in names)
+
+
+def _latent(config: Any) -> bool:
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def _cached(config: Any) -> tuple[int, int]:
+    """(heads, width) of what one layer holds of a token."""
+    if _latent(config):
+        return 1, config.kv_lora_rank + config.qk_rope_head_dim
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+class Timing(Protocol):
+    """Seconds of kernels on one GPU.
+
+    Attributes:
+        name: of the GPU or the table.
+        measured: whether they were measured.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def measured(self) -> bool: ...
+
+    def linear(self, layer: LayerPlan, tokens: int) -> float:
+        """Seconds of `layer`'s matmul, in its formats, on `tokens` tokens."""
+        ...
+
+    def read(self, nbytes: int) -> float:
+        """Seconds to read `nbytes` of memory."""
+        ...
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """A GPU by its data sheet.
+
+    Attributes:
+        name: key in `GPUS`.
+        bandwidth: of its memory, bytes/s.
+        peak: dense operations/s by bits of the wider operand; a width that is missing runs at the next wider one.
+        measured: False.
+    """
+
+    name: str
+    bandwidth: float
+    peak: Mapping[int, float]
+    measured: bool = False
+
+    def linear(self, layer: LayerPlan, tokens: int) -> float:
+        """Seconds of a matmul that is bound by memory or by arithmetic, whichever is slower."""
+        bits = max((f.element.bits if f is not None else 16 for f in (layer.weight, layer.activation)), default=16)
+        peak = self.peak[min(width for width in self.peak if width >= bits)]
+        return max(self.read(layer.nbytes), 2 * tokens * layer.numel / peak)
+
+    def read(self, nbytes: int) -> float:
+        """Seconds to read `nbytes`."""
+        return nbytes / self.bandwidth
+
+
+# NVIDIA's data sheets, dense, FP32 accumulation.
+GPUS: dict[str, Roofline] = {
+    gpu.name: gpu
+    for gpu in (
+        Roofline("a100", 2.039e12, {16: 312e12}),
+        Roofline("l40s", 0.864e12, {16: 362e12, 8: 733e12}),
+        Roofline("h100", 3.35e12, {16: 989e12, 8: 1979e12}),
+        Roofline("h200", 4.8e12, {16: 989e12, 8: 1979e12}),
+        Roofline("b200", 8.0e12, {16: 2250e12, 8: 4500e12, 4: 9000e12}),
+        Roofline("rtx5090", 1.792e12, {16: 209.5e12, 8: 419e12, 4: 1676e12}),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Measured times, from a JSON file:
+
+        {"name": "h100", "bandwidth": 3.0e12,
+         "times": [{"weight": "nvfp4", "activation": null, "out": 4096, "in": 4096, "tokens": 8, "seconds": 9e-6}, …]}
+
+    `weight` and `activation` are formats by name, null for 16 bit. Between two numbers of tokens times are
+    interpolated, beyond the last they grow with the tokens.
+    """
+
+    name: str
+    bandwidth: float
+    times: Mapping[tuple[str | None, str | None, int, int], Sequence[tuple[int, float]]]
+    measured: bool = True
+
+    @classmethod
+    def load(cls, path: str | Path) -> LatencyTable:
+        """Reads a table.
+
+        Raises:
+            ValueError: not JSON, or a missing field; the message names the file.
+        """
+        try:
+            fields = json.loads(Path(path).read_text(encoding="utf-8"))
+            times: dict[tuple[str | None, str | None, int, int], list[tuple[int, float]]] = {}
+            for row in fields["times"]:
+                key = (row["weight"], row["activation"], int(row["out"]), int(row["in"]))
+                times.setdefault(key, []).append((int(row["tokens"]), float(row["seconds"])))
+            return cls(str(fields["name"]), float(fields["bandwidth"]), {k: sorted(v) for k, v in times.items()})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a table of kernel times: {error!r}") from None
+
+    def linear(self, layer: LayerPlan, tokens: int) -> float:
+        """Seconds of a matmul.
+
+        Raises:
+            ValueError: the table has no such shape in such formats; the message names both.
+        """
+        names = [f.name if f is not None else None for f in (layer.weight, layer.activation)]
+        count = math.prod(layer.shape[:-2])
+        points = self.times.get((names[0], names[1], layer.shape[-2], layer.shape[-1]))
+        if points is None:
+            pair = " with inputs in ".join(name or "16 bit" for name in names)
+            raise ValueError(f"{layer.name} {list(layer.shape[-2:])}: table {self.name!r} has no time for {pair}")
+        if tokens > points[-1][0]:
+            return count * points[-1][1] * tokens / points[-1][0]
+        return count * float(np.interp(tokens, [t for t, _ in points], [s for _, s in points]))
+
+    def read(self, nbytes: int) -> float:
+        """Seconds to read `nbytes`."""
+        return nbytes / self.bandwidth
+
+
+def get_timing(name: str) -> Timing:
+    """A GPU by name, or a table by the path of its file.
+
+    Raises:
+        ValueError: neither; the message lists the GPUs.
+    """
+    if name in GPUS:
+        return GPUS[name]
+    if Path(name).suffix == ".json":
+        return LatencyTable.load(name)
+    raise ValueError(f"unknown target {name!r}; known GPUs: {', '.join(GPUS)}; or a table of kernel times, FILE.json")
+
+
+_UNITS: dict[str, dict[str, float]] = {
+    "size": {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+    | {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    "count": {"": 1, "k": 1024, "m": 1024**2},
+    "time": {"s": 1, "ms": 1e-3, "us": 1e-6, "µs": 1e-6},
+    "ratio": {"": 1, "%": 0.01},
+}
+_EXAMPLES = {"size": "24GB or 500MiB", "count": "32k or 4096", "time": "12ms or 0.5s", "ratio": "1% or 0.01"}
+
+
+def parse_quantity(text: str, kind: str) -> float:
+    """A number with a unit: `24GB`, `32k` (1,024 each, as contexts are counted), `12ms`, `1%`.
+
+    Args:
+        text: what the user wrote.
+        kind: "size" (bytes), "count", "time" (seconds) or "ratio".
+
+    Raises:
+        ValueError: not such a quantity, or not above zero; the message gives an example.
+    """
+    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
+    units = _UNITS[kind]
+    if found is None or found[2].lower() not in units or float(found[1]) <= 0:
+        raise ValueError(f"{text!r} is no {kind}; write it like {_EXAMPLES[kind]}")
+    return float(found[1]) * units[found[2].lower()]

@@ -1,0 +1,307 @@
+"""How far a changed model is from the original: next-token distributions, classes, or embeddings.
+
+    next token   KL(base‖model) over the vocabulary, at every position of a row but the last
+    class        KL(base‖model) over the classes, one figure a row
+    embedding    1 − cosine of the mean last hidden state, one figure a row
+
+All are zero and flat at the original, so near it they are quadratic forms: ½ δᵀ F δ, with F the Fisher information.
+`probe` draws a random function of the output whose gradient g has E[g gᵀ] = F: for the next token or class the
+negative log-likelihood of one that the model itself proposes; for an embedding its product with a random direction.
+Then ½ E[(g · δ)²] is the divergence that a change δ causes, and one backward pass gives g at every layer.
+
+Logits are what does not fit, so the output head is left out of the forward pass and applied to slices of positions.
+A model that does more than its head to the hidden states (soft caps, scales) is taken whole.
+
+A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and in these terms
+
+    KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
+
+which loses nothing to cancellation, as a difference of two log-probabilities does. It also lets the product run in
+BF16: its relative error is one of d and not of z (see `calibration.fast_products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import output_of
+from quant.calibration.cpu_bf16 import fast_dtype
+from quant.calibration.texts.rows import few_of
+from quant.recipes.layers import output_head
+
+# 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
+_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+
+
+class Divergence(Protocol):
+    """A distance to the original model, over rows of token ids.
+
+    Attributes:
+        unit: what a value means.
+        probes: random probes that a row needs.
+        by_token: whether errors of different tokens of a row may be taken for independent. They may where each
+            token is compared for itself; where tokens are averaged, it is what they have in common that is left.
+    """
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def probes(self) -> int: ...
+
+    @property
+    def by_token(self) -> bool: ...
+
+    def count(self, rows: torch.Tensor) -> int:
+        """How many values a sum over `rows` is a sum of."""
+        ...
+
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        """What must be remembered of the original model's output, to be called with it as it is now.
+
+        Args:
+            rows: the text.
+            keep: remember whole distributions, which are large, where they would have to be worked out every time.
+        """
+        ...
+
+    def measure(self, rows: torch.Tensor, reference: Any) -> float:
+        """Summed divergence of the model as it is now."""
+        ...
+
+    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+        """One backward pass from a random probe at the model as it is now."""
+        ...
+
+    def descend(self, rows: torch.Tensor, reference: Any) -> float:
+        """One backward pass from the summed divergence, which is returned."""
+        ...
+
+
+def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
+    """The one that fits `model`: next tokens if it has an output head, classes if it gives one vector for each row."""
+    head = output_head(model)
+    if head is not None:
+        return NextToken(model, head)
+    with torch.no_grad():
+        found = last_hidden(model(few_of(rows)))
+    return Classes(model) if found.dim() == 2 else Embeddings(model)
+
+
+class NextToken:
+    """KL of next-token distributions."""
+
+    unit = "nats: KL(base‖model) of the next token"
+    probes = 1
+    by_token = True
+
+    def __init__(self, model: nn.Module, head: nn.Module) -> None:
+        self.model, self.head = model, head
+        self.split: bool | None = None
+        self.narrow: torch.Tensor | None = None  # weight of the head for products of small differences
+
+    def count(self, rows: torch.Tensor) -> int:
+        return rows.shape[0] * (rows.shape[1] - 1)
+
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        with torch.no_grad():
+            hidden = self._hidden(rows)
+            return hidden, [self._p(hidden[part]) for part in self._parts(hidden)] if keep else None
+
+    def measure(self, rows: torch.Tensor, reference: Any) -> float:
+        total = 0.0
+        with torch.no_grad():
+            hidden = self._hidden(rows)
+            for place, part in enumerate(self._parts(hidden)):
+                p = self._base(reference, place, part)
+                total += float(_kl(p, self._difference(hidden[part], reference[0][part], p)).double().sum())
+        return total
+
+    def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        """Logits of the model less those of the base; 0 where the base rules a token out."""
+        if self.split and type(self.head) is nn.Linear:
+            if self.narrow is None:
+                self.narrow = self.head.weight.detach().to(fast_dtype(hidden) or hidden.dtype)
+            return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
+        difference = self._logits(hidden).float() - self._logits(base).float()
+        return difference if self.split else difference.masked_fill(p == 0, 0)
+
+    def nll(self, rows: torch.Tensor) -> float:
+        """Summed negative log-likelihood of the next tokens, in nats."""
+        targets = rows[:, 1:].flatten()
+        total = 0.0
+        with torch.no_grad():
+            hidden = self._hidden(rows)
+            for part in self._parts(hidden):
+                total -= float(self._logp(hidden[part]).gather(1, targets[part, None]).double().sum())
+        return total
+
+    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+        def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
+            return -logp.gather(1, _drawn(logp.detach().exp(), generator)).sum()
+
+        self._backward(rows, loss)
+
+    def descend(self, rows: torch.Tensor, reference: Any) -> float:
+        def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
+            p = self._base(reference, place, part)
+            return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum()
+
+        return self._backward(rows, loss)
+
+    def _backward(self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor]) -> float:
+        """Backward from a sum over positions, the head's share slice by slice."""
+        with torch.enable_grad():
+            hidden = self._hidden(rows)
+            gradient = torch.empty_like(hidden)
+            total = 0.0
+            for place, part in enumerate(self._parts(hidden)):
+                leaf = hidden[part].detach().requires_grad_(True)
+                value = loss(place, part, self._logp(leaf))
+                (gradient[part],) = torch.autograd.grad(value, leaf)
+                total += float(value.detach())
+            hidden.backward(gradient)
+        return total
+
+    def _base(self, reference: Any, place: int, part: slice) -> torch.Tensor:
+        hidden, kept = reference
+        if kept is not None:
+            return kept[place]  # type: ignore[no-any-return]
+        with torch.no_grad():
+            return self._p(hidden[part])
+
+    def _parts(self, hidden: torch.Tensor) -> list[slice]:
+        with torch.no_grad():
+            vocabulary = self._logits(hidden[:1]).shape[-1]
+        step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+        return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+
+    def _p(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits(hidden).float().softmax(dim=-1)
+
+    def _logp(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits(hidden).float().log_softmax(dim=-1)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden) if self.split else hidden  # type: ignore[no-any-return]
+
+    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
+        if self.split is None:
+            self.split = self._can_split(few_of(rows))
+        if not self.split:
+            return self._forward(rows)[:, :-1].flatten(0, 1)
+        return self._before_head(rows)[:, :-1].flatten(0, 1)
+
+    def _forward(self, rows: torch.Tensor) -> torch.Tensor:
+        result = self.model(rows)
+        return result.logits if hasattr(result, "logits") else output_of(result)  # type: ignore[no-any-return]
+
+    def _before_head(self, rows: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+
+        def stand_in(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden)
+            return hidden[..., :1].detach()
+
+        with _replaced_forward(self.head, stand_in):
+            self.model(rows)
+        return seen[-1]
+
+    def _can_split(self, rows: torch.Tensor) -> bool:
+        with torch.no_grad():
+            expected = self._forward(rows).float()
+            found = self.head(self._before_head(rows)).float()
+        # Rounding differs by far less than this even in BF16, a forgotten factor by more.
+        same = expected.shape == found.shape
+        return same and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+
+
+class Classes(NextToken):
+    """KL of the classes that a model tells rows into: what it gives for a row is one vector of logits."""
+
+    unit = "nats: KL(base‖model) of the class"
+    probes = 8
+    by_token = False
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model, nn.Identity())
+        self.split = False
+
+    def count(self, rows: torch.Tensor) -> int:
+        return rows.shape[0]
+
+    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._forward(rows)
+
+
+class Embeddings:
+    """1 − cosine of mean-pooled embeddings."""
+
+    unit = "1 − cosine similarity of the embeddings"
+    probes = 8
+    by_token = False
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def count(self, rows: torch.Tensor) -> int:
+        return rows.shape[0]
+
+    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+        with torch.no_grad():
+            return self._embed(rows)
+
+    def measure(self, rows: torch.Tensor, reference: Any) -> float:
+        with torch.no_grad():
+            return float((1 - (self._embed(rows) * reference).sum(dim=-1).double()).sum())
+
+    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+        with torch.enable_grad():
+            embedding = self._embed(rows)
+            direction = torch.randn(embedding.shape, generator=generator).to(embedding)
+            (embedding * direction).sum().backward()
+
+    def descend(self, rows: torch.Tensor, reference: Any) -> float:
+        with torch.enable_grad():
+            loss = (1 - (self._embed(rows) * reference).sum(dim=-1)).sum()
+            loss.backward()
+        return float(loss.detach())
+
+    def _embed(self, rows: torch.Tensor) -> torch.Tensor:
+        """Mean of the last hidden states, normalized: `[rows, hidden]`."""
+        return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
+
+
+def last_hidden(result: Any) -> torch.Tensor:
+    """The last hidden states in what an encoder returns, `[rows, tokens, hidden]`."""
+    return result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
+
+
+def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """KL of distributions `p` `[positions, vocabulary]` to those whose logits are larger by `d`."""
+    # exp overflows at 88. A shift of all logits changes no distribution.
+    d = d - (d.amax(dim=-1, keepdim=True) - 40).clamp_(min=0)
+    return torch.log1p(torch.linalg.vecdot(p, d.expm1())) - torch.linalg.vecdot(p, d)
+
+
+def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A token for each position of `p` `[positions, vocabulary]`, int64 `[positions, 1]`, by its distribution."""
+    # The chances come from the CPU, so that the same seed draws the same tokens on every device.
+    chance = torch.rand(len(p), 1, generator=generator).to(p.device)
+    upto = p.cumsum(dim=-1)
+    return torch.searchsorted(upto, chance * upto[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward

@@ -1,0 +1,344 @@
+"""Three ways to score a group in a format, from the cheapest to the most literal.
+
+    output   Σ ‖Y_q − Y‖² / Σ ‖Y‖²                one forward pass; how wrong the layer's own output gets
+    fisher   ½ Σ_tokens (∂L/∂Y · (Y_q − Y))²      one forward and one backward pass for all groups and formats
+    kl       KL(base‖model with this group alone quantized), measured: a forward pass for each group and format
+
+`fisher` is the second-order expansion of what `kl` measures, where L is the likelihood of a token that the model
+itself proposes (see `calibration.divergence`) and errors of different tokens are taken to be independent; for
+embeddings, which average tokens, the square is that of the sum over a row. With Y = x Wᵀ and Y_q = x_q W_qᵀ, a
+token's term is
+
+    ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
+
+so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
+is at that layer anyway. Members of a group are added up before the square, for they err together.
+
+`kl` runs the model from the group's block on, and multiplies only what changed, see `calibration.baseline`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.linalg import vecdot
+
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.candidates import KEPT, Candidate
+from quant.calibration.sensitivity.divergence import Divergence, divergence_of
+from quant.calibration.sensitivity.solved_groups import Form, Key, digest_of
+from quant.calibration.sensitivity.switchable import (
+    Seen,
+    Trial,
+    TrialLayer,
+    measure_amax,
+    prepared,
+    recomputed,
+    same_tensor,
+)
+from quant.calibration.sensitivity.table import METHODS, UNITS, GroupScores, Sensitivity
+from quant.calibration.sensitivity.units import Result, rank_and_world, remove_parts, run_units, total
+from quant.recipes.plan import LayerPlan
+
+_ACTIVATION_BYTES = 2 << 30
+
+Progress = Callable[[str, int, int], None]
+Allowed = Mapping[str, Sequence[Candidate]]
+
+
+def score_groups(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: Allowed,
+    rows: torch.Tensor,
+    *,
+    method: str = "fisher",
+    solver: str = "rtn",
+    forms: Mapping[Key, Form] | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    seed: int = 0,
+    amax: Mapping[str, torch.Tensor] | None = None,
+    path: Path | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Scores of every group in every format that is allowed for it.
+
+    Args:
+        model: called as `model(rows)`; as before afterwards.
+        groups: layers by fusion group.
+        allowed: formats by group; `keep` needs no mention.
+        rows: token ids, int64 `[rows, seqlen]`.
+        method: "kl", "fisher" or "output".
+        solver: rounds the weights meanwhile; one that needs no data.
+        forms: weights that another solver has rounded; see `calibration.alone`.
+        dtype: what 16-bit tensors are widened to meanwhile; None leaves them.
+        seed: of the tokens and directions that `fisher` draws.
+        amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
+        path: where the table is kept: read if it is there and was made from the same, and resumed after an
+            interruption. None keeps nothing.
+        progress: called as `progress(stage, done, total)`.
+
+    Raises:
+        ValueError: unknown method, or a group that no token reached.
+    """
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
+    started = time.perf_counter()
+    ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
+    made = digest_of(forms) if forms else None
+    key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges, *([made] if made else []))
+    if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
+        return found
+    candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
+    report = _reporter(progress, "calibrate")
+    stored = stored_dtype(model)
+    divergence = divergence_of(model, rows)
+    if amax is None:
+        with prepared(model, None):
+            amax = measure_amax(model, groups, candidates, rows, report)
+    with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored, forms or {}) as trial:
+        units = _UNITS[method](trial, allowed, rows, divergence, seed)
+        results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
+    sums = units.finish(total(results))
+    silent = [name for name in groups if name not in sums and allowed[name]]
+    if method == "fisher":
+        # Called, for ranges were measured, but nothing that is compared depends on it, as on a classifier's pooler.
+        sums |= {name: {c.name: 0.0 for c in allowed[name]} for name in silent}
+    elif silent:
+        raise ValueError(f"{silent[0]}: never called on the calibration text ({len(silent)} such groups)")
+    table = Sensitivity(
+        method=method,
+        formats=(*candidates, KEPT.name),
+        unit=_unit(method, divergence),
+        rows=rows.shape[0],
+        seqlen=rows.shape[1],
+        groups=tuple(_entry(name, members, allowed[name], sums.get(name, {})) for name, members in groups.items()),
+        key=key,
+        seconds=time.perf_counter() - started,
+    )
+    if path is not None:
+        if rank_and_world()[0] == 0:
+            table.save(path)
+        remove_parts(path)
+    return table
+
+
+class _Fisher:
+    """One unit is one row: a forward and a backward pass for each probe."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.trial, self.allowed, self.rows, self.divergence, self.seed = trial, allowed, rows, divergence, seed
+        self.names = [f"row {i}" for i in range(len(rows))]
+
+    def work(self, name: str) -> Result:
+        index = int(name.split()[1])
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
+        row = self.rows[index : index + 1]
+        self.trial.set({})
+        found: dict[str, Result] = {}
+        for probe in range(self.divergence.probes):
+            products = TokenProducts(self.trial, self.allowed)
+            with observed(self.trial, products.observe, row.numel()):
+                self.divergence.probe(row, generator)
+            if self.divergence.by_token:
+                found[str(probe)] = products.squares()
+            else:
+                sums = products.sums()
+                found[str(probe)] = {g: {c: v * v for c, v in scores.items()} for g, scores in sums.items()}
+        return total(found)
+
+    def finish(self, sums: Result) -> Result:
+        count = self.divergence.count(self.rows) * self.divergence.probes
+        return {group: {c: 0.5 * v / count for c, v in scores.items()} for group, scores in sums.items()}
+
+
+class TokenProducts:
+    """∂L/∂Y · (Y_q − Y) of each token, by group and format, summed over the members of the group.
+
+    Members share their input, and one follows the other in a backward pass; another input is another call.
+    """
+
+    def __init__(self, trial: Trial, allowed: Allowed) -> None:
+        self.trial, self.allowed = trial, allowed
+        self.group = ""
+        self.input: torch.Tensor | None = None
+        self.products: dict[str, torch.Tensor] = {}
+        self.square: Result = {}
+        self.linear: Result = {}
+
+    def observe(self, layer: TrialLayer, seen: Seen) -> None:
+        """Takes in one call of a layer."""
+        group, trial = layer.group, self.trial
+        if self.group != group or not same_tensor(self.input, seen.x):
+            self._flush()
+            self.group, self.input = group, seen.x
+        now = trial.current(group)
+        x_now = trial.round_input(group, seen.x, now)
+        for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
+            if candidate.name == now.name:
+                continue
+            x = trial.round_input(group, seen.x, candidate)
+            product = vecdot(seen.back, x - x_now)
+            change = trial.change(layer, candidate, seen.index)
+            if change is not None:
+                product = product + vecdot((seen.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
+
+    def squares(self) -> Result:
+        """Σ over tokens of the squared products."""
+        self._flush()
+        return self.square
+
+    def sums(self) -> Result:
+        """Σ over tokens of the products: what a change adds to the loss, to first order."""
+        self._flush()
+        return self.linear
+
+    def _flush(self) -> None:
+        for name, product in self.products.items():
+            for sums, value in ((self.square, product.square()), (self.linear, product)):
+                into = sums.setdefault(self.group, {})
+                into[name] = into.get(name, 0.0) + float(value.double().sum())
+        self.products, self.input = {}, None
+        self.trial.forget_inputs()
+
+
+class _Output:
+    """One unit is one row: a forward pass in which every layer also computes what it would give in each format."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.trial, self.allowed, self.rows = trial, allowed, rows
+        self.names = [f"row {i}" for i in range(len(rows))]
+
+    def work(self, name: str) -> Result:
+        index = int(name.split()[1])
+        sums: Result = {}
+
+        def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+            assert isinstance(module, TrialLayer)
+            into = sums.setdefault(module.group, {"": 0.0})
+            into[""] += float(out.double().square().sum())
+            which = args[1] if len(args) > 1 else None
+            for candidate in self.allowed[module.group]:
+                if candidate.weight is None:
+                    continue
+                weight = self.trial.dense(module, candidate, which).to(out.dtype)
+                x = self.trial.round_input(module.group, args[0], candidate)
+                error = torch.nn.functional.linear(x, weight, module.bias) - out
+                into[candidate.name] = into.get(candidate.name, 0.0) + float(error.double().square().sum())
+
+        self.trial.set({})
+        handles = [layer.register_forward_hook(hook) for layer in self.trial.layers.values()]
+        try:
+            with torch.no_grad():
+                self.trial.model(self.rows[index : index + 1])
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.trial.forget_inputs()
+        return sums
+
+    def finish(self, sums: Result) -> Result:
+        return {
+            group: {name: value / scores[""] if scores[""] else 0.0 for name, value in scores.items() if name}
+            for group, scores in sums.items()
+        }
+
+
+class _Kl:
+    """One unit is one block: each of its groups in each format, from the block to the end of the model."""
+
+    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+        self.allowed = allowed
+        self.baseline = Baseline(trial, divergence, rows)
+        self.groups: dict[str, list[str]] = {}
+        for group in trial.groups:
+            block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")
+            self.groups.setdefault(f"block {block}" if block else "rest", []).append(group)
+        self.names = list(self.groups)
+
+    def work(self, name: str) -> Result:
+        if self.baseline.choice is None:
+            self.baseline.start({})
+        return {
+            group: {c.name: self.baseline.loss({group: c.name}) for c in self.allowed[group] if c.weight is not None}
+            for group in self.groups[name]
+        }
+
+    def finish(self, sums: Result) -> Result:
+        return sums
+
+
+@contextmanager
+def observed(trial: Trial, observe: Callable[..., None], tokens: int) -> Iterator[None]:
+    """Within it, backward passes over `tokens` tokens show every layer's input and output gradient.
+
+    Where what autograd would remember of all blocks is much, it remembers their inputs and runs each block again.
+    """
+    features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in trial.layers.values())
+    names = trial.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
+    trial.observe = observe
+    try:
+        with recomputed(trial.model, names):
+            yield
+    finally:
+        trial.observe = None
+
+
+_UNITS: dict[str, Any] = {"fisher": _Fisher, "kl": _Kl, "output": _Output}
+
+
+def _unit(method: str, divergence: Divergence) -> str:
+    if method == "output":
+        return UNITS["output"]
+    return divergence.unit if method == "kl" else f"second-order estimate; {divergence.unit}"
+
+
+def _entry(
+    name: str, members: Sequence[LayerPlan], allowed: Sequence[Candidate], scores: Mapping[str, float]
+) -> GroupScores:
+    numel = sum(layer.numel for layer in members)
+    choices = [*(c for c in allowed if c.weight is not None), KEPT]
+    nbytes = {c.name: sum(c.applied(layer).nbytes for layer in members) for c in choices}
+    return GroupScores(
+        name=name,
+        layers=tuple(layer.name for layer in members),
+        numel=numel,
+        scores={c.name: scores[c.name] for c in choices if c.weight is not None} | {KEPT.name: 0.0},
+        bits={c: 8 * n / numel for c, n in nbytes.items()},
+        bytes=nbytes,
+    )
+
+
+def _key(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: Allowed,
+    rows: torch.Tensor,
+    *settings: Any,
+) -> str:
+    """SHA-256 over all that the scores depend on; of each weight, its shape and a few of its values."""
+    digest = hashlib.sha256(repr(settings).encode())
+    for name, members in groups.items():
+        digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())
+        for layer in members:
+            parent_name, _, last = layer.name.rpartition(".")
+            owner: Any = getattr(model.get_submodule(parent_name), last)
+            weight: Any = owner.weight if isinstance(owner, nn.Module) else owner
+            flat = weight.detach().flatten()
+            some = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
+            digest.update(repr((layer.name, tuple(weight.shape))).encode() + some.numpy().tobytes())
+    digest.update(rows.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _reporter(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
+    return (lambda done, all_: progress(stage, done, all_)) if progress else None

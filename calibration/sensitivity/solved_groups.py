@@ -1,0 +1,250 @@
+"""Every group solved alone: what a solver that works from data leaves of each format's error.
+
+Rounding to nearest says little about a solver such as GPTQ: in some groups it takes nine tenths of the error away, in
+others a third. So where formats are chosen for such a solver, it solves each group in each format first, and scores
+and measurements are taken with those weights. Here every group gets the inputs of the original model, for what stands
+before it is not decided yet; quantizing for real then solves it on the inputs that it really gets.
+
+    y = Q(x / s) · Q(W diag(s))ᵀ        s from the solver's transforms, such as AWQ's; each format has its own
+
+Scaling and rounding are done. A rotation, a branch of low rank or a reconstruction, which the solver's name may hold
+too, lowers the error of every format and is left out.
+
+All second moments at once would be larger than the model, so groups are taken in parts that fit, each with a forward
+pass over the text, as far into the model as the last of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Stop
+from quant.calibration.cpu_matmul import quick_products
+from quant.calibration.sensitivity.candidates import Candidate
+from quant.calibration.solvers.solver import GroupInputs, Pipeline, get_pipeline, solve_group, supports
+from quant.calibration.statistics import LayerStats, MomentSum, round_activation, static_input_scale
+from quant.calibration.walk.collect import watch_inputs
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import LayerPlan
+
+_BATCH_TOKENS = 2048
+# Bytes of second moments that are held at a time.
+_MOMENTS = {"cpu": 1 << 30, "cuda": 8 << 30}
+_SAMPLE = 1024
+
+Key = tuple[str, str]  # a group and a candidate
+
+
+@dataclass(frozen=True, eq=False)
+class Form:
+    """What a group is in a format.
+
+    Attributes:
+        weights: codes and scales by layer, of the weight times `divisor`.
+        divisor: what the input is divided by, `[in]`; None for nothing.
+        input_scale: static scale of the divided input, where its format has one.
+    """
+
+    weights: Mapping[str, BlockScaledTensor]
+    divisor: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+
+
+def solve_alone(
+    model: nn.Module,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: Mapping[str, Sequence[Candidate]],
+    rows: torch.Tensor,
+    solver: str,
+    stored: torch.dtype,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[Key, Form]:
+    """Forms of every group in every format that is allowed for it.
+
+    Fused experts are left out, and formats that the solver's rounding does not know, and groups that no token reaches.
+
+    Args:
+        model: called as `model(rows)`; not changed.
+        groups: layers by fusion group.
+        allowed: formats by group.
+        rows: token ids, int64 `[rows, seqlen]`.
+        solver: one that works from data.
+        stored: dtype of the model's checkpoint, which some scales are rounded to.
+        progress: called as `progress(groups done, groups in all)`.
+    """
+    pipeline = get_pipeline(solver)
+    batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
+    wanted = {
+        group: [c for c in allowed[group] if c.weight is not None and supports(pipeline.rounding, c.weight)]
+        for group, members in groups.items()
+        if all(layer.kind == "linear" for layer in members)
+    }
+    wanted = {group: choices for group, choices in wanted.items() if choices}
+    found: dict[Key, Form] = {}
+    done = 0
+    for part in _parts(groups, wanted, rows.device.type):
+        watched = {groups[group][0].name: group for group in part}
+        inputs = _Inputs(keep=bool(pipeline.transforms), every=max(rows.numel() // _SAMPLE, 1))
+        if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
+            _watch(model, watched, batches, inputs.add)
+        works = {
+            group: [_Work(c, groups[group], model, pipeline, inputs, group, stored) for c in choices]
+            for group, choices in part.items()
+        }
+        if pipeline.needs_moment:
+            _watch(model, watched, batches, partial(_add, works))
+        for group, choices in works.items():
+            for work in choices:
+                form = work.solve(pipeline, stored)
+                if form is not None:
+                    found[group, work.candidate.name] = form
+            choices.clear()  # and with them the second moments
+            done += 1
+            if progress:
+                progress(done, len(wanted))
+    return found
+
+
+def digest_of(forms: Mapping[Key, Form]) -> str:
+    """SHA-256 of some scales of each form: what scores that are taken with them depend on."""
+    digest = hashlib.sha256()
+    for key, form in sorted(forms.items(), key=lambda item: item[0]):
+        digest.update(repr(key).encode())
+        for weight in form.weights.values():
+            scale = weight.scale.flatten()
+            digest.update(scale[:: max(len(scale) // 64, 1)].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _parts(
+    groups: Mapping[str, Sequence[LayerPlan]], wanted: Mapping[str, Sequence[Candidate]], device: str
+) -> list[dict[str, Sequence[Candidate]]]:
+    """Groups whose second moments fit together, in model order."""
+    parts: list[dict[str, Sequence[Candidate]]] = [{}]
+    held = 0
+    for group, choices in wanted.items():
+        size = 4 * groups[group][0].shape[-1] ** 2 * len(choices)
+        if parts[-1] and held + size > _MOMENTS.get(device, _MOMENTS["cpu"]):
+            parts.append({})
+            held = 0
+        parts[-1][group] = choices
+        held += size
+    return parts
+
+
+def _watch(
+    model: nn.Module,
+    names: Mapping[str, str],
+    batches: Sequence[torch.Tensor],
+    see: Callable[[str, torch.Tensor], None],
+) -> None:
+    """Shows every input `[tokens, in]` of the layers `names`, under their groups; passes end behind the last layer."""
+    calls: Counter[str] = Counter()
+    last: str | None = None
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        calls[name] += 1
+        see(names[name], x.detach().reshape(-1, x.shape[-1]).float())
+        if name == last:
+            raise Stop
+
+    for i, batch in enumerate(batches):
+        with torch.no_grad(), quick_products(), watch_inputs(model, list(names), observe), suppress(Stop):
+            model(batch)
+        if i == 0 and len(calls) == len(names) and set(calls.values()) == {1}:
+            last = next(reversed(calls))
+
+
+class _Inputs:
+    """What transforms and static scales are chosen from: magnitudes by channel, and some tokens."""
+
+    def __init__(self, keep: bool, every: int) -> None:
+        self.keep, self.every = keep, every
+        self.sample: dict[str, list[torch.Tensor]] = {}
+        self.total: dict[str, torch.Tensor] = {}
+        self.amax: dict[str, torch.Tensor] = {}
+        self.tokens: Counter[str] = Counter()
+
+    def add(self, group: str, x: torch.Tensor) -> None:
+        """Takes in one call."""
+        if not len(x):
+            return
+        magnitude = x.abs()
+        amax, total = magnitude.amax(0), magnitude.sum(0)
+        self.amax[group] = torch.maximum(self.amax[group], amax) if group in self.amax else amax
+        self.total[group] = self.total[group] + total if group in self.total else total
+        self.tokens[group] += len(x)
+        if self.keep:
+            # A copy: a view would keep every token of every layer.
+            self.sample.setdefault(group, []).append(x[:: self.every].clone())
+
+    def of(self, group: str) -> GroupInputs:
+        """As transforms take them."""
+        sample = torch.cat(self.sample[group])
+        mean = self.total[group] / self.tokens[group]
+        return GroupInputs(sample, sample.new_ones(len(sample)), mean, self.amax[group])
+
+
+class _Work:
+    """One group in one format: how its input is scaled, and the second moment of what comes of it."""
+
+    def __init__(
+        self,
+        candidate: Candidate,
+        members: Sequence[LayerPlan],
+        model: nn.Module,
+        pipeline: Pipeline,
+        inputs: _Inputs,
+        group: str,
+        stored: torch.dtype,
+    ) -> None:
+        self.candidate = candidate
+        self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
+        self.divisor = self.input_scale = None
+        self.moment = MomentSum()
+        assert candidate.weight is not None
+        if pipeline.transforms and group in inputs.tokens:
+            seen = inputs.of(group)
+            weight = torch.cat([w.float() for w in self.weights.values()])
+            divisor = torch.ones_like(seen.amax)
+            for transform in pipeline.transforms:
+                here = GroupInputs(
+                    seen.sample / divisor, seen.token_weight, seen.mean_abs / divisor, seen.amax / divisor
+                )
+                divisor = divisor * transform(weight * divisor, here, candidate.weight, candidate.activation, None)
+            self.divisor = divisor
+        if candidate.activation is not None and group in inputs.amax:
+            amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
+            self.input_scale = static_input_scale(amax.amax(), candidate.activation, stored)
+
+    def solve(self, pipeline: Pipeline, stored: torch.dtype) -> Form | None:
+        """The group in the format; None if nothing is known of its input."""
+        stats: LayerStats | None = self.moment.stats()
+        if stats is None and (pipeline.needs_moment or self.divisor is None):
+            return None
+        assert self.candidate.weight is not None
+        weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in self.weights.items()}
+        solved = solve_group(weights, dict.fromkeys(weights, stats), self.candidate.weight, pipeline.rounding, stored)
+        return Form(solved, self.divisor, self.input_scale)
+
+
+def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor) -> None:
+    """Takes one call of a group into its second moments; formats that leave the input as it is share theirs."""
+    plain: MomentSum | None = None
+    for work in works[group]:
+        if work.candidate.activation is None and work.divisor is None:
+            if plain is None:
+                plain = work.moment
+                plain.add(x)
+            work.moment = plain
+            continue
+        divided = x if work.divisor is None else x / work.divisor
+        work.moment.add(round_activation(divided, work.candidate.activation, work.input_scale))

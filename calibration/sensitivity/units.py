@@ -1,0 +1,120 @@
+"""Work in units: shared out over ranks, remembered on disk, put together in one order.
+
+A unit is named, gives a small dict of numbers, and depends on nothing but its name. Rank r of n does the units r,
+r + n, r + 2n, …; then every rank has all results and adds them up in the order of the names, so that a sum over
+floating-point numbers comes out the same, to the bit, on any number of ranks. After each unit a rank writes what it
+has to a file of its own; a run that is started again, on however many ranks, reads them all and does the rest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from quant.calibration.sensitivity.table import write_atomically
+
+Result = dict[str, dict[str, float]]
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are: (0, 1) outside torch.distributed."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    return 0, 1
+
+
+def run_units(
+    names: Sequence[str],
+    work: Callable[[str], Result],
+    *,
+    key: str = "",
+    path: Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Result]:
+    """Results of all units by name.
+
+    Args:
+        names: the units, the same on every rank.
+        work: does one.
+        key: what the results depend on; those on disk with another key are not used.
+        path: partial results are kept in files beside it; None keeps none.
+        progress: called as `progress(units done, units in all)`.
+    """
+    rank, world = rank_and_world()
+    # All ranks must start from the same, or they would share out the rest differently: one may have read before
+    # another wrote its first result.
+    done = _from_all(_read(path, key) if path else {})
+    mine = [name for name in names if name not in done][rank::world]
+    own: dict[str, Result] = {}
+    for count, name in enumerate(mine, 1):
+        own[name] = work(name)
+        if path is not None:
+            write_atomically(_part(path, rank), json.dumps({"key": key, "units": {**_own(path, key, rank), **own}}))
+        if progress is not None:
+            progress(len(names) - len(mine) + count, len(names))
+    done = _from_all({**done, **own})
+    return {name: done[name] for name in names}
+
+
+def _from_all(mine: dict[str, Result]) -> dict[str, Result]:
+    """The results that all ranks have between them."""
+    _, world = rank_and_world()
+    if world == 1:
+        return mine
+    gathered: list[Any] = [None] * world
+    torch.distributed.all_gather_object(gathered, mine)
+    return {name: result for part in gathered for name, result in part.items()}
+
+
+def total(results: dict[str, Result]) -> Result:
+    """The sum over units, in their order."""
+    sums: Result = {}
+    for result in results.values():
+        for group, scores in result.items():
+            into = sums.setdefault(group, {})
+            for name, value in scores.items():
+                into[name] = into.get(name, 0.0) + value
+    return sums
+
+
+def remove_parts(path: Path) -> None:
+    """Deletes the partial results beside `path`, once the whole is written; on the first rank alone."""
+    rank, world = rank_and_world()
+    if world > 1:
+        torch.distributed.barrier()
+    if rank == 0:
+        for part in _parts(path):
+            part.unlink(missing_ok=True)
+
+
+def _part(path: Path, rank: int) -> Path:
+    return path.with_name(f"{path.name}.part{rank}")
+
+
+def _parts(path: Path) -> list[Path]:
+    return sorted(path.parent.glob(f"{path.name}.part*")) if path.parent.is_dir() else []
+
+
+def _read(path: Path, key: str) -> dict[str, Result]:
+    found: dict[str, Result] = {}
+    for part in _parts(path):
+        found |= _units_in(part, key)
+    return found
+
+
+def _own(path: Path, key: str, rank: int) -> dict[str, Result]:
+    """What this rank's file holds already, from a run before."""
+    return _units_in(_part(path, rank), key)
+
+
+def _units_in(part: Path, key: str) -> dict[str, Result]:
+    try:
+        held = json.loads(part.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return held["units"] if held.get("key") == key else {}

@@ -1,0 +1,317 @@
+"""Block-wise reconstruction: rounding and scales of a whole decoder block, learned so that its output is right.
+
+GPTQ solves one layer for its own output. Here all layers of a block move together, against the one output that the
+next block reads, attention and nonlinearities included (SignRound, Cheng et al., 2023; BRECQ, Li et al., 2021). Each
+weight has a latent value z, each block scale a factor exp(d), and the block is run with
+
+    values = step · round(z / step),    step = global_scale · round_E4M3(scale · exp(d))
+
+Rounding lets gradients pass unchanged, so d gets what LSQ gives a step: round(z / step) - z / step, and ±max where z
+saturates. z begins at the unrounded weight where that rounds to the codes that were given, and at the codes' own
+values elsewhere, so the first step starts from exactly the given solution, GPTQ's for instance. Distances are
+counted in steps, so that one learning rate serves all layers, and it falls to zero: z can travel about as far as
+half its sum.
+
+The error is taken token by token relative to the token's size, because a norm follows, and because otherwise the
+few tokens of enormous hidden states (the first of a text) would be all that counts. Held-out rows decide: what is
+returned is the state that was best on them, which at worst is the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from quant.calibration.blocks import Call, output_of
+from quant.calibration.statistics import round_activation
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import decode, round_to
+from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
+from quant.kernels.linear.modules import RunTimeParts
+
+
+@dataclass(frozen=True, eq=False)
+class BlockLayer:
+    """A linear layer of the block as it was solved.
+
+    Attributes:
+        weight: what was rounded, `[out, in]`: after scaling, rotation and branch.
+        quantized: codes and scales to start from.
+        activation: format of the input, or None.
+        input_scale: static scale of that format, where it has one.
+        parts: what the layer does at run time beside its matmul.
+    """
+
+    weight: torch.Tensor
+    quantized: BlockScaledTensor
+    activation: Format | None = None
+    input_scale: torch.Tensor | None = None
+    parts: RunTimeParts = field(default_factory=RunTimeParts)
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """How long and how fast.
+
+    Attributes:
+        steps: optimizer steps, each on one call of the block.
+        rate: learning rate of latent values at the start, in grid steps.
+        scale_rate: the same for the logarithms of block scales; 0 leaves scales as they are.
+        held_out: share of the calls that only judge; at least one where there are two.
+        checks: how many times the held-out calls are asked.
+    """
+
+    steps: int = 200
+    rate: float = 0.01
+    scale_rate: float = 0.002
+    held_out: float = 0.125
+    checks: int = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstructed:
+    """The block as it is now.
+
+    Attributes:
+        weights: by layer name.
+        before, after: error on the held-out calls, as `reconstruction_error` counts it.
+    """
+
+    weights: dict[str, BlockScaledTensor]
+    before: float
+    after: float
+
+
+def reconstruct_block(
+    block: nn.Module,
+    calls: Sequence[Call],
+    targets: Sequence[torch.Tensor],
+    layers: Mapping[str, BlockLayer],
+    settings: Reconstruction = Reconstruction(),
+) -> Reconstructed:
+    """Refines the codes and scales of a block's layers so that the block's output comes closer to `targets`.
+
+    Args:
+        block: with any modules under the names of `layers` (they are put back); run in the dtype of its calls.
+        calls: of the block, on the hidden states that the quantized blocks before it give.
+        targets: output of the original block for each call, `[..., hidden]`.
+        layers: by name within the block.
+        settings: how long and how fast.
+
+    Returns:
+        New weights, on the same global scales, and the errors. On the held-out calls the error is never larger than
+        it was; with a single call, that one is both learned from and judged by.
+
+    Raises:
+        ValueError: no calls, or as many targets.
+    """
+    if not calls or len(calls) != len(targets):
+        raise ValueError(f"reconstruction needs a target for each call of the block: {len(calls)}, {len(targets)}")
+    learned = {name: _Learned(layer, block.get_submodule(name)) for name, layer in layers.items()}
+    judges = max(round(settings.held_out * len(calls)), 1) if len(calls) > 1 else 0
+    pairs = list(zip(calls, targets, strict=True))
+    training, held_out = (pairs[:-judges], pairs[-judges:]) if judges else (pairs, pairs)
+    with _in_place(block, learned), _frozen(block):
+        before = after = _error(block, held_out)
+        best = {name: layer.state() for name, layer in learned.items()}
+        optimizer = _optimizer(list(learned.values()), settings)
+        every = max(settings.steps // settings.checks, 1)
+        for step in range(settings.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = group["first"] * (1 - step / settings.steps)
+            call, target = training[step % len(training)]
+            with torch.enable_grad():
+                reconstruction_error(output_of(block(*call.args, **call.kwargs)), target).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            if (step + 1) % every == 0 and (error := _error(block, held_out)) < after:
+                after, best = error, {name: layer.state() for name, layer in learned.items()}
+    weights = {name: layers[name].quantized if after == before else best[name] for name in layers}
+    return Reconstructed(weights, before, after)
+
+
+def reconstruction_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of ‖output - target‖² / ‖target‖², float32 scalar."""
+    size = target.float().square().sum(-1)
+    wrong = (output.float() - target.float()).square().sum(-1)
+    return (wrong / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()
+
+
+def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> float:
+    with torch.no_grad():
+        errors = [reconstruction_error(output_of(block(*call.args, **call.kwargs)), target) for call, target in pairs]
+    return float(torch.stack(errors).mean())
+
+
+class _Rounded(torch.autograd.Function):
+    """values = step · round(latent · first_step / step); rounding lets gradients pass, saturation stops them.
+
+    Steps are `[block rows, block columns]` of blocks, the rest is `[out, in]`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, latent: torch.Tensor, step: torch.Tensor, first_step: torch.Tensor, format: Format
+    ) -> torch.Tensor:
+        ctx.save_for_backward(latent, step, first_step)
+        ctx.format = format
+        if _is_fused(latent, format):
+            from quant.kernels.portable.fake_quantize import learned_values
+
+            return learned_values(latent, first_step, step)
+        spread = _spread(step, latent.shape, format)
+        wanted = latent * _spread(first_step, latent.shape, format) / spread
+        return round_to(wanted.clamp_(-format.element.max, format.element.max), format.element) * spread
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        latent, step, first_step = ctx.saved_tensors
+        (gradient,) = gradients
+        if _is_fused(latent, ctx.format):
+            from quant.kernels.portable.fake_quantize import learned_gradient
+
+            return *learned_gradient(latent, first_step, step, gradient), None, None
+        limit = ctx.format.element.max
+        first = _spread(first_step, latent.shape, ctx.format)
+        wanted = latent * first / _spread(step, latent.shape, ctx.format)
+        free = wanted.abs() <= limit
+        nearest = round_to(wanted.clamp(-limit, limit), ctx.format.element)
+        of_step = _block_sums(gradient * (nearest - wanted * free), ctx.format)
+        return gradient * first * free, of_step, None, None
+
+
+def _is_fused(x: torch.Tensor, format: Format) -> bool:
+    return x.is_cuda and format.name == "nvfp4" and x.shape[-1] % format.block[1] == 0
+
+
+def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torch.Tensor:
+    """Block scales as one value a weight."""
+    rows, columns = shape
+    block_rows, block_columns = format.block_shape((rows, columns))
+    return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]
+
+
+def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """The sum of each block of `x` `[out, in]`, one value a scale."""
+    rows, columns = x.shape
+    block_rows, block_columns = format.block_shape((rows, columns))
+    x = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
+    return x.unflatten(1, (-1, block_columns)).sum(-1).unflatten(0, (-1, block_rows)).sum(1)
+
+
+class _Learned(nn.Module):
+    """A layer in the making: latent values in grid steps, logarithms of scale factors."""
+
+    first_scale: torch.Tensor
+    first_step: torch.Tensor
+    second: torch.Tensor
+
+    def __init__(self, layer: BlockLayer, original: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.bias = getattr(original, "bias", None)
+        given = layer.quantized
+        self.format = given.format
+        self.register_buffer("first_scale", decode(given.scale, given.format.scale), persistent=False)
+        self.register_buffer("second", _second(given), persistent=False)
+        self.register_buffer("first_step", self.first_scale * self.second, persistent=False)
+        self.learns_scale = given.format.scale is E4M3
+        values, weight = given.dequantize(), layer.weight.float()
+        step = _spread(self.first_step, weight.shape, self.format)
+        kept = round_to(weight / step, given.format.element).mul_(step) == values
+        self.latent = nn.Parameter(torch.where(kept, weight, values).div_(step))
+        self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
+
+    def _scale(self) -> torch.Tensor:
+        """Block scales on their grid; the gradient sees no grid."""
+        if not self.learns_scale:
+            return self.first_scale
+        free = self.first_scale * self.factor.exp()
+        nearest = round_to(free.detach(), E4M3).clamp_(min=E4M3.min_subnormal)
+        return free + (nearest - free).detach()
+
+    def weight(self) -> torch.Tensor:
+        """Values on their grid, `[out, in]`, float32."""
+        step = self._scale() * self.second if self.learns_scale else self.first_step
+        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer.parts.input(x)
+        y = nn.functional.linear(_rounded(x, self.layer), self.weight().to(x.dtype), self.bias)
+        branch = self.layer.parts.branch(x)
+        return y if branch is None else y + branch
+
+    def state(self) -> BlockScaledTensor:
+        """Codes and scales as they stand."""
+        with torch.no_grad():
+            given = self.layer.quantized
+            # Straight-through sums may miss the grid by a last place, which must not reach the codes.
+            scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale
+            return quantize_with_scale(self.weight(), self.format, scale, given.global_scale)
+
+
+def _second(given: BlockScaledTensor) -> torch.Tensor:
+    return torch.ones((), device=given.codes.device) if given.global_scale is None else given.global_scale.float()
+
+
+class _RoundedInput(torch.autograd.Function):
+    """An input as the quantized layer sees it; the gradient passes unchanged."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+        return round_activation(x, activation, input_scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None, None
+
+
+def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
+    if layer.activation is None:
+        return x
+    return _RoundedInput.apply(x, layer.activation, layer.input_scale)  # type: ignore[no-any-return]
+
+
+def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:
+    groups: list[dict[str, Any]] = [{"params": [layer.latent for layer in layers], "first": settings.rate}]
+    scales = [layer.factor for layer in layers if layer.learns_scale]
+    if scales and settings.scale_rate > 0:
+        groups.append({"params": scales, "first": settings.scale_rate})
+    return torch.optim.Adam(groups, lr=settings.rate, betas=(0.9, 0.99))
+
+
+@contextmanager
+def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Within it, `modules` stand in the block under their names."""
+    put: Callable[[str, nn.Module], None] = lambda name, module: setattr(  # noqa: E731
+        block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module
+    )
+    before = {name: block.get_submodule(name) for name in modules}
+    for name, module in modules.items():
+        put(name, module)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            put(name, module)
+
+
+@contextmanager
+def _frozen(block: nn.Module) -> Iterator[None]:
+    """Within it, nothing of the block but what is being learned takes gradients."""
+    learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
+    changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
+    for parameter in changed:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in changed:
+            parameter.requires_grad_(True)

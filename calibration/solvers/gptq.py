@@ -1,0 +1,267 @@
+"""GPTQ with the block scales in the loop, and coordinate descent after it.
+
+A layer's output error over the calibration tokens is quadratic in its weights: row by row (q - w) M (q - w)ᵀ, with
+M the second moment of the inputs. GPTQ rounds the columns in turn and lets the ones still free make up for the
+error. With U the upper Cholesky factor of M⁻¹ (M⁻¹ = Uᵀ U), rounding column j with error e_j = (w_j - q_j) / U_jj
+moves every later column k by -e_j U_jk, and Σ e_j² is exactly the loss at the end (Frantar et al., 2022).
+
+Two things are done beyond that paper.
+
+**Scales.** When the loop reaches a block that shares a scale, its weights have moved, so the scale is chosen now.
+For each candidate scale the block is rounded with feedback inside it, and the smallest Σ e_j² wins. That is the
+true cost of the choice: the block's curvature given that all later columns adapt, U_bb⁻¹ U_bb⁻ᵀ (Schur
+complement), which earlier methods approximate by the plain squared error, or by its diagonal.
+
+**Descent.** GPTQ never looks back. Afterwards each block is revisited with all others fixed: their errors shift
+its target to w_b + M_bb⁻¹ M_b,rest (w - q)_rest, and the block is solved again, scale and codes, under M_bb. A
+change is kept where it lowers the loss, so a sweep can only improve.
+
+Everything is laid out [in, out], so that a column of the weight is contiguous and all rows go in parallel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from quant.calibration.solvers.block_search import round_with_feedback, search_block, to_errors
+from quant.calibration.statistics import diagonal_blocks
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
+
+# Columns whose feedback to the rest of the matrix is gathered into one product.
+_LAZY = 128
+# Columns solved together where scales are fixed beforehand.
+_FIXED_WIDTH = 32
+
+# Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
+_SolveWindow = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, bool], torch.Tensor
+]
+# Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
+_SolveBlock = Callable[[torch.Tensor, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A damped second moment and its inverse Cholesky factor.
+
+    Attributes:
+        moment: M with damping, float32 `[in, in]`.
+        inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
+        damping: what was added to the diagonal, as a fraction of its mean.
+    """
+
+    moment: torch.Tensor
+    inverse: torch.Tensor
+    damping: float
+
+
+def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
+    """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
+
+    Raises:
+        ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
+    """
+    diagonal = second_moment.diagonal()
+    mean = diagonal.mean()
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    used = damping
+    while used <= 10:
+        moment = second_moment.clone()
+        moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
+        # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
+        lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
+        if int(info) == 0:
+            eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
+            inverse = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
+            return Factor(moment, inverse, used)
+        used = max(10 * used, 1e-4)
+    raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
+
+
+def corrected_weight(weight: torch.Tensor, drift: torch.Tensor | None, factor: Factor) -> torch.Tensor:
+    """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
+
+    Args:
+        weight: `[out, in]`.
+        drift: mean of (r - x) xᵀ, `[in, in]`; None leaves the weight.
+        factor: of the second moment.
+    """
+    if drift is None:
+        return weight
+    return weight + (weight @ drift) @ factor.inverse.t() @ factor.inverse
+
+
+def gptq(
+    weight: torch.Tensor,
+    factor: Factor,
+    format: Format,
+    global_scale: torch.Tensor | None = None,
+    *,
+    sweeps: int = 1,
+    shortlist: int = 4,
+) -> BlockScaledTensor:
+    """Rounds `weight` against the quadratic loss of `factor`.
+
+    Args:
+        weight: `[out, in]`, float32, finite.
+        factor: of the second moment of the inputs.
+        format: the target. Scales are searched in the loop where a block lies within a row; a scale that spans
+            rows, or a whole row, is chosen from `weight` beforehand.
+        global_scale: second-level scale, for formats that have one.
+        sweeps: rounds of coordinate descent afterwards.
+        shortlist: how many scales of a block to try with feedback.
+    """
+    block_rows, block_columns = format.block
+    second = weight.new_ones(()) if global_scale is None else global_scale
+    target = weight.t().contiguous()
+    scale = scales = None
+    if block_rows == 1 and 0 < block_columns <= _LAZY:
+        width = block_columns
+        scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
+
+        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+            return search_block(block, inverse, format, second, shortlist)
+
+    else:
+        width = _FIXED_WIDTH
+        scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
+        shape = format.block_shape(weight.shape)
+        step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
+        step = step[:, : weight.shape[1]].t().contiguous()
+
+        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+            here = step[start : start + len(block), None]
+            values, errors = round_with_feedback(block, inverse, here, format.element)
+            return values[:, 0], errors[:, 0], None
+
+    window = partial(_solve_window, solve)
+    if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
+        from quant.kernels.portable.gptq import solve_nvfp4_window
+
+        window = partial(solve_nvfp4_window, second)
+    values = torch.empty_like(target)
+    _feed_back(target, values, scales, factor, width, window)
+    for _ in range(sweeps):
+        _descend(target, values, scales, factor, width, window)
+    if scales is not None:
+        scale = scales.t().contiguous()
+    assert scale is not None
+    return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
+
+
+def _feed_back(
+    target: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    factor: Factor,
+    width: int,
+    window: _SolveWindow,
+) -> None:
+    """GPTQ's pass: fills values `[in, out]` and scales `[blocks, out]`, one block of `width` inputs after the other."""
+    upper, left = factor.inverse, target.clone()
+    blocks = diagonal_blocks(upper, width)
+    for here, inside in _windows(len(target), width):
+        found = None if scales is None else scales[inside]
+        errors = window(left[here], upper[here, here], blocks[inside], values[here], found, here.start, False)
+        left[here.stop :].addmm_(upper[here, here.stop :].t(), errors, alpha=-1)
+
+
+def _descend(
+    target: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    factor: Factor,
+    width: int,
+    window: _SolveWindow,
+) -> None:
+    """One sweep of block coordinate descent, in place: every block again, with all others as they are."""
+    moment = factor.moment
+    residual = target - values
+    inverses, uppers = block_factors(diagonal_blocks(moment, width))
+    for here, inside in _windows(len(target), width):
+        # What each block would be if it were free: its own values plus the step to the minimum. A block of the
+        # window that is solved before it moves that by `coupling`.
+        steps = torch.cat([moment[here] @ residual, moment[here, here]], dim=1)
+        steps = _by_blocks(inverses[inside], steps)
+        wanted, coupling = values[here] + steps[:, : values.shape[1]], steps[:, values.shape[1] :].t()
+        found = None if scales is None else scales[inside]
+        window(wanted, coupling, uppers[inside], values[here], found, here.start, True)
+        residual[here] = target[here] - values[here]
+
+
+def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Windows of `_LAZY` inputs, as columns and as blocks."""
+    for first in range(0, inputs, _LAZY):
+        last = min(first + _LAZY, inputs)
+        yield slice(first, last), slice(first // width, -(-last // width))
+
+
+def _by_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
+    count, width, _ = blocks.shape
+    whole = pad(x, (0, 0, 0, count * width - len(x))).view(count, width, -1)
+    return torch.bmm(blocks, whole).flatten(0, 1)[: len(x)]
+
+
+def _solve_window(
+    solve: _SolveBlock,
+    wanted: torch.Tensor,
+    coupling: torch.Tensor,
+    inverses: torch.Tensor,
+    values: torch.Tensor,
+    scales: torch.Tensor | None,
+    start: int,
+    improve: bool,
+) -> torch.Tensor:
+    """Solves the blocks of a window in turn; what one does moves what the later ones should be.
+
+    Args:
+        solve: one block.
+        wanted: `[inputs, n]`, what each block should be before the earlier ones of the window are solved.
+        coupling: C `[inputs, inputs]`: block b should be `wanted[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
+        inverses: U of each block, `[blocks, k, k]`.
+        values, scales: filled here, `[inputs, n]` and `[blocks, n]`. With `improve`, they hold a solution, of which
+            a block is kept where the new one is no better.
+        start: first input of the window.
+        improve: whether a move is the change of values; otherwise it is the error e.
+
+    Returns:
+        The moves, `[inputs, n]`.
+    """
+    moves = torch.empty_like(wanted)
+    width = inverses.shape[-1]
+    for index, first in enumerate(range(0, len(wanted), width)):
+        here = slice(first, min(first + width, len(wanted)))
+        size = here.stop - first
+        block = wanted[here]
+        if first:
+            block = block - coupling[:first, here].t() @ moves[:first]
+        inverse = inverses[index, :size, :size]
+        new, errors, scale = solve(block, start + first, inverse)
+        if not improve:
+            values[here], moves[here] = new, errors
+            if scales is not None and scale is not None:
+                scales[index] = scale
+            continue
+        old = values[here].clone()
+        better = errors.square().sum(0) < (to_errors(inverse) @ (block - old)).square().sum(0)
+        values[here] = torch.where(better, new, old)
+        torch.sub(values[here], old, out=moves[here])
+        if scales is not None and scale is not None:
+            scales[index] = torch.where(better, scale, scales[index])
+    return moves
+
+
+def block_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
+    lower = torch.linalg.cholesky(blocks.flip(1, 2))
+    eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)
+    uppers = torch.linalg.solve_triangular(lower.flip(1, 2), eye, upper=True)
+    return uppers.mT @ uppers, uppers

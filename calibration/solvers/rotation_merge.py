@@ -1,0 +1,340 @@
+"""Rotations that cost nothing at run time, because the modules around take them over.
+
+**Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, let every
+writer give y R instead of y. An RMS norm of x R is R times that of x, once its weight has moved into the layers that
+read it, and these read W R. The model computes what it did, on a stream without outlier channels (QuaRot's R1).
+
+**Within heads.** Attention mixes tokens, not the channels of a value. Rotating a value projection's rows, block by
+block within each head, is undone by the columns of the output projection (R2).
+
+What writes, what reads: one forward pass is watched. Each norm's input is followed back through additions (and what
+only passes values on or scales them) until modules are reached, and those are the writers; whatever receives a
+norm's output is a reader. A model in which the walk meets anything else is refused. After the change the model runs
+again, and unless its output is the same, every weight goes back to what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from quant.calibration.blocks import Call, capture, in_float64, output_of
+from quant.calibration.solvers.fold import modules_in_order
+from quant.calibration.solvers.rotation import rotation_block
+from quant.kernels.hadamard import hadamard_transform
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# What hands values on unchanged, or times a number; and what adds.
+_PASSES = {"to", "clone", "contiguous", "float", "type_as", "detach", "dropout", "mul", "div", "__mul__", "__rmul__"}
+_PASSES |= {"__getitem__", "view", "reshape", "truediv", "__truediv__"}
+_ADDS = {"add", "__add__", "__radd__"}
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual stream as a forward pass shows it.
+
+    Attributes:
+        width: of the stream.
+        writers: modules that add into it, in order of execution.
+        readers: linear layers that read each norm of it, by the norm's name.
+        tied: readers whose weight is a writer's.
+    """
+
+    width: int
+    writers: tuple[str, ...]
+    readers: dict[str, tuple[str, ...]]
+    tied: tuple[str, ...]
+
+
+def merge_rotations(
+    model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], wanted: Collection[str]
+) -> dict[str, str]:
+    """Rotates the inputs of the layers `wanted` where that costs nothing at run time, in place.
+
+    Args:
+        model: called as `model(rows)`, without a cache.
+        rows: a few token ids.
+        blocks: names of its repeated blocks.
+        wanted: names of linear layers.
+
+    Returns:
+        What became of each of them, in words.
+    """
+    notes, why = {}, "nothing before the layer can take it"
+    readers: set[str] = set()
+    try:
+        residual = merge_residual_rotation(model, lambda m: m(rows))
+        readers = {name for names in residual.readers.values() for name in names}
+    except ValueError as error:
+        why = f"the residual stream stays as it is, for {error}; and nothing in its block can take it"
+    calls = capture(model, blocks, lambda: model(rows)) if blocks else {}
+    for name in wanted:
+        owner = next((b for b in blocks if name.startswith(f"{b}.")), None)
+        size = 0 if owner is None or name in readers else _merge_in_block(model, owner, calls[owner], name)
+        if name in readers:
+            notes[name] = "rotated with the residual stream, at no cost at run time"
+        elif size:
+            notes[name] = f"rotated in blocks of {size} together with what gives its input, at no cost at run time"
+        else:
+            notes[name] = f"rotation left out: {why}"
+    return notes
+
+
+def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
+    """Tries the linear layers before `name`, nearest first, in float64; gives the block size, 0 for none."""
+    reader = name.removeprefix(f"{owner}.")
+    block = in_float64(model.get_submodule(owner))
+    call = call.to(dtype=torch.float64)
+    order = modules_in_order(block, call)
+    for producer in reversed(order[: order.index(reader)] if reader in order else []):
+        if not isinstance(block.get_submodule(producer), nn.Linear):
+            continue
+        size = merge_head_rotation(block, call, producer, reader)
+        if size:
+            _rotate(model.get_submodule(f"{owner}.{producer}"), size, inputs=False)
+            _rotate(model.get_submodule(name), size, inputs=True)
+            return size
+    return 0
+
+
+def merge_residual_rotation(
+    model: nn.Module, run: Callable[[nn.Module], Any], *, block: int | None = None, untie: bool = False
+) -> Residual:
+    """Rotates the residual stream, in place, at no cost at run time.
+
+    Args:
+        model: changed: norm weights become 1, writers and readers are rotated.
+        run: calls the model on any valid input, without a cache, and gives its output.
+        block: of the Hadamard; None takes the largest power of two that divides the width, at most 128.
+        untie: gives a head that shares the embedding's weight one of its own, which the rotation needs: the final
+            norm's weight goes into it. That is a second matrix [vocabulary, width] in 16 bit.
+
+    Returns:
+        What was found and rotated.
+
+    Raises:
+        ValueError: the stream is written or read by something that a rotation cannot pass; the head is tied and
+            `untie` is False; the output changed (the weights are then what they were).
+    """
+    with torch.no_grad():
+        residual = find_residual(model, run)
+        if residual.tied and not untie:
+            name, extra = residual.tied[0], 2 * model.get_submodule(residual.tied[0]).weight.numel()  # type: ignore[operator]
+            raise ValueError(
+                f"{name} shares its weight with the embedding, and after a rotation the two differ: pass untie=True "
+                f"({extra / 1e6:.0f} MB more in 16 bit), or rotate online"
+            )
+        block = rotation_block(residual.width) if block is None else block
+        before = output_of(run(model)).clone()
+        touched = [*residual.writers, *residual.readers, *(n for names in residual.readers.values() for n in names)]
+        with _restored_on_error(model, touched, residual.tied):
+            for norm, readers in residual.readers.items():
+                gain = _take_gain(model.get_submodule(norm), norm)
+                for name in readers:
+                    _rotate(model.get_submodule(name), block, inputs=True, gain=gain)
+            for name in residual.writers:
+                _rotate(model.get_submodule(name), block, inputs=False)
+            _check_unchanged(before, output_of(run(model)), "rotating the residual stream")
+        config = getattr(model, "config", None)
+        if residual.tied and hasattr(config, "tie_word_embeddings"):
+            config.tie_word_embeddings = False  # type: ignore[union-attr]
+    return residual
+
+
+def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
+    """Writers and readers of the residual stream.
+
+    Raises:
+        ValueError: there is no such stream, or something else is in it; the message names the module.
+    """
+    trace = _watch(model, run)
+    width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
+    norms = [name for name, module in model.named_modules() if _is_norm(module, width) and name in trace.inputs]
+    readers: dict[str, tuple[str, ...]] = {}
+    writers: dict[str, None] = {}
+    for norm in norms:
+        behind = [
+            name
+            for name, x in trace.inputs.items()
+            if isinstance(model.get_submodule(name), nn.Linear) and trace.source(x) == norm
+        ]
+        if not behind:
+            raise ValueError(f"{norm}: no linear layer reads this norm directly, so its weight cannot move into one")
+        readers[norm] = tuple(behind)
+        for name in trace.writers(trace.inputs[norm], norm):
+            writers[name] = None
+    if not norms or not writers:
+        raise ValueError("no residual stream found: no norm of the embedding's width whose input modules add up to")
+    shared = {id(model.get_submodule(name).weight) for name in writers}
+    tied = [n for names in readers.values() for n in names if id(model.get_submodule(n).weight) in shared]
+    return Residual(width, tuple(writers), readers, tuple(tied))
+
+
+class _Trace(TorchFunctionMode):
+    """Where each tensor of a forward pass came from; all are kept alive, so that identity means something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self.outputs: dict[int, str] = {}
+        self.inputs: dict[str, torch.Tensor] = {}
+        self.alive: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            operands = [a for a in args if isinstance(a, torch.Tensor) and a.numel() > 1]
+            if not any(a is out for a in operands):
+                self.alive.append((out, operands))
+                self.made[id(out)] = (getattr(func, "__name__", ""), operands)
+        return out
+
+    def source(self, x: torch.Tensor) -> str | None:
+        """The module that gave `x`, or a view of it."""
+        while id(x) not in self.outputs:
+            name, operands = self.made.get(id(x), ("", []))
+            if name not in _PASSES or len(operands) != 1 or operands[0].shape[-1] != x.shape[-1]:
+                return None
+            x = operands[0]
+        return self.outputs[id(x)]
+
+    def writers(self, x: torch.Tensor, norm: str) -> list[str]:
+        """The modules whose outputs add up to `x`."""
+        if id(x) in self.outputs:
+            return [self.outputs[id(x)]]
+        name, operands = self.made.get(id(x), ("", []))
+        if name in _ADDS and len(operands) == 2 and operands[0].shape == operands[1].shape:
+            return [*self.writers(operands[0], norm), *self.writers(operands[1], norm)]
+        if name in _PASSES and len(operands) == 1 and operands[0].shape[-1] == x.shape[-1]:
+            return self.writers(operands[0], norm)
+        raise ValueError(f"{norm}: its input comes from {name or 'outside'!r}, which a rotation cannot pass")
+
+
+def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
+    trace = _Trace()
+
+    def hook(name: str) -> Callable[..., None]:
+        def seen(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+            if name in trace.inputs:
+                raise ValueError(f"{name}: called twice in one pass, so a rotation would meet it twice")
+            trace.inputs[name] = args[0]
+            trace.outputs[id(result)] = name
+            trace.alive.append(result)
+
+        return seen
+
+    leaves = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "weight", None), nn.Parameter)
+    ]
+    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
+    try:
+        with torch.no_grad(), trace:
+            run(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace
+
+
+def _is_norm(module: nn.Module, width: int) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(weight, nn.Parameter) and weight.shape == (width,)
+
+
+def _take_gain(module: nn.Module, name: str) -> torch.Tensor:
+    """The factors of an RMS norm, float64, which it then no longer applies.
+
+    Raises:
+        ValueError: the module does something else than divide by the root mean square and multiply by its weight,
+            or by 1 + its weight.
+    """
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    x = torch.randn(4, len(weight), device=weight.device).to(weight.dtype)
+    y = module(x).double()
+    plain = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
+    near = max(1e-3, 4 * torch.finfo(weight.dtype).eps)
+    for offset in (0, 1):
+        gain = weight.double() + offset
+        if float((y - plain * gain).norm()) <= near * float(y.norm()):
+            weight.fill_(1 - offset)
+            return gain
+    raise ValueError(f"{name}: not an RMS norm (it has a mean or a bias), so its input cannot be rotated")
+
+
+def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor | None = None) -> None:
+    """Rotates a module's inputs, or its outputs, in float64; `gain` multiplies its input channels before."""
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    wide = weight.double() if gain is None else weight.double() * gain
+    along_rows = not inputs and not isinstance(module, nn.Embedding)
+    turned = hadamard_transform(wide.mT, block).mT if along_rows else hadamard_transform(wide, block)
+    weight.copy_(turned)
+    bias = getattr(module, "bias", None)
+    if isinstance(bias, nn.Parameter) and not inputs:
+        bias.copy_(hadamard_transform(bias.double(), block))
+
+
+@contextmanager
+def _restored_on_error(model: nn.Module, names: Sequence[str], untie: Sequence[str] = ()) -> Iterator[None]:
+    """Gives the modules `untie` weights of their own; puts all of `names` back as they were if an error comes."""
+    shared = {name: model.get_submodule(name).weight for name in untie}
+    for name, weight in shared.items():
+        assert isinstance(weight, nn.Parameter)
+        model.get_submodule(name).weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    modules = [model.get_submodule(name) for name in dict.fromkeys(names)]
+    kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
+    try:
+        yield
+    except BaseException:
+        for parameter, old in kept:
+            parameter.copy_(old)
+        for name, weight in shared.items():
+            model.get_submodule(name).weight = weight
+        raise
+
+
+def _check_unchanged(before: torch.Tensor, after: torch.Tensor, what: str) -> None:
+    limit = _TOLERANCE[before.dtype]
+    error = float((after.double() - before.double()).norm() / before.double().norm())
+    if not error <= limit:
+        raise ValueError(f"{what} changes the output by {error:.2g} of its size, more than {limit:.0e}: not done")
+
+
+def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str, largest: int = 128) -> int:
+    """Rotates rows of `producer` and columns of `reader` in equal blocks, if the path between lets them pass.
+
+    Args:
+        block: a decoder block, changed in place.
+        call: of the block, on a few tokens, without a cache.
+        producer, reader: linear layers by name within the block: a value projection and its output projection.
+        largest: block to begin with; smaller ones are tried down to 16.
+
+    Returns:
+        The block size, or 0 where none leaves the block's output as it was (nothing is changed then).
+    """
+    first, second = block.get_submodule(producer), block.get_submodule(reader)
+    rows, columns = first.weight.shape[0], second.weight.shape[1]  # type: ignore[index,union-attr]
+    size = min(rotation_block(int(rows), largest), rotation_block(int(columns), largest))
+    with torch.no_grad():
+        before = output_of(block(*call.args, **call.kwargs)).clone()
+        while size >= 16:
+            try:
+                with _restored_on_error(block, [producer, reader]):
+                    _rotate(first, size, inputs=False)
+                    _rotate(second, size, inputs=True)
+                    after = output_of(block(*call.args, **call.kwargs))
+                    _check_unchanged(before, after, f"rotating {producer} and {reader}")
+                return size
+            except ValueError:
+                size //= 2
+    return 0

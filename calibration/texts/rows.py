@@ -1,0 +1,241 @@
+"""Token rows: what calibration and evaluation feed to a model.
+
+`token_rows` is the strict cut. A text is tokenized whole, in one go, and cut into consecutive rows of the same
+length. Nothing is padded, no separator and no extra start token is put in, and what is left at the end is dropped. So
+a row may begin in the middle of a sentence, every position counts, and the same file gives the same rows everywhere:
+a perplexity means something only together with such a cut. Token ids that were made elsewhere come in as a tensor or
+a safetensors file and are cut in the same way.
+
+`calibration_rows` takes these, and whatever else a calibration text may be:
+
+    text.txt  ids.safetensors  tensor      token_rows
+    data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.texts.records
+    a data loader, a list of texts, …      batches and documents                   quant.calibration.texts.documents
+    self, or nothing                       text that the model itself writes       quant.calibration.texts.generate
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quant.calibration.texts.documents import pack_rows, read_documents, shuffled, whole_rows
+from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.records import parse_corpus, read_records
+
+Text = str | Path | torch.Tensor
+
+FEW = 16
+"""Tokens that something is tried on."""
+
+
+def calibration_rows(
+    source: Text | Iterable[Any] | None,
+    tokenizer: Any | None = None,
+    *,
+    samples: int | None,
+    seqlen: int,
+    seed: int = 0,
+    shuffle: bool = False,
+    pack: bool = True,
+    config: str | None = None,
+    split: str | None = None,
+    column: str | None = None,
+    model: nn.Module | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> torch.Tensor:
+    """Calibration rows from any source.
+
+    Args:
+        source: None or `"self"` for text that `model` writes; a text, a token or a data set file, a folder of these,
+            `"hf:NAME[:CONFIG][:SPLIT][#COLUMN]"`; a tensor of token ids; or an iterable of texts, chats, records or
+            batches, such as the training script's data loader, which is read only as far as the rows need.
+        tokenizer: a Hugging Face tokenizer; None will do for token ids.
+        samples: number of rows; None takes all that there are, and is not for `"self"`.
+        seqlen: tokens in a row.
+        seed: of the shuffling and of what the model writes.
+        shuffle: draws rows from a whole text, and documents of the rest within a window, instead of the first ones.
+        pack: cuts the chain of all documents; False takes the beginning of every document that is long enough. A
+            text or token file is cut by `token_rows` either way.
+        config, split, column: of a data set; they go before what the source's name says.
+        model: writes the text of `"self"`.
+        progress: called as `progress(tokens done, tokens in all)` while the model writes.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the source cannot be used: the message says why, and the way out.
+    """
+    _check_size(samples, seqlen)
+    if source is None or (isinstance(source, str) and source == "self"):
+        if model is None or samples is None:
+            raise ValueError("self: text that a model writes itself needs the model and a number of samples")
+        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=progress)
+    items: Iterable[Any]
+    corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
+    if corpus is not None:
+        given = {"config": config, "split": split, "column": column}
+        corpus = replace(corpus, **{key: value for key, value in given.items() if value is not None})
+        name, column = str(source), corpus.column
+        items = read_records(corpus, seed=seed if shuffle else None)
+    elif isinstance(source, str | Path | torch.Tensor):
+        _check_name(source)
+        return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
+    else:
+        name = f"calibration data ({type(source).__name__})"
+        if not isinstance(source, Iterable):
+            raise ValueError(f"{name}: give a file, a data set, token ids or an iterable of texts or batches")
+        # Iterating over a single batch would give the names of its fields.
+        items = [source] if isinstance(source, Mapping | np.ndarray) else source
+    documents = read_documents(items, tokenizer, name, column)
+    if shuffle and corpus is None:
+        documents = shuffled(documents, seed)
+    if pack:
+        rows = pack_rows(documents, getattr(tokenizer, "eos_token_id", None), samples, seqlen, name)
+    else:
+        rows = whole_rows(documents, samples, seqlen, name)
+    if tokenizer is not None:
+        _check_vocabulary(rows, len(tokenizer), name)
+    return rows
+
+
+def token_rows(
+    text: Text,
+    tokenizer: Any | None,
+    *,
+    samples: int | None,
+    seqlen: int,
+    seed: int | None = None,
+) -> torch.Tensor:
+    """Rows of token ids from a text file or from ids that exist already.
+
+    Args:
+        text: a UTF-8 text file; a `.safetensors` file of token ids, with `:NAME` after it where it holds several
+            tensors; or a tensor of token ids, `[tokens]` or `[documents, tokens]` (no row crosses documents).
+        tokenizer: a Hugging Face tokenizer; None will do for ids, which are then not checked against a vocabulary.
+        samples: number of rows; None takes all that there are.
+        seqlen: tokens in a row.
+        seed: None takes the first rows; a number draws rows from the whole text, the same ones for the same seed.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: the file is empty, not UTF-8 or not token ids; it gives fewer rows than `samples`; an id lies
+            outside the tokenizer's vocabulary.
+    """
+    _check_size(samples, seqlen)
+    name = "token tensor" if isinstance(text, torch.Tensor) else str(text)
+    ids = _read_ids(text, tokenizer, name)
+    if tokenizer is not None:
+        _check_vocabulary(ids, len(tokenizer), name)
+    usable = ids.shape[1] // seqlen
+    rows = ids[:, : usable * seqlen].reshape(-1, seqlen)
+    wanted = samples or 1
+    if len(rows) < wanted:
+        tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
+        raise ValueError(
+            f"{name}: too short: {tokens} tokens give {len(rows)} rows of {seqlen}; "
+            f"{wanted} row(s) need {wanted * seqlen} tokens. Give a longer text, or lower samples or seqlen"
+        )
+    if seed is not None:
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))
+        return rows[order[:samples]].clone()
+    return rows[:samples].clone()
+
+
+def _read_ids(text: Text, tokenizer: Any | None, name: str) -> torch.Tensor:
+    """Token ids as int64 `[documents, tokens]`."""
+    if isinstance(text, torch.Tensor):
+        ids = text
+    elif ".safetensors" in Path(name).suffix:
+        ids = _read_safetensors(name)
+    else:
+        ids = _tokenize(Path(text), tokenizer)
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool or ids.dim() not in (1, 2):
+        raise ValueError(
+            f"{name}: expected token ids, integers [tokens] or [documents, tokens]; found {ids.dtype} {list(ids.shape)}"
+        )
+    if ids.numel() == 0:
+        raise ValueError(f"{name}: empty, it holds no token")
+    return ids.long().reshape(-1, ids.shape[-1])
+
+
+def _read_safetensors(name: str) -> torch.Tensor:
+    stem, _, key = name.removesuffix(".safetensors").partition(".safetensors:")
+    path = f"{stem}.safetensors"
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path}: no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            key = names[0] if not key and len(names) == 1 else key
+            if key not in names:
+                held = ", ".join(names) or "none"
+                raise ValueError(f"{path}: name one of its tensors as {path}:NAME; it holds {held}")
+            return file.get_tensor(key)
+    except SafetensorError as error:
+        raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
+
+
+def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such text file")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise ValueError(f"{path}: empty, it holds no text")
+    if tokenizer is None:
+        raise ValueError(f"{path}: a text needs the model's tokenizer; without one, give a .safetensors of token ids")
+    # verbose=False: the whole text is longer than the model's context, and is about to be cut.
+    return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+
+
+def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tokenizer") -> None:
+    low, high = (int(n) for n in torch.aminmax(ids))
+    if low < 0 or high >= size:
+        bad = high if high >= size else low
+        raise ValueError(
+            f"{name}: token id {bad} is outside the {owner}'s vocabulary of {size}; "
+            "the ids were made with another tokenizer"
+        )
+
+
+def few_of(rows: torch.Tensor) -> torch.Tensor:
+    """A little of the calibration rows, to try things on: tokens of the first row, or whole inputs of another kind."""
+    if not rows.is_floating_point():
+        return rows[:1, :FEW]
+    # Vectors are one token each; images and sequences have many.
+    return rows[:FEW] if rows.dim() == 2 else rows[:1]
+
+
+def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
+    """Raises ValueError where `rows` holds token ids that `model` has no embedding for."""
+    find = getattr(model, "get_input_embeddings", None)
+    weight = getattr(find() if callable(find) else None, "weight", None)
+    if isinstance(weight, torch.Tensor) and rows.numel() and not rows.is_floating_point():
+        _check_vocabulary(rows, len(weight), "calibration rows", "model")
+
+
+def _check_size(samples: int | None, seqlen: int) -> None:
+    if seqlen < 1 or (samples is not None and samples < 1):
+        raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+
+
+def _check_name(source: Text) -> None:
+    """Tells the user who names a data set of the hub like a file how to name it."""
+    if isinstance(source, str) and re.fullmatch(r"[\w-]+/[\w-]+", source) and not Path(source).exists():
+        raise FileNotFoundError(f"{source}: no such text file; a data set of the Hugging Face hub is hf:{source}")

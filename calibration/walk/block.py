@@ -1,0 +1,579 @@
+"""One block from original to quantized: transforms, rounding group by group, guard, reconstruction.
+
+`sequential` walks the blocks and says what each step is for; this is what happens within one of them. A solved layer
+stands in its block as a `StandIn` until the block is finished, so that the groups behind it get the inputs that the
+quantized layers before them give.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Call, Stop, in_float64, output_of
+from quant.calibration.cpu_matmul import quick_products
+from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
+from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
+from quant.calibration.solvers.gptq import corrected_weight, factorize
+from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
+from quant.calibration.solvers.rotation import rotate_weight, rotation_block
+from quant.calibration.solvers.solver import Gptq, GroupInputs, Solver, get_pipeline, solve_group, with_supported_solver
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, token_weights
+from quant.calibration.walk.experts import ExpertsWork
+from quant.calibration.walk.group import Group, Settings, Solved, StandIn, set_module, weight_of
+from quant.calibration.walk.guard import promote, relative_error
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import LayerPlan
+
+
+class BlockWork:
+    """One block from original to quantized."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        groups: list[Group],
+        experts: list[ExpertsWork],
+        settings: Settings,
+        stored: torch.dtype,
+    ) -> None:
+        self.block, self.groups, self.experts, self.settings, self.stored = block, groups, experts, settings, stored
+        self.clock = [0]
+        self.targets = {n: weight_of(block, n).detach().float() for g in groups for n in g.names}
+        self.stand_ins: dict[str, StandIn] = {}
+        self.solved: dict[str, tuple[LayerPlan, Solved | None]] = {}
+        self.rounded: dict[str, torch.Tensor] = {}
+        self.token_weights: list[torch.Tensor] = []
+        self.biases: dict[str, torch.Tensor] = {}
+        self.calls: Counter[str] = Counter()
+        self.remembering: list[nn.Module] = []
+
+    def solve(
+        self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Solves all groups.
+
+        Args:
+            current: calls with the hidden states that the quantized blocks before give, one a batch.
+            original: the same with the original hidden states.
+            small: a call on a few tokens.
+            needs_output: whether another block follows.
+
+        Returns:
+            The hidden states behind the block: quantized, original.
+        """
+        limit = self.settings.limit
+        if limit is not None and original[0].hidden.is_floating_point():
+            self.token_weights = [token_weights(call.hidden.flatten(0, -2), limit) for call in original]
+        if self.settings.guard is None and all(group.pipeline.at_once for group in self.groups):
+            outputs = self._observe_at_once(original)
+            self._solve_experts(original)
+            return outputs, outputs
+        self.tokens = sum(_token_count(call.hidden) for call in original)
+        reference = self._observe(original)
+        self._transform(small)
+        for group in self.groups:
+            self._rotate(group)
+            group.fix_input_scale(self.settings.observer, self.stored)
+        for stage in self._stages():
+            self._solve_stage(stage, current)
+            self._remember(len(current))
+        self._solve_experts(current)
+        if any(group.pipeline.reconstruction for group in self.groups):
+            self._forget()
+            self._reconstruct(current, reference)
+        outputs = self._outputs(current) if needs_output else []
+        return outputs, reference
+
+    def results(self) -> list[tuple[LayerPlan, Solved | None]]:
+        """The layers as they were planned, or as the guard promoted them, and what became of them; None in 16 bit.
+
+        The original modules are back in the block.
+        """
+        self._forget()
+        for name, stand_in in self.stand_ins.items():
+            set_module(self.block, name, stand_in.original)
+        found = [self.solved[name] for group in self.groups for name in group.names]
+        return found + [result for experts in self.experts for result in experts.results()]
+
+    def _outputs(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+        out = []
+        with quick_products():
+            for self.clock[0], call in enumerate(calls):
+                out.append(output_of(self.block(*call.args, **call.kwargs)))
+        return out
+
+    def _remember(self, batches: int) -> None:
+        """Modules in which all is solved give their output of the pass before: attention is not run again."""
+        unfinished = [work.module for work in self.experts if not work.solved]
+        for name, calls in self.calls.items():
+            module = self.block.get_submodule(name)
+            inside = [group for group in self.groups if any(n.startswith(f"{name}.") for n in group.names)]
+            solved = not any(target.startswith(f"{name}.") for target in self.targets)
+            once = calls == batches and all(group.calls == 1 for group in inside)
+            if not solved or not once or "forward" in vars(module) or any(m in unfinished for m in module.modules()):
+                continue
+            module.forward = _once_a_batch(module.forward, self.clock)
+            self.remembering.append(module)
+            for group in inside:
+                for member in group.names:
+                    if member in self.stand_ins:
+                        self.stand_ins[member].keeps = False
+
+    def _forget(self) -> None:
+        """The modules of `_remember` work as they did."""
+        for module in self.remembering:
+            del module.forward
+        self.remembering.clear()
+
+    def _observe(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+        """The reference pass: magnitudes, the inputs themselves, and the order in which groups are called."""
+        order: list[int] = []
+
+        def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                order.append(index)
+                group = self.groups[index]
+                x = args[0].reshape(-1, args[0].shape[-1])
+                if len(x) == 0:
+                    return
+                magnitude = x.abs()
+                self._check(magnitude, args[0], group)
+                amax = magnitude.amax(0).float()
+                if (weight := self._weight(x)) is not None:
+                    magnitude *= weight.sqrt()[:, None].to(x)
+                total = magnitude.sum(0, dtype=torch.float32)
+                group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
+                group.total = total if group.total is None else group.total + total
+                group.tokens += len(x)
+                group.kept.append(x)
+
+            return hook
+
+        def count(name: str) -> Callable[..., None]:
+            return lambda module, args: self.calls.update([name])
+
+        parents = {name[:dot] for g in self.groups for name in g.names for dot in _dots(name)}
+        counting = _hooks(self.block, {name: count(name) for name in sorted(parents)})
+        with counting, _hooks(self.block, {g.names[0]: watch(i) for i, g in enumerate(self.groups)}):
+            outputs = self._outputs(calls)
+        for index, group in enumerate(self.groups):
+            group.calls = order.count(index) // len(calls) if order.count(index) % len(calls) == 0 else 2
+        rank = {index: place for place, index in reversed(list(enumerate(order)))}
+        self.groups = [self.groups[i] for i in sorted(range(len(self.groups)), key=lambda i: rank.get(i, len(order)))]
+        return outputs
+
+    def _check(self, magnitude: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+        if bool(torch.isfinite(magnitude.sum(dtype=torch.float32))):
+            return
+        if bool(torch.isfinite(x).all()):
+            return
+        row = self.clock[0] * self.settings.batch
+        if x.dim() > 2:
+            row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
+        raise ValueError(f"{group.members[0].name}: the input holds NaN or infinity on calibration row {row}")
+
+    def _transform(self, small: Call) -> None:
+        """Input scales, last group first, because a scale may go into a linear layer that is solved before."""
+        if not any(group.pipeline.transforms for group in self.groups):
+            return
+        folds = self._find_folds(small)
+        for group, found in zip(reversed(self.groups), reversed(folds), strict=True):
+            if not group.kept or not group.pipeline.transforms:
+                continue
+            if found is None and not self.settings.online:
+                group.notes.append("input scale left out: nothing before the layer can take it")
+                continue
+            assert group.total is not None and group.amax is not None
+            sample, weight_of = self._sample(group)
+            for transform in group.pipeline.transforms:
+                weight = torch.cat([self.targets[name] for name in group.names])
+                divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
+                inputs = GroupInputs(
+                    sample / divisor, weight_of, group.total / group.tokens / divisor, group.amax / divisor
+                )
+                owner = None if found is None else found.owner
+                scale = transform(weight, inputs, group.weight_format, group.activation, owner)
+                if found is not None:
+                    scale = self._fold(found, scale)
+                else:
+                    group.pre_scale = 1 / scale if group.pre_scale is None else group.pre_scale / scale
+                group.divisor = divisor * scale
+                for name in group.names:
+                    self._set_target(name, self.targets[name] * scale)
+
+    def _sample(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+        """Some of the group's original inputs, float32 `[tokens, in]`, and what each of them counts."""
+        every = max(group.tokens // self.settings.sample, 1)
+        sample, weights = [], []
+        for self.clock[0], x in enumerate(group.kept):
+            weight = self._weight(x)
+            sample.append(x[::every].float())
+            weights.append((sample[-1].new_ones(len(x)) if weight is None else weight)[::every])
+        return torch.cat(sample), torch.cat(weights)
+
+    def _weight(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What each token of an input counts in means, where it holds the block's tokens and no routed few."""
+        weight = self.token_weights[self.clock[0]] if self.token_weights else None
+        return weight if weight is not None and len(weight) == len(x) else None
+
+    def _find_folds(self, small: Call) -> list[Fold | None]:
+        """Where each group's input scale can go, tried in float64 on a few tokens."""
+        block = in_float64(self.block)
+        call = small.to(dtype=torch.float64)
+        order = modules_in_order(block, call)
+        folds = []
+        for group in self.groups:
+            first = min((order.index(name) for name in group.names if name in order), default=0)
+            producers = [n for n in reversed(order[:first]) if n in self.targets or _is_vector(block.get_submodule(n))]
+            folds.append(find_fold(block, call, group.names, producers) if group.pipeline.transforms else None)
+        return folds
+
+    def _fold(self, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
+        """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
+        module = self.block.get_submodule(fold.producer)
+        rows = len(module.weight)  # type: ignore[arg-type]
+        by = torch.ones(rows, device=scale.device).index_copy_(0, fold.owner, scale)
+        if fold.producer in self.targets:
+            self.targets[fold.producer] = self.targets[fold.producer] / by[:, None]
+            apply_fold(module, by, fold.style)
+            return scale
+        return apply_fold(module, by, fold.style, self.stored)[fold.owner]
+
+    def _set_target(self, name: str, target: torch.Tensor) -> None:
+        self.targets[name] = target
+        weight = weight_of(self.block, name)
+        weight.data = target.to(weight.dtype)
+
+    def _rotate(self, group: Group) -> None:
+        """Rotates what is to be rounded. The block's own weight stays, for it still gets the input as it is."""
+        if group.pipeline.rotation:
+            group.hadamard = rotation_block(group.members[0].shape[-1], group.pipeline.rotation)
+            for name in group.names:
+                self.targets[name] = rotate_weight(self.targets[name], group.hadamard)
+
+    def _stages(self) -> list[list[Group]]:
+        """Groups that are collected in one pass: sibling experts, who get some tokens each; all others alone."""
+        routed = {group.pattern for group in self.groups if group.tokens < self.tokens}
+        stages: dict[str, list[Group]] = {}
+        for index, group in enumerate(self.groups):
+            stages.setdefault(group.pattern if group.pattern in routed else str(index), []).append(group)
+        return list(stages.values())
+
+    def _solve_stage(self, stage: list[Group], calls: Sequence[Call]) -> None:
+        found, held_out = self._collect(stage, calls)
+        if self.settings.guard is None:
+            self._solve_collected(stage, found)
+            return
+        targets = {name: self.targets[name] for group in stage for name in group.names}
+        self._solve_collected(stage, found)
+        for group, pairs in zip(stage, held_out, strict=True):
+            while pairs and self._promote(group, targets, pairs):
+                again, (pairs,) = self._collect([group], calls)
+                self._solve_collected([group], again)
+        for group in stage:
+            group.kept.clear()
+
+    def _collect(
+        self, stage: list[Group], calls: Sequence[Call]
+    ) -> tuple[list[LayerStats | None], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Statistics of each group; and for the guard its inputs on held-out rows, each with what it should be."""
+        sums = [MomentSum() for _ in stage]
+        pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in stage]
+        judged = self._held_out(len(calls))
+
+        def watch(group: Group, moment: MomentSum, held: list[Any]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                x = args[0].reshape(-1, args[0].shape[-1])
+                if len(x) == 0:
+                    return
+                drift = self._drift(group, x)
+                if self.clock[0] in judged:
+                    held.append((x, group.input(x) if drift is None else group.input(x) + drift))
+                if self.clock[0] not in judged or len(calls) == 1:
+                    self._add(group, moment, x, drift)
+                if len(stage) == 1 and group.calls == 1:
+                    raise Stop
+
+            return hook
+
+        hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, sums, pairs, strict=True)}
+        if judged or any(group.pipeline.needs_moment for group in stage):
+            with quick_products(), _hooks(self.block, hooks):
+                for self.clock[0], call in enumerate(calls):
+                    with suppress(Stop):
+                        self.block(*call.args, **call.kwargs)
+        return [moment.stats() for moment in sums], pairs
+
+    def _held_out(self, calls: int) -> range:
+        """The batches that only judge, where there is a guard: the last eighth, at least one."""
+        return range(calls - max(calls // 8, 1), calls) if self.settings.guard else range(0)
+
+    def _add(self, group: Group, moment: MomentSum, x: torch.Tensor, drift: torch.Tensor | None) -> None:
+        """Takes a batch of inputs into the group's statistics."""
+        if not group.pipeline.needs_moment:
+            return
+        if group.pipeline.rank and group.activation is not None:
+            # The branch sees the input unrounded.
+            group.unrounded = group.unrounded or MomentSum()
+            group.unrounded.add(group.input(x), drift, self._weight(x))
+        moment.add(group.round_input(x), drift, self._weight(x))
+
+    def _promote(
+        self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
+    ) -> bool:
+        """Asks the guard. True where the group has another format now and is to be solved again."""
+        guard = self.settings.guard
+        assert guard is not None
+        wanted = [torch.cat([nn.functional.linear(ref, targets[n].to(ref)) for _, ref in pairs]) for n in group.names]
+        given = [torch.cat([self.stand_ins[n].product(x) for x, _ in pairs]) for n in group.names]
+        worst = max(relative_error(w, g) for w, g in zip(wanted, given, strict=True))
+        promoted = [promote(m, worst, guard.limit, guard.formats_for(m)) for m in group.members]
+        changed = promoted[0].weight != group.members[0].weight
+        group.members = [with_supported_solver(member) for member in promoted]
+        for member, name in zip(group.members, group.names, strict=True):
+            self.solved[name] = (member, self.solved[name][1])
+        if not changed:
+            return False
+        group.unrounded = None
+        for name in group.names:
+            original = self.stand_ins.pop(name).original
+            if name in self.biases:
+                original.bias.data = self.biases.pop(name)  # type: ignore[union-attr]
+            set_module(self.block, name, original)
+            self.targets[name] = targets[name]
+        if group.members[0].weight is not None:
+            group.pipeline = get_pipeline(group.members[0].solver)
+            group.fix_input_scale(self.settings.observer, self.stored)
+            return True
+        for member, name in zip(group.members, group.names, strict=True):
+            self.solved[name] = (member, None)
+            self.rounded.pop(name, None)
+            if group.pre_scale is not None:
+                # In 16 bit nothing scales the input any more.
+                weight = weight_of(self.block, name)
+                weight.data = weight * group.pre_scale.to(weight)
+            del self.targets[name]
+        return False
+
+    def _solve_collected(self, stage: list[Group], found: list[LayerStats | None]) -> None:
+        """Solves groups of a kind; one that no token reached gets the statistics of all the others together."""
+        pooled = pooled_stats([stats for stats in found if stats is not None])
+        for group, stats in zip(stage, found, strict=True):
+            if self.settings.guard is None:
+                group.kept.clear()
+            if not group.pipeline.needs_moment:
+                self._solve_group(group, None, group.tokens)
+                continue
+            if stats is None and pooled is None:
+                raise ValueError(
+                    f"{group.members[0].name}: no calibration token reached it; give more text, or exclude the layer"
+                )
+            if stats is None:
+                group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
+            elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
+                found_in = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
+                group.notes.append(f"{found_in}: a singular second moment, damped; more text would do better")
+            self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
+
+    def _drift(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+        """What is to be made up for in the input: part of its way back to the original input; None for nothing.
+
+        Where inputs are rounded, none is made up for: they differ from the originals by noise, against which the
+        least-squares answer is to shrink the weights, layer after layer, and the model loses more than it gains.
+        """
+        correction = group.pipeline.correction
+        aligned = group.calls == 1 and group.tokens == self.tokens
+        if not correction or not aligned or group.activation is not None:
+            return None
+        return (group.original(self.clock[0]) - group.input(x)).mul_(correction)
+
+    def _solve_group(self, group: Group, stats: LayerStats | None, tokens: int) -> None:
+        weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
+        branches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        if group.pipeline.rank:
+            weights, branches, stats = self._take_branches(group, weights, stats)
+        solved = solve_stacked(weights, stats, group.weight_format, group.pipeline.rounding, self.stored)
+        for member, name in zip(group.members, group.names, strict=True):
+            original = self.block.get_submodule(name)
+            dense = solved[member.name].dequantize(original.weight.dtype)  # type: ignore[arg-type]
+            stand_in = StandIn(original, dense, group, self.clock, branches.get(member.name))
+            if stats is not None:
+                self._correct_bias(group, name, stand_in, self.targets[name], stats)
+            self.stand_ins[name] = stand_in
+            set_module(self.block, name, stand_in)
+            del self.targets[name]
+            if group.pipeline.reconstruction:
+                self.rounded[name] = weights[member.name]
+            self.solved[name] = (
+                member,
+                Solved(
+                    solved[member.name],
+                    group.pre_scale,
+                    group.input_scale,
+                    tokens,
+                    tuple(group.notes),
+                    group.hadamard,
+                    branches.get(member.name),
+                ),
+            )
+
+    def _correct_bias(
+        self, group: Group, name: str, stand_in: StandIn, target: torch.Tensor, stats: LayerStats
+    ) -> None:
+        """Takes the mean output error into the bias, where there is one: it costs nothing at run time."""
+        bias = getattr(stand_in.original, "bias", None)
+        if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.rank:
+            return
+        self.biases[name] = bias.detach().clone()
+        wanted = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
+        bias.data = bias + (target @ wanted - stand_in.dense.float() @ stats.mean).to(bias)
+        if "bias corrected" not in group.notes:
+            group.notes.append("bias corrected")
+
+    def _take_branches(
+        self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]], LayerStats | None]:
+        """Each weight's branch and what it leaves to be rounded. The inputs' drift is made up for in both together."""
+        seen = stats if group.unrounded is None else group.unrounded.stats()
+        assert stats is not None and seen is not None and seen.second_moment is not None
+        factor = factorize(seen.second_moment)
+        left, branches = {}, {}
+        for name, weight in weights.items():
+            wanted = corrected_weight(weight, seen.drift, factor)
+            rank = min(group.pipeline.rank, *weight.shape)
+            branches[name] = lowrank_branch(wanted, factor.moment, rank, self.stored, name)
+            left[name] = residual_weight(wanted, branches[name])
+        return left, branches, replace(stats, drift=None) if group.unrounded is None else stats
+
+    def _reconstruct(self, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
+        """Refines the finished block against the original's outputs."""
+        settings = next((g.pipeline.reconstruction for g in self.groups if g.pipeline.reconstruction), None)
+        if settings is None:
+            return
+        if self.experts:
+            raise ValueError(
+                f"{self.experts[0].name}: solver autoround learns linear layers, and these are fused experts; "
+                "use 'gptq' for the model, or exclude them"
+            )
+        layers = {}
+        for name, target in self.rounded.items():
+            member, solved = self.solved[name]
+            assert solved is not None
+            layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
+        for stand_in in self.stand_ins.values():
+            # What stands in beside the learned layers must no longer remember its outputs.
+            stand_in.keeps = False
+            stand_in.outputs.clear()
+        found = reconstruct_block(self.block, calls, outputs, layers, settings)
+        for name, weight in found.weights.items():
+            member, solved = self.solved[name]
+            assert solved is not None
+            note = f"block error {found.before:.3g} before autoround, {found.after:.3g} after"
+            self.solved[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
+            self.stand_ins[name].dense = weight.dequantize(self.stand_ins[name].dense.dtype)
+
+    def _observe_at_once(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+        """One pass for all groups, on original inputs, and then all are solved."""
+        sums = {}
+        keeps = self.settings.observer != "absmax"
+
+        def watch(group: Group, moment: MomentSum) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+            def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
+                x = args[0].reshape(-1, args[0].shape[-1])
+                if len(x):
+                    amax = x.abs().amax(0).float()
+                    self._check(amax, args[0], group)
+                    group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
+                    group.tokens += len(x)
+                    if keeps:
+                        group.kept.append(x)
+                    if group.pipeline.needs_moment:
+                        moment.add(x, None, self._weight(x))
+
+            return hook
+
+        hooks = {}
+        for group in self.groups:
+            sums[group.names[0]] = MomentSum(group.weight_format.block[1] or None)
+            hooks[group.names[0]] = watch(group, sums[group.names[0]])
+        with _hooks(self.block, hooks):
+            outputs = self._outputs(calls)
+        likes: dict[str, list[Group]] = {}
+        for group in self.groups:
+            group.fix_input_scale(self.settings.observer, self.stored)
+            likes.setdefault(group.pattern, []).append(group)
+        for stage in likes.values():
+            self._solve_collected(stage, [sums[group.names[0]].stats() for group in stage])
+        return outputs
+
+    def _solve_experts(self, calls: Sequence[Call]) -> None:
+        """Fused experts, with the rest of the block solved."""
+        for experts in self.experts:
+            experts.solve(partial(self._outputs, calls))
+
+
+def solve_stacked(
+    weights: Mapping[str, torch.Tensor],
+    stats: LayerStats | None,
+    format: Format,
+    solver: Solver,
+    stored: torch.dtype | None = None,
+) -> dict[str, BlockScaledTensor]:
+    """`solve_group` for layers with one input: where the format allows it, as one tall weight, solved once."""
+    if format.block[0] != 1 or len(weights) == 1:
+        return solve_group(weights, dict.fromkeys(weights, stats), format, solver, stored)
+    name = "|".join(weights)
+    tall = solve_group({name: torch.cat(list(weights.values()))}, {name: stats}, format, solver, stored)[name]
+    parts, start = {}, 0
+    for member, weight in weights.items():
+        rows = slice(start, start + len(weight))
+        start = rows.stop
+        parts[member] = replace(
+            tall, codes=tall.codes[rows].clone(), scale=tall.scale[rows].clone(), shape=tuple(weight.shape)
+        )
+    return parts
+
+
+def _dots(name: str) -> list[int]:
+    """Where the names of a module's parents end."""
+    return [place for place, letter in enumerate(name) if letter == "."]
+
+
+def _once_a_batch(forward: Callable[..., Any], clock: list[int]) -> Callable[..., Any]:
+    """`forward`, that remembers what it gave for each batch."""
+    found: dict[int, Any] = {}
+
+    def remembered(*args: Any, **kwargs: Any) -> Any:
+        if clock[0] not in found:
+            found[clock[0]] = forward(*args, **kwargs)
+        return found[clock[0]]
+
+    return remembered
+
+
+def _token_count(hidden: torch.Tensor) -> int:
+    """Tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
+    return hidden.numel() // hidden.shape[-1] if hidden.is_floating_point() else hidden.numel()
+
+
+def _is_vector(module: nn.Module) -> bool:
+    return module.weight.dim() == 1  # type: ignore[union-attr,operator,no-any-return]
+
+
+@contextmanager
+def _hooks(block: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
+    handles = [block.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,110 @@
+"""Watching a model run: the statistics of every layer's input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.observers import Observer
+from quant.calibration.texts.rows import check_ids
+from quant.kernels.linear.modules import experts_forward
+
+
+def collect_input_amax(
+    model: nn.Module,
+    names: Collection[str],
+    rows: torch.Tensor,
+    progress: Callable[[int, int], None] | None = None,
+    observers: Mapping[str, Observer] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
+
+    Args:
+        model: called as `model(row)`.
+        names: linear modules, called with their input as the first argument; or fused-expert projections
+            (`….experts.down_proj`), whose input is the largest over all experts that a token reached.
+        rows: token ids, int64 `[rows, seqlen]`.
+        progress: called as `progress(rows done, rows in all)`.
+        observers: by layer name, what watches its input; by default the largest magnitude counts.
+
+    Returns:
+        Float32 scalars by name.
+
+    Raises:
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the layer and the row are
+            named); a layer that was never called.
+    """
+    check_ids(rows, model)
+    amax: dict[str, torch.Tensor] = {}
+    row_index = 0
+
+    def observe(name: str, x: torch.Tensor) -> None:
+        largest = x.detach().abs().amax().float()
+        if not bool(torch.isfinite(largest)):
+            raise ValueError(f"{name}: the input holds NaN or infinity on calibration row {row_index}")
+        amax[name] = torch.maximum(amax.get(name, largest), largest)
+        if observers:
+            observers[name].update(x)
+
+    with torch.no_grad(), watch_inputs(model, names, observe):
+        for row_index, row in enumerate(rows):
+            model(row[None])
+            if progress:
+                progress(row_index + 1, len(rows))
+    silent = sorted(set(names) - set(amax))
+    if silent:
+        raise ValueError(
+            f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
+            "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
+        )
+    return {name: observers[name].amax() for name in amax} if observers else amax
+
+
+@contextmanager
+def watch_inputs(
+    model: nn.Module, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
+) -> Iterator[None]:
+    """Calls `observe(name, input)` for every call of a named layer while the block runs.
+
+    A linear is watched by a hook. The projections of a fused-experts module are parameters, not modules, so the
+    module's forward is replaced by `experts_forward`, which sees every expert's input.
+    """
+    experts: dict[nn.Module, str] = {}
+    handles = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        owner = model.get_submodule(parent)
+        if isinstance(getattr(owner, last), nn.Module):
+            handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
+        else:
+            experts[owner] = parent
+    for module, path in experts.items():
+        module.forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module in experts:
+            del module.forward
+
+
+def _linear_hook(
+    name: str, observe: Callable[[str, torch.Tensor], None]
+) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    return lambda module, args: observe(name, args[0])
+
+
+def _expert_hook(
+    path: str, names: Collection[str], observe: Callable[[str, torch.Tensor], None]
+) -> Callable[[str, int, torch.Tensor], None]:
+    def hook(projection: str, expert: int, x: torch.Tensor) -> None:
+        if f"{path}.{projection}" in names:
+            observe(f"{path}.{projection}", x)
+
+    return hook

@@ -1,0 +1,148 @@
+"""Fused experts: one parameter `[experts, out, in]` a projection, every expert solved on the tokens that reach it.
+
+A router sends each expert other tokens, so each has a second moment of its own. An expert that no calibration token
+reached would be rounded blindly; it gets the statistics of all tokens that the other experts saw, and the plan says
+so. Projections are solved in the order in which tokens pass them, with those before in place, quantized.
+
+Scaling, rotation and branches belong to linear layers: no runtime applies them expert by expert. Where a solver's
+name has such parts, experts get its rounding alone, and the plan says that too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.solvers.solver import Gptq, LocalHessian, get_pipeline, solve_group
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
+from quant.calibration.walk.group import Settings, Solved
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.modules import QuantExperts, experts_forward
+from quant.recipes.plan import LayerPlan
+
+# Bytes of second moments that are held at a time; more experts than fit take more passes.
+_BUDGET = 1 << 29
+
+
+class ExpertsWork:
+    """The projections of one experts module from original to quantized.
+
+    Args:
+        block: holds the module.
+        members: its planned projections, in the order in which tokens pass them.
+        prefix: of the block's name in theirs, with its dot.
+        input_scales: static scales of their inputs, by name.
+        settings: how the walk is done.
+        stored: dtype of the model.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        members: Sequence[LayerPlan],
+        prefix: str,
+        input_scales: Mapping[str, torch.Tensor],
+        settings: Settings,
+        stored: torch.dtype,
+    ) -> None:
+        path = members[0].name.removeprefix(prefix).rpartition(".")[0]
+        self.module = block.get_submodule(path)
+        self.members, self.input_scales, self.settings, self.stored = members, input_scales, settings, stored
+        self.originals: dict[str, nn.Parameter] = {}
+        self.solved: list[tuple[LayerPlan, Solved | None]] = []
+
+    @property
+    def name(self) -> str:
+        """Of the first projection, in the model."""
+        return self.members[0].name
+
+    def solve(self, run: Callable[[], Any]) -> None:
+        """Solves the projections; `run` runs the block on all calibration rows."""
+        self.module.forward = partial(experts_forward, self.module)
+        for member in self.members:
+            projection = member.name.rpartition(".")[2]
+            weight = self.module.get_parameter(projection)
+            found = self._statistics(member, projection, len(weight), run)
+            solved = self._solve(member, weight.detach().float(), found)
+            self.originals[projection] = weight
+            delattr(self.module, projection)
+            setattr(self.module, projection, QuantExperts(solved.weight, member.activation, solved.input_scale))
+            self.solved.append((member, solved))
+
+    def results(self) -> list[tuple[LayerPlan, Solved | None]]:
+        """What became of the projections. The original parameters are back in the module."""
+        for projection, weight in self.originals.items():
+            delattr(self.module, projection)
+            self.module.register_parameter(projection, weight)
+        if self.originals:
+            del self.module.forward
+        return self.solved
+
+    def _statistics(
+        self, member: LayerPlan, projection: str, count: int, run: Callable[[], Any]
+    ) -> list[LayerStats | None]:
+        """Of the inputs of each expert."""
+        pipeline = get_pipeline(member.solver)
+        if not isinstance(pipeline.rounding, Gptq | LocalHessian):
+            return [None] * count
+        assert member.weight is not None
+        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else None
+        columns = member.shape[-1]
+        together = max(_BUDGET // (4 * columns * (width or columns)), 1)
+        found: list[LayerStats | None] = []
+        for first in range(0, count, together):
+            sums = {expert: MomentSum(width) for expert in range(first, min(first + together, count))}
+
+            def observe(name: str, expert: int, x: torch.Tensor, sums: dict[int, MomentSum] = sums) -> None:
+                if name != projection or expert not in sums or len(x) == 0:
+                    return
+                if not bool(torch.isfinite(x).all()):
+                    raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
+                rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
+                sums[expert].add(rounded)
+
+            self.module.forward = partial(experts_forward, self.module, observe=observe)
+            run()
+            found += [moment.stats() for moment in sums.values()]
+        self.module.forward = partial(experts_forward, self.module)
+        return found
+
+    def _solve(self, member: LayerPlan, weight: torch.Tensor, found: Sequence[LayerStats | None]) -> Solved:
+        pipeline = get_pipeline(member.solver)
+        assert member.weight is not None
+        notes = []
+        if pipeline.transforms or pipeline.reshapes:
+            notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.rounding_name} alone")
+        reached = [stats for stats in found if stats is not None]
+        pooled = pooled_stats(reached)
+        silent = sum(stats is None for stats in found) if pipeline.needs_moment else 0
+        if silent and pooled is None:
+            raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
+        if silent:
+            notes.append(
+                f"no calibration token reached {silent} of {len(weight)} experts: solved on the pooled statistics of "
+                "the others"
+            )
+        solved = [
+            solve_group({member.name: matrix}, {member.name: stats or pooled}, member.weight, pipeline.rounding,
+                        self.stored)[member.name]
+            for matrix, stats in zip(weight, found, strict=True)
+        ]  # fmt: skip
+        tokens = sum(stats.tokens for stats in reached)
+        return Solved(_stacked(solved), None, self.input_scales.get(member.name), tokens, tuple(notes))
+
+
+def _stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    first = matrices[0]
+    scales = [matrix.global_scale for matrix in matrices if matrix.global_scale is not None]
+    return BlockScaledTensor(
+        torch.stack([matrix.codes for matrix in matrices]),
+        torch.stack([matrix.scale for matrix in matrices]),
+        first.format,
+        (len(matrices), *first.shape),
+        torch.stack(scales) if scales else None,
+    )

@@ -1,0 +1,233 @@
+"""A fusion group while its block is worked on: what it reads, how its input is scaled, rotated and rounded.
+
+All members of a group read one input, so statistics, input scale, rotation and static scale belong to the group, and
+the members' weights are solved as one tall matrix where the format allows it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from quant.calibration.observers import get_observer, is_per_tensor
+from quant.calibration.solvers.solver import Pipeline, get_pipeline
+from quant.calibration.statistics import MomentSum, round_activation, static_input_scale
+from quant.calibration.walk.guard import Guard
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.plan import LayerPlan
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """What became of one layer.
+
+    Attributes:
+        weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
+        pre_scale: float32 `[in]` that the input is multiplied by at run time; None where nothing is left of it.
+        input_scale: static scale of the activation format, float32 scalar, where it has one.
+        tokens: how many calibration tokens reached the layer; 0 where it got the pooled statistics of its likes.
+        notes: what a reader of the report should know.
+        hadamard: block of the rotation that `weight` is rotated by and the input is to go through; 0 for none.
+        lowrank: the 16-bit branch beside `weight`, (down, up), if there is one.
+    """
+
+    weight: BlockScaledTensor
+    pre_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    tokens: int
+    notes: tuple[str, ...] = ()
+    hadamard: int = 0
+    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def parts(self) -> RunTimeParts:
+        """What the layer does at run time beside its matmul."""
+        return RunTimeParts(self.pre_scale, self.hadamard, self.lowrank)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the walk is done.
+
+    Attributes:
+        batch: calibration rows in one forward pass.
+        dtype: of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
+            states to 16 bit, block after block, would be taken for a fault of the weights.
+        device: where blocks are worked on, one at a time; None is where the model is.
+        online: keep an input scale that cannot be folded as `pre_scale`, for run time; otherwise such a group stays
+            unscaled, and the plan says so.
+        sample: tokens that transforms look at.
+        limit: largest squared norm of a token's hidden state at which it counts in full, in units of the median; see
+            `token_weights`. None for all tokens alike.
+        observer: key of `OBSERVERS`: how static input scales are chosen.
+        guard: when a layer gets another format; None for never.
+    """
+
+    batch: int = 4
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+    online: bool = True
+    sample: int = 1024
+    limit: float | None = None
+    observer: str = "absmax"
+    guard: Guard | None = None
+
+    def dtype_for(self, stored: torch.dtype) -> torch.dtype:
+        """The dtype of the forward passes of a model that is stored in `stored`."""
+        return self.dtype or (torch.float32 if stored.itemsize < 4 else stored)
+
+
+@dataclass(eq=False)
+class Group:
+    """A fusion group within one block, and what is known of its input.
+
+    Attributes:
+        members: as planned; the guard may change their formats.
+        names: of the members within the block.
+        pipeline: what their solver's name stands for.
+        kept: original inputs by batch, `[tokens, in]`.
+        calls: how often the group is called in one pass of the block.
+        tokens: how many reached it in the original model.
+        total: sum of magnitudes by channel, `[in]`.
+        amax: largest magnitude by channel, `[in]`.
+        divisor: what the input has been divided by, `[in]`, by itself or by a folded scale.
+        pre_scale, input_scale, hadamard: see `Solved`.
+        unrounded: second moment of the inputs before rounding, where a branch reads them.
+        notes: for the plan.
+    """
+
+    members: list[LayerPlan]
+    names: list[str]
+    pipeline: Pipeline
+    kept: list[torch.Tensor] = field(default_factory=list)
+    calls: int = 0
+    tokens: int = 0
+    total: torch.Tensor | None = None
+    amax: torch.Tensor | None = None
+    divisor: torch.Tensor | None = None
+    pre_scale: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    hadamard: int = 0
+    unrounded: MomentSum | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def weight_format(self) -> Format:
+        """Of all members."""
+        format = self.members[0].weight
+        assert format is not None
+        return format
+
+    @property
+    def activation(self) -> Format | None:
+        """Of the input."""
+        return self.members[0].activation
+
+    @property
+    def pattern(self) -> str:
+        """The same for the same layer of sibling experts: names with their numbers left out, and the input size."""
+        return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as the quantized layer sees it, but for its rounding."""
+        return RunTimeParts(self.pre_scale, self.hadamard).input(x)
+
+    def original(self, batch: int) -> torch.Tensor:
+        """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
+        x = self.kept[batch]
+        x = x if self.divisor is None else x / self.divisor.to(x)
+        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+
+    def round_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as the quantized layer sees it."""
+        return round_activation(self.input(x), self.activation, self.input_scale)
+
+    def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
+        """The static scale of the input's format, from the original inputs, where the format has one."""
+        self.input_scale = None
+        if self.activation is None or self.amax is None or not is_per_tensor(self.activation):
+            return
+        if observer == "absmax" and not self.hadamard:
+            amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
+        else:
+            watching = get_observer(observer)(self.activation, name=self.members[0].name)
+            for batch in range(len(self.kept)):
+                watching.update(self.original(batch))
+            amax = watching.amax()
+        self.input_scale = static_input_scale(amax, self.activation, stored, self.members[0].name)
+
+
+def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
+    """Linear layers by fusion group and solver; names within the block leave `prefix` out."""
+    by_name: dict[str, list[LayerPlan]] = {}
+    for layer in members:
+        by_name.setdefault(f"{layer.group or layer.name}|{layer.solver}", []).append(layer)
+    return [
+        Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
+        for group in by_name.values()
+    ]
+
+
+class StandIn(nn.Module):
+    """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
+
+    Args:
+        original: the layer.
+        weight: what it became, dense.
+        group: how its input is treated.
+        clock: a cell with the number of the current batch.
+        lowrank: its 16-bit branch.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        weight: torch.Tensor,
+        group: Group,
+        clock: list[int],
+        lowrank: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        super().__init__()
+        self.beside = RunTimeParts(lowrank=lowrank)
+        self.original = original
+        self.dense = weight
+        self.group = group
+        self.clock = clock
+        self.keeps = group.calls == 1
+        self.outputs: dict[int, torch.Tensor] = {}
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """The output without its bias."""
+        out = nn.functional.linear(self.group.round_input(x), self.dense)
+        branch = self.beside.branch(self.group.input(x)) if self.beside else None
+        return out if branch is None else out + branch
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.clock[0] in self.outputs:
+            return self.outputs[self.clock[0]] if self.keeps else self.outputs.pop(self.clock[0])
+        bias = getattr(self.original, "bias", None)
+        out = self.product(x)
+        out = out if bias is None else out + bias
+        if self.keeps:
+            self.outputs[self.clock[0]] = out
+        return out
+
+
+def set_module(block: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts `module` in the block under `name`."""
+    parent, _, last = name.rpartition(".")
+    setattr(block.get_submodule(parent), last, module)
+
+
+def weight_of(block: nn.Module, name: str) -> torch.Tensor:
+    """The weight of the module called `name`."""
+    weight = block.get_submodule(name).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight

@@ -1,0 +1,188 @@
+"""Layer-by-layer calibration: every layer is solved on the inputs it will really get.
+
+Rotations that are to be merged into the model are, before anything else. Then block by block, in order of execution,
+on all calibration rows at once:
+
+1. *Reference.* The original block runs on the original hidden states. What its layers receive is kept.
+2. *Transforms* choose an input scale for each fusion group, fold it into its producer and scale the weights.
+   Rotations turn weights, branches are taken off them just before they are rounded.
+3. *Rounding.* Group by group, in the order in which the block runs them: the block runs on the hidden states that
+   the quantized blocks before it gave, with the groups solved so far in place, up to this group. Its inputs, rounded
+   where activations are quantized, go into a second moment; where they are not, their distance from the original
+   inputs goes into the drift.
+   With a guard, the last rows only judge: a group whose output on them is too far off gets another format.
+4. *Fused experts*, each on the tokens that reach it; see `experts`.
+5. *Reconstruction*, where asked for, refines the whole block against the output of the original.
+6. The quantized block gives the hidden states for the next one.
+
+So memory holds one block, two sets of hidden states, one block's reference inputs and one second moment. A solved
+layer remembers its outputs while its block is worked on, because the passes of step 3 repeat each other's
+beginnings; a block costs three forward passes in all, one of them the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, stored_dtype, streamed
+from quant.calibration.solvers.rotation_merge import merge_rotations
+from quant.calibration.solvers.solver import check_solvers, get_pipeline
+from quant.calibration.texts.rows import check_ids, few_of
+from quant.calibration.walk.block import BlockWork
+from quant.calibration.walk.experts import ExpertsWork
+from quant.calibration.walk.group import Settings, Solved, gather
+from quant.recipes.plan import LayerPlan, Plan
+
+Progress = Callable[[int, int], None]
+Apply = Callable[[LayerPlan, Solved | None], None]
+
+
+def solve_sequentially(
+    model: nn.Module,
+    plan: Plan,
+    rows: torch.Tensor,
+    *,
+    apply: Apply,
+    settings: Settings | None = None,
+    input_scales: Mapping[str, torch.Tensor] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """Solves every planned linear layer and every fused-expert projection of `model`, block by block.
+
+    Args:
+        model: called as `model(rows)`; norms and biases that scales are folded into change in place.
+        plan: names the layers, their formats, groups and solvers.
+        rows: calibration token ids, int64 `[rows, seqlen]`.
+        apply: puts a solved layer in place of the original; called when its block is finished, with the original
+            still in the model. Gets None for a layer that the guard keeps in 16 bit.
+        settings: how the walk is done.
+        input_scales: static scales of the inputs of fused experts, by name.
+        progress: called as `progress(layers done, layers in all)`.
+
+    Raises:
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
+            layer that no token reached and that has no likes; a solver that does not support a format.
+    """
+    check_solvers(plan)
+    check_ids(rows, model)
+    walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress)
+    with torch.no_grad(), _without_cache(model):
+        walk.run()
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Within it, a transformers model keeps no keys and values of what it has seen."""
+    config: Any = getattr(model, "config", None)
+    use_cache = getattr(config, "use_cache", None)
+    if use_cache:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        if use_cache:
+            config.use_cache = use_cache
+
+
+class _Walk:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        rows: torch.Tensor,
+        apply: Apply,
+        settings: Settings,
+        input_scales: Mapping[str, torch.Tensor],
+        progress: Progress | None,
+    ) -> None:
+        self.model, self.apply, self.settings, self.progress = model, apply, settings, progress
+        self.input_scales = input_scales
+        self.layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+        self.done = 0
+        self.merged: dict[str, str] = {}
+        self.home = next(model.parameters()).device
+        self.batches = list(rows.to(self.home).split(settings.batch))
+        self.few = few_of(rows).to(self.home)
+        self.stored = stored_dtype(model)
+
+    def run(self) -> None:
+        names = block_names(self.model)
+        self._merge_rotations(names)
+        with streamed(self.model, names, self.settings.device):
+            chains = find_chains(self.model, names, lambda: self.model(self.few)) if names else []
+        for chain in chains:
+            planned = [place for place, name in enumerate(chain) if self._layers_of(name)]
+            if planned:
+                self._walk_chain(chain[: planned[-1] + 1], names)
+        if any(layer.name not in self._inside(chains) for layer in self.layers):
+            self._solve_rest(chains)
+
+    def _merge_rotations(self, blocks: Sequence[str]) -> None:
+        """Rotations that the modules around take over are done in the model itself, before the walk."""
+        wanted = [layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).merge]
+        if wanted:
+            self.merged = merge_rotations(self.model, self.few, blocks, wanted)
+
+    def _inside(self, chains: Sequence[Sequence[str]]) -> set[str]:
+        return {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
+
+    def _layers_of(self, block: str) -> list[LayerPlan]:
+        return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
+
+    def _walk_chain(self, chain: list[str], names: list[str]) -> None:
+        device, dtype = self.settings.device, self.settings.dtype_for(self.stored)
+        with streamed(self.model, names, device):
+            few = calls_of_chain(self.model, chain, [lambda: self.model(self.few)])
+            calls = calls_of_chain(self.model, chain, [partial(self.model, batch) for batch in self.batches])
+        states = [by_block[chain[0]].hidden.to(device, dtype) for by_block in calls]
+        originals = states
+        few_state = few[0][chain[0]].hidden
+        for position, name in enumerate(chain):
+            block = self.model.get_submodule(name).to(device, dtype)
+            here = [by_block[name].to(device, dtype) for by_block in calls]
+            current = [call.with_hidden(state) for call, state in zip(here, states, strict=True)]
+            original = [call.with_hidden(state) for call, state in zip(here, originals, strict=True)]
+            small = few[0][name].to(device, dtype).with_hidden(few_state.to(device, dtype))
+            few_state = output_of(block(*small.args, **small.kwargs))
+            work = self._work(block, self._layers_of(name), f"{name}.")
+            last = position == len(chain) - 1
+            states, originals = work.solve(current, original, small, needs_output=not last)
+            block.to(self.home, self.stored)
+            self._finish(work)
+
+    def _solve_rest(self, chains: Sequence[Sequence[str]]) -> None:
+        """Layers outside every block: the model itself is their block, with the real ones in place already."""
+        inside = self._inside(chains)
+        members = [layer for layer in self.layers if layer.name not in inside]
+        work = self._work(self.model, members, "")
+        calls = [Call((batch,), {}, 0) for batch in self.batches]
+        work.solve(calls, calls, Call((self.few,), {}, 0), needs_output=False)
+        self._finish(work)
+
+    def _work(self, block: nn.Module, members: Sequence[LayerPlan], prefix: str) -> BlockWork:
+        linear = [layer for layer in members if layer.kind == "linear"]
+        by_module: dict[str, list[LayerPlan]] = {}
+        for layer in members:
+            if layer.kind == "experts":
+                by_module.setdefault(layer.name.rpartition(".")[0], []).append(layer)
+        experts = [
+            ExpertsWork(block, projections, prefix, self.input_scales, self.settings, self.stored)
+            for projections in by_module.values()
+        ]
+        groups = gather(linear, prefix)
+        for group in groups:
+            group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
+        return BlockWork(block, groups, experts, self.settings, self.stored)
+
+    def _finish(self, work: BlockWork) -> None:
+        for layer, solved in work.results():
+            self.apply(layer, solved)
+            self.done += 1
+            if self.progress:
+                self.progress(self.done, len(self.layers))

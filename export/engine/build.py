@@ -1,0 +1,279 @@
+"""TensorRT engines: build, prove what is in them, and say so in a receipt.
+
+    model ──export_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
+
+One path serves TensorRT-RTX, which needs no GPU, and TensorRT, which needs the GPU it builds for (`engine_targets`).
+The engine and its receipt appear when the audit has passed, and not before: a layer that the plan quantizes and that
+TensorRT left in half precision is an error that names it.
+
+TensorRT accepts some graphs that it then compiles wrongly. `check_graph` refuses those, and what the target has no
+hardware for, before anything is built.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from quant.export.engine.audit import Finding, audit, failures
+from quant.export.engine.codes import held_codes, stored_codes
+from quant.export.engine.graph import (
+    ATTENTION,
+    as_profiles,
+    check_graph,
+    label_nodes,
+    layer_of,
+    load_graph,
+    make_profiles,
+)
+from quant.export.engine.plugin import NAME as PLUGIN
+from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
+from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.shapes import format_profile
+from quant.recipes.plan import Plan
+
+RECEIPT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Built:
+    """An engine file and how it came about.
+
+    Attributes:
+        path: of the engine.
+        target: compute capability it is for, as `sm120`.
+        backend: `tensorrt_rtx` or `tensorrt`, and its version.
+        reason: why that backend.
+        profiles: ranges of shapes it takes, as `--shapes` writes them.
+        layers: the quantized layers in its graph; empty where the graph does not name them.
+        attention_nodes: names of the attention nodes of its graph.
+        warnings: what the builder warned of, each message once.
+        seconds: the build took.
+        peak_rss_bytes: of the process that built it.
+    """
+
+    path: Path
+    target: str
+    backend: str
+    reason: str
+    profiles: tuple[str, ...]
+    layers: tuple[str, ...]
+    attention_nodes: tuple[str, ...]
+    warnings: tuple[str, ...]
+    seconds: float
+    peak_rss_bytes: int
+
+
+def export_engine(
+    model: nn.Module | str | Path,
+    out: str | Path,
+    *,
+    target: str,
+    plan: Plan | None = None,
+    shapes: str | Sequence[str] | None = None,
+    attention: str = "native",
+    allow_fallback: bool = False,
+    backend: str | None = None,
+    progress: Progress | None = None,
+    layers: Sequence[Mapping[str, Any]] = (),
+    **onnx_options: Any,
+) -> dict[str, Any]:
+    """Exports, builds, audits; writes `out` and the receipt beside it, `<out>.json`.
+
+    Args:
+        model: a quantized module, or an ONNX file of one.
+        out: the engine file.
+        target: key of `TARGETS`, or "local".
+        plan: what the model follows; the engine is compared with it.
+        shapes: range of every dynamic dimension, see `engine_shapes`; several texts make several profiles.
+        attention: "native", "plugin" or "none": what runs FP8 attention where the plan has it.
+        allow_fallback: lets layers that run in half precision pass; the receipt still names them.
+        backend: insists on "tensorrt_rtx" or "tensorrt".
+        progress: called as `progress(stage, done, total)`.
+        layers: comparisons of earlier stages by layer, for the receipt.
+        onnx_options: further options of `export_onnx`.
+
+    Returns:
+        The receipt, as written: `passed`, `audit` (one `{"name", "planned", "found", "passed"}` a layer), `layers`,
+        `codes_found` and `codes_not_found` (layers whose codes lie in the engine byte for byte, and the others),
+        `engine` (file, bytes, SHA-256, target, backend, profiles, seconds, memory), `fallbacks`, `warnings`.
+
+    Raises:
+        ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
+    """
+    out = Path(out)
+    profiles = as_profiles(shapes)
+    # Before the export, which takes longer than finding out that nothing here builds for the target.
+    choose_backend(resolve_target(target), backend)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        if isinstance(model, nn.Module):
+            path = Path(folder) / "model.onnx"
+            model = export_onnx(model, path, plan=plan, shapes=profiles or None, attention=attention, **onnx_options)
+        built = build_engine(
+            model, Path(folder) / out.name, target=target, shapes=profiles, backend=backend, progress=progress
+        )
+        findings = audit_built(built, plan, attention)
+        problems = failures(findings)
+        if problems and not allow_fallback:
+            raise ValueError(fallback_message(problems))
+        held = held_codes(built.path, *stored_codes(Path(model)))
+        receipt = _receipt(built, out, findings, problems, layers, plan)
+        receipt["codes_found"] = [name for name, found in held.items() if found]
+        receipt["codes_not_found"] = [name for name, found in held.items() if not found]
+        text = json.dumps(receipt, indent=1) + "\n"
+        (Path(folder) / "receipt.json").write_text(text, encoding="utf-8")
+        os.replace(built.path, out)
+        os.replace(Path(folder) / "receipt.json", receipt_path(out))
+    return receipt
+
+
+def build_engine(
+    onnx_path: str | Path,
+    out: str | Path,
+    *,
+    target: str,
+    shapes: str | Sequence[str] | None = None,
+    backend: str | None = None,
+    progress: Progress | None = None,
+) -> Built:
+    """Builds the engine of an ONNX file, in a process of its own.
+
+    Args:
+        onnx_path: the model; external data are read from beside it.
+        out: the engine file; appears when it is complete.
+        target, shapes, backend, progress: see `export_engine`.
+
+    Raises:
+        ValueError: the graph, a shape or the target cannot be built, or the builder failed or died; the message names
+            the model, and the node where it is known. `out` is left as it was.
+    """
+    onnx_path, out = Path(onnx_path), Path(out)
+    chosen_target = resolve_target(target)
+    chosen = choose_backend(chosen_target, backend)
+    model = load_graph(onnx_path)
+    check_graph(model, chosen_target)
+    profiles = make_profiles(model, shapes)
+    attends = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
+    layers = tuple(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
+    attention_nodes = label_nodes(model)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+        graph, engine = Path(folder) / "graph.onnx", Path(folder) / "engine"
+        graph.write_bytes(model.SerializeToString())
+        request = {
+            "backend": chosen.module,
+            "graph": str(graph),
+            "model": str(onnx_path.resolve()),
+            "engine": str(engine),
+            "compute_capability": chosen_target.sm.upper(),
+            "profiles": profiles,
+            "plugin": any(node.op_type == PLUGIN for node in model.graph.node),
+            "timing_cache": timing_cache(chosen.module, chosen_target),
+        }
+        del model
+        started = time.perf_counter()
+        built, warnings = run_worker(request, onnx_path, progress, worker_environment(request, Path(folder)))
+        seconds = time.perf_counter() - started
+        os.replace(engine, out)
+    return Built(
+        path=out,
+        target=chosen_target.sm,
+        backend=f"{chosen.module} {built['version']}",
+        reason=chosen.reason,
+        profiles=tuple(format_profile(profile) for profile in profiles),
+        layers=layers,
+        attention_nodes=tuple(attention_nodes),
+        warnings=tuple(warnings),
+        seconds=seconds,
+        peak_rss_bytes=built["peak_rss_bytes"],
+    )
+
+
+def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
+    """The audit of an engine just built, its attention nodes known."""
+    wanted = "half" if attention == "none" else None
+    return audit(
+        built.path,
+        plan,
+        attention=wanted,
+        attention_nodes=built.attention_nodes,
+        exported=built.layers or None,
+    )
+
+
+def fallback_message(problems: Sequence[str]) -> str:
+    """The error for layers that do not run as planned."""
+    shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+    return (
+        f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
+        "pass --allow-fallback to take the engine as it is"
+    )
+
+
+def summary(receipt: Mapping[str, Any]) -> list[str]:
+    """What a user should know of an engine, a line each: who built it, for which shapes, and what runs in it."""
+    if "engine" not in receipt:
+        return []
+    engine, rows = receipt["engine"], receipt["audit"]
+    found = Counter(row["found"] for row in rows)
+    lines = [
+        f"{engine['reason']} ({engine['seconds']:.0f} s, {engine['peak_rss_bytes'] / 1e9:.1f} GB)",
+        *(f"shapes {profile}" for profile in engine["profiles"]),
+        "runs in " + ", ".join(f"{word}: {count}" for word, count in found.most_common()),
+        f"{len(receipt['codes_found'])} layers' codes lie in the engine byte for byte",
+    ]
+    if receipt["codes_not_found"]:
+        lines.append(f"stored in another layout, and so not compared: {', '.join(receipt['codes_not_found'])}")
+    return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
+
+
+def receipt_path(engine: str | Path) -> Path:
+    """Where the receipt of an engine lies."""
+    return Path(f"{engine}.json")
+
+
+def _receipt(
+    built: Built,
+    out: Path,
+    findings: Sequence[Finding],
+    problems: Sequence[str],
+    layers: Sequence[Mapping[str, Any]],
+    plan: Plan | None,
+) -> dict[str, Any]:
+    with built.path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {
+        "schema_version": RECEIPT_VERSION,
+        "passed": not problems and all(layer["passed"] for layer in layers),
+        "layers": [dict(layer) for layer in layers],
+        "audit": [dataclasses.asdict(finding) for finding in findings],
+        "fallbacks": list(problems),
+        "warnings": list(built.warnings),
+        "plan": plan.digest() if plan else None,
+        "engine": {
+            "file": out.name,
+            "bytes": built.path.stat().st_size,
+            "sha256": digest,
+            "target": built.target,
+            "backend": built.backend,
+            "reason": built.reason,
+            "profiles": list(built.profiles),
+            "layers": list(built.layers),
+            "attention_nodes": list(built.attention_nodes),
+            "seconds": round(built.seconds, 2),
+            "peak_rss_bytes": built.peak_rss_bytes,
+        },
+    }

@@ -1,0 +1,246 @@
+"""What an ONNX graph is looked at for before an engine is built from it.
+
+    load_graph       the graph without its weights
+    check_graph      refuses what TensorRT would compile wrongly or not at all, and what the target has no hardware for
+    make_profiles    the ranges of shapes, as `engine_shapes` reads them, above what attention needs
+    label_nodes      nodes are named after their layers, which is how the audit finds a layer in the engine
+
+Each refusal names the layer and an alternative. Which combinations fail was found by building them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from quant.export.engine.plugin import NAME as PLUGIN
+from quant.export.engine.targets import Target
+from quant.export.onnx_graph.export import LAYER_KEY
+from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
+
+ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)
+_SAME_SHAPE = ("Cast", "DequantizeLinear", "Identity", "Mul", "QuantizeLinear")
+_FEWEST_HEADS = 4  # of attention with a single query, in half precision
+_FEATURES = {"FLOAT4E2M1": "FP4", "FLOAT8E4M3FN": "FP8"}
+_NOT_IMPORTED = {
+    "FLOAT8E5M2": "E5M2 numbers; use fp8 (E4M3)",
+    "FLOAT8E8M0": "E8M0 scales as FLOAT8E8M0; export them as UINT8 through TRT_MXFP8DequantizeLinear",
+    "UINT4": "unsigned 4-bit weights; use int4",
+}
+
+
+def load_graph(path: Path) -> Any:
+    onnx = require("onnx")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such ONNX file")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own exception class, which is in no fixed module
+        raise ValueError(f"{path}: not an ONNX file ({error})") from error
+    if not model.graph.node:
+        raise ValueError(f"{path}: not an ONNX file, or one without a graph")
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location" and not (path.parent / entry.value).is_file():
+                raise ValueError(f"{path}: its weights {entry.value} are missing; the two files belong together")
+    return model
+
+
+def check_graph(model: Any, target: Target) -> None:
+    """Refuses what TensorRT would miscompile or the target has no hardware for.
+
+    Args:
+        model: an ONNX model; weights may be left out.
+        target: the GPU.
+
+    Raises:
+        ValueError: the first such node, by layer, with an alternative.
+    """
+    onnx = require("onnx")
+    types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
+    producer = {name: node for node in model.graph.node for name in node.output}
+    shapes = _shapes(model)
+    for node in model.graph.node:
+        for problem in _node_problems(node, types, producer, shapes, target):
+            raise ValueError(f"{_place(node)}: {problem}")
+
+
+def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
+    """The optimization profiles of a graph; none where its shapes are fixed.
+
+    Raises:
+        ValueError: see `parse_profile`.
+    """
+    inputs = graph_inputs(model)
+    floors = attention_floors(model, inputs)
+    texts = as_profiles(shapes)
+    if not any(item.is_dynamic for item in inputs):
+        for text in texts:
+            parse_profile(text, inputs, floors)
+        return []
+    return [parse_profile(text, inputs, floors) for text in texts or [""]]
+
+
+def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
+    """Smallest value of each dimension that is the sequence of a quantized attention.
+
+    Raises:
+        ValueError: a fixed sequence that has no fused kernel.
+    """
+    nodes = [node for node in model.graph.node if node.op_type == "TRT_QuantizedAttention"]
+    if not nodes:
+        return {}
+    shapes = _shapes(model)
+    producer = {name: node for node in model.graph.node for name in node.output}
+    named = {dim for item in inputs for dim in item.dims if isinstance(dim, str)}
+    floors: set[str] = set()
+    for node in nodes:
+        sequences = [_sequence(name, shapes, producer) for name in node.input[:3]]
+        # A single query, as in decoding, has a fused kernel for any number of keys.
+        if sequences[0] == 1:
+            continue
+        for sequence in sequences:
+            if sequence is None:
+                # The graph does not say: whatever is not the batch may be a sequence.
+                floors |= named - {item.dims[0] for item in inputs if item.dims}
+            elif isinstance(sequence, str):
+                floors |= {sequence} & named
+            elif sequence < FP8_ATTENTION_MINIMUM:
+                raise ValueError(
+                    f"{_place(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for one "
+                    f"query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with --attention none"
+                )
+    return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
+
+
+def _shapes(model: Any) -> dict[str, Any]:
+    """Dimensions of every value whose shape the file states."""
+    return {value.name: value.type.tensor_type.shape.dim for value in (*model.graph.value_info, *model.graph.input)}
+
+
+def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
+    """Of q `[batch, heads, sequence, dim]`; 0 stands for what is not known."""
+    dims = shapes.get(name, ())
+    return (dims[1].dim_value, dims[2].dim_value) if len(dims) == 4 else (0, 0)
+
+
+def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
+    """Length of the sequence of an operand `[batch, heads, sequence, dim]`, its name, or None where nothing says."""
+    while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
+        name = producer[name].input[0]
+    dims = shapes.get(name)
+    if not dims:
+        return None
+    return dims[-2].dim_value if dims[-2].HasField("dim_value") else dims[-2].dim_param or None
+
+
+def label_nodes(model: Any) -> list[str]:
+    """Names every node of a layer `<layer>/<op type>`, which is how the audit finds the layer in the engine.
+
+    Returns:
+        Names of the attention nodes.
+    """
+    taken = {node.name for node in model.graph.node}
+    attention = []
+    for index, node in enumerate(model.graph.node):
+        layer = layer_of(node)
+        if layer or not node.name:
+            wanted = f"{layer or 'graph'}/{node.op_type}"
+            node.name = wanted if wanted not in taken else f"{wanted}_{index}"
+            taken.add(node.name)
+        if node.op_type in ATTENTION:
+            attention.append(node.name)
+    return attention
+
+
+def _node_problems(
+    node: Any,
+    types: Mapping[str, str],
+    producer: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    target: Target,
+) -> Iterator[str]:
+    for name in node.input:
+        kind = types.get(name, "")
+        if kind in _NOT_IMPORTED:
+            yield f"TensorRT does not import {_NOT_IMPORTED[kind]}"
+        if _FEATURES.get(kind) == "FP4" and not target.has_fp4:
+            yield f"{target} has no FP4; use fp8 or int4 for it, or target sm120"
+        if _FEATURES.get(kind) == "FP8" and not target.has_fp8:
+            yield f"{target} has no FP8; use int8 or int4 for it, or target sm89 or later"
+    if node.op_type == "MatMulNBits":
+        yield "TensorRT does not import MatMulNBits; export int4 weights as DequantizeLinear"
+    if node.op_type == "MatMul":
+        sources = [_unwrap(producer.get(name), producer) for name in node.input]
+        if all(source is not None and source.op_type == "DequantizeLinear" for source in sources):
+            weight = next((s for s in sources if types.get(s.input[0])), None)
+            inputs = next((s for s in sources if not types.get(s.input[0])), None)
+            blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
+            static = inputs is not None and _is_static_quantize(producer.get(inputs.input[0]))
+            if blocked and static and weight is not None:
+                yield _blocked_and_quantized(types[weight.input[0]])
+    if node.op_type == "Attention":
+        heads, queries = _heads_and_queries(node.input[0], shapes)
+        if queries == 1 and 0 < heads < _FEWEST_HEADS:
+            yield (
+                f"TensorRT has no kernel for attention of one query with {heads} heads; it has from {_FEWEST_HEADS} "
+                "on. Export without --decode, and let PyTorch or vLLM decode"
+            )
+        if _attribute(node, "softcap", 0.0):
+            yield "TensorRT has no attention with a soft cap; it cannot run this model's attention as one node"
+        if len(node.input) > 4 and any(node.input[4:6]):
+            yield "TensorRT does not take past keys and values at Attention; concatenate them before the node"
+
+
+def _blocked_and_quantized(kind: str) -> str:
+    if kind == "FLOAT4E2M1":
+        return (
+            "TensorRT's builder fails or crashes on FP4 weights with inputs quantized to another format; use nvfp4 "
+            "inputs, or 16-bit ones"
+        )
+    return (
+        f"TensorRT miscompiles {kind} weights in blocks along the inputs when the input is quantized too: it reads "
+        "only the first scale of a row; use one scale a channel, or 16-bit inputs"
+    )
+
+
+def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
+    """The node behind casts and transposes."""
+    while node is not None and node.op_type in ("Cast", "CastLike", "Transpose"):
+        node = producer.get(node.input[0])
+    return node
+
+
+def _is_static_quantize(node: Any) -> bool:
+    return node is not None and node.op_type == "QuantizeLinear"
+
+
+def _attribute(node: Any, name: str, default: Any) -> Any:
+    found = next((a for a in node.attribute if a.name == name), None)
+    return default if found is None else (found.f if isinstance(default, float) else found.i)
+
+
+def layer_of(node: Any) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
+def _place(node: Any) -> str:
+    layer = layer_of(node)
+    return f"{layer} ({node.op_type})" if layer else f"node {node.name or node.output[0]} ({node.op_type})"
+
+
+def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
+    if shapes is None:
+        return []
+    return [shapes] if isinstance(shapes, str) else list(shapes)
+
+
+def require(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ValueError(
+            f"engines need the package `{module}`, which is not installed: pip install 'blockscale[onnx]'"
+        ) from error

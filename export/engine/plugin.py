@@ -1,0 +1,243 @@
+"""`QuantFp8Attention`: our FP8 attention kernel inside a TensorRT engine.
+
+In an ONNX file the kernel is one node, which TensorRT's parser matches with a plugin by three of its attributes:
+
+    domain "quant", op type "QuantFp8Attention"
+    inputs     q       FLOAT8E4M3FN [batch, heads, seq_q, dim]        outputs of QuantizeLinear
+               k       FLOAT8E4M3FN [batch, kv_heads, seq_kv, dim]    kv_heads divides heads (GQA)
+               v       FLOAT8E4M3FN [batch, kv_heads, seq_kv, dim]
+               scales  FLOAT [3]                                      of q, k and v: value = code · scale
+    output     out     BFLOAT16 or FLOAT16 [batch, heads, seq_q, dim]
+    attributes causal            INT    0 or 1; the last query sees every key (right-aligned when seq_q < seq_kv)
+               softmax_scale     FLOAT  multiplies q·k; 0 stands for 1/√dim
+               output_type       INT    ONNX's number of the output's type: 16 (BFLOAT16) or 10 (FLOAT16)
+               plugin_version    STRING "1"
+               plugin_namespace  STRING "quant"
+
+`dim` is 64, 128 or 256 and is known when the engine is built; the other sizes may be dynamic. All tensors are dense
+in row-major order. `onnx_node` makes the node.
+
+One kernel serves both runtimes. Full TensorRT takes a *quick-deployable* plugin: its kernel is compiled to PTX when
+the engine is built, the PTX lies inside the engine, and TensorRT launches it with the grid and arguments declared
+here; no Python is there at run time. TensorRT-RTX has no such plugins and takes an `IPluginV3`, whose `enqueue`
+launches the same PTX through the CUDA driver. What both need to know about shapes, types, fields and the launch are
+plain functions on numbers, or on TensorRT's symbolic dimensions, so that they can be tested without TensorRT.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from quant.kernels.aot import CompiledKernel, compile_kernel
+from quant.kernels.attention.forward import HEAD_DIMS, Tiles, tiles_for
+from quant.kernels.driver import LoadedKernel
+
+NAME = "QuantFp8Attention"
+NAMESPACE = "quant"
+VERSION = "1"
+DOMAIN = "quant"
+INPUTS = ("q", "k", "v", "scales")
+
+OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
+"""Names of the output types in TensorRT, by their number in ONNX."""
+
+_TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*fp16"}
+
+
+@dataclass(frozen=True)
+class Attributes:
+    """Attributes of the node, which are the fields of the plugin; see the module docstring.
+
+    Raises:
+        ValueError: a value that the plugin does not know.
+    """
+
+    causal: int = 0
+    softmax_scale: float = 0.0
+    output_type: int = 16
+
+    def __post_init__(self) -> None:
+        if self.causal not in (0, 1):
+            raise ValueError(f"{NAME}: causal is {self.causal}; expected 0 or 1")
+        if not 0 <= self.softmax_scale < math.inf:
+            raise ValueError(f"{NAME}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
+        if self.output_type not in OUTPUT_TYPES:
+            known = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
+            raise ValueError(f"{NAME}: output_type is {self.output_type}; known: {known}")
+
+    @property
+    def io_types(self) -> tuple[str, ...]:
+        """Type of each input, then of the output, by its TensorRT name."""
+        return "FP8", "FP8", "FP8", "FP32", OUTPUT_TYPES[self.output_type]
+
+    def scale(self, dim: int) -> float:
+        """What multiplies q·k."""
+        return self.softmax_scale or 1 / math.sqrt(dim)
+
+    def to_fields(self) -> dict[str, np.ndarray]:
+        """One array of one value per attribute: int32 and float32, as ONNX's parser makes them."""
+        return {
+            field.name: np.array([getattr(self, field.name)], np.float32 if field.type == "float" else np.int32)
+            for field in fields(self)
+        }
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Attributes:
+        """The inverse of `to_fields`; fields that are not attributes are left alone."""
+        known: dict[str, Any] = {
+            field.name: (float if field.type == "float" else int)(np.ravel(given[field.name])[0])
+            for field in fields(cls)
+            if field.name in given
+        }
+        return cls(**known)
+
+
+def onnx_node(inputs: Sequence[str], output: str, attributes: Attributes | None = None, name: str = "") -> Any:
+    """The ONNX node.
+
+    Args:
+        inputs: names of q, k, v and scales.
+        output: name of the output.
+        attributes: None is full attention into BF16.
+        name: of the node, by which errors call it.
+    """
+    from onnx import helper
+
+    given = vars(attributes or Attributes())
+    return helper.make_node(
+        NAME, list(inputs), [output], name, domain=DOMAIN, plugin_version=VERSION, plugin_namespace=NAMESPACE, **given
+    )
+
+
+def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = NAME) -> int:
+    """Whether the inputs fit each other.
+
+    Args:
+        shapes: of q, k, v and scales; None (or −1) is a size that is not known yet.
+        name: of the node, for the message.
+
+    Returns:
+        The head dimension.
+
+    Raises:
+        ValueError: they do not fit, or the head dimension is not one that the kernel takes.
+    """
+    known = [[None if size is None or size < 0 else size for size in shape] for shape in shapes]
+    said = ", ".join(f"{n} {['?' if x is None else x for x in shape]}" for n, shape in zip(INPUTS, known, strict=True))
+    if [len(shape) for shape in known] != [4, 4, 4, 1] or known[3][0] not in (None, 3):
+        raise ValueError(f"{name}: {said}; expected q, k, v [batch, heads, seq, dim] and scales [3]")
+    q, k, v, _ = known
+    if _differ(q[0], k[0], v[0]) or _differ(q[3], k[3], v[3]) or _differ(k[1], v[1]) or _differ(k[2], v[2]):
+        raise ValueError(f"{name}: {said}; batch and dim must agree, and k and v in everything")
+    if q[1] and k[1] and q[1] % k[1]:
+        raise ValueError(f"{name}: {said}; {k[1]} KV heads do not divide {q[1]} heads")
+    dim = next((size for size in (q[3], k[3], v[3]) if size is not None), None)
+    if dim not in HEAD_DIMS:
+        takes = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"{name}: {said}; the head dimension must be known, one of {takes}. Use --attention native")
+    return dim
+
+
+def _differ(*sizes: int | None) -> bool:
+    return len({size for size in sizes if size is not None}) > 1
+
+
+def infer_types(types: Sequence[str], attributes: Attributes, name: str = NAME) -> str:
+    """The output's type.
+
+    Args:
+        types: of the inputs, by their TensorRT names.
+        attributes: of the node.
+        name: of the node, for the message.
+
+    Raises:
+        ValueError: an input has another type than the kernel reads.
+    """
+    *expected, output = attributes.io_types
+    wrong = [f"{n} is {got}, not {t}" for n, got, t in zip(INPUTS, types, expected, strict=True) if got != t]
+    if wrong:
+        raise ValueError(f"{name}: {'; '.join(wrong)}")
+    return output
+
+
+def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
+    """The kernel that goes into the engine: PTX for one compute capability, one head dimension, one kind of mask."""
+    from quant.kernels.portable.attention import attention_forward
+
+    types = [_TRITON_TYPES[name] for name in attributes.io_types]
+    tiles = tiles_for(dim, arch)
+    signature = dict(zip(INPUTS, types[:-1], strict=True))
+    signature |= dict.fromkeys(("heads", "kv_heads", "seq_q", "seq_kv"), "i32") | {"out": types[-1]}
+    constants = {
+        "lse": None,
+        "softmax_scale": attributes.scale(dim),
+        "causal": bool(attributes.causal),
+        "dim": dim,
+        "block_q": tiles.block_q,
+        "block_kv": tiles.block_kv,
+    }
+    return compile_kernel(
+        attention_forward, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
+    )
+
+
+def launch_grid(q: Sequence[Any], tiles: Tiles, ceil_div: Callable[[Any, int], Any]) -> tuple[Any, Any, Any]:
+    """Blocks in x, y and z for q of shape `[batch, heads, seq_q, dim]`: numbers, or TensorRT's symbols."""
+    return ceil_div(q[2], tiles.block_q), q[1], q[0]
+
+
+def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+    """The integers between the kernel's inputs and its output: heads, kv_heads, seq_q, seq_kv."""
+    return q[1], k[1], q[2], k[2]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Sequence[int], stream: int = 0) -> None:
+    """Launches the PTX as an engine does.
+
+    Args:
+        kernel: of `compile_attention`, loaded.
+        shapes: of q and k.
+        addresses: of q, k, v, scales and out.
+        stream: handle of a CUDA stream.
+    """
+    q, k = shapes
+    grid = launch_grid(q, tiles_for(q[3], kernel.compiled.arch), ceil_div)
+    kernel.launch(grid, [*addresses[:4], *integer_arguments(q, k), *addresses[4:]], stream)
+
+
+def kernel_fields(kernels: Mapping[int, CompiledKernel]) -> dict[str, np.ndarray]:
+    """Compiled kernels as plugin fields: for each, its PTX, its name, and what a launch needs to know."""
+    found: dict[str, np.ndarray] = {}
+    for arch, kernel in kernels.items():
+        found[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)
+        found[f"name_{arch}"] = np.frombuffer(kernel.name.encode(), np.int8)
+        types = ",".join(f"{name}:{kind}" for name, kind in kernel.arguments)
+        found[f"arguments_{arch}"] = np.frombuffer(types.encode(), np.int8)
+        found[f"launch_{arch}"] = np.array([kernel.num_warps, kernel.shared], np.int32)
+    return found
+
+
+def kernels_from_fields(given: Mapping[str, Any]) -> dict[int, CompiledKernel]:
+    """The inverse of `kernel_fields`."""
+
+    def text(name: str) -> str:
+        return np.asarray(given[name]).tobytes().decode()
+
+    kernels = {}
+    for arch in (int(name.removeprefix("ptx_")) for name in given if name.startswith("ptx_")):
+        pairs = (pair.partition(":") for pair in text(f"arguments_{arch}").split(","))
+        arguments = tuple((name, kind) for name, _, kind in pairs)
+        num_warps, shared = (int(value) for value in np.ravel(given[f"launch_{arch}"]))
+        name, ptx = text(f"name_{arch}"), text(f"ptx_{arch}")
+        kernels[arch] = CompiledKernel(name, ptx, arch, arguments, num_warps, shared)
+    return kernels

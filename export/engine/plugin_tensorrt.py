@@ -1,0 +1,224 @@
+"""The plugin `QuantFp8Attention` as TensorRT and TensorRT-RTX want it.
+
+What it takes, gives and launches is said by `plugin`, in plain functions; here are the objects of the two libraries
+around them. Full TensorRT gets a quick-deployable plugin: three functions, and PTX that lies inside the engine.
+TensorRT-RTX gets an `IPluginV3`, which launches the same PTX when the engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from quant.export.engine.plugin import (
+    INPUTS,
+    NAME,
+    NAMESPACE,
+    VERSION,
+    Attributes,
+    check_shapes,
+    compile_attention,
+    infer_types,
+    integer_arguments,
+    kernel_fields,
+    kernels_from_fields,
+    launch,
+    launch_grid,
+)
+from quant.kernels.aot import CompiledKernel
+from quant.kernels.attention.forward import tiles_for
+from quant.kernels.driver import LoadedKernel
+
+_DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}
+
+_kept: list[Any] = []
+"""Creators: TensorRT-RTX's Python bindings do not keep what they are given alive."""
+
+
+def register(trt: ModuleType, archs: Sequence[int]) -> None:
+    """Makes the plugin known to TensorRT, before a parser reads a file that has it or an engine that has it is loaded.
+
+    Args:
+        trt: the module `tensorrt` or `tensorrt_rtx`.
+        archs: compute capabilities that engines are built for, such as 90; full TensorRT builds for one.
+
+    Raises:
+        ValueError: several architectures for full TensorRT.
+    """
+    if hasattr(trt, "ComputeCapability"):
+        _register_creator(trt, tuple(archs))
+        return
+    if len(archs) != 1:
+        raise ValueError(f"{NAME}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
+    import importlib
+
+    register_quick(trt, importlib.import_module(f"{trt.__name__}.plugin"), archs[0])
+
+
+def register_quick(trt: Any, trtp: Any, arch: int) -> None:
+    """The quick-deployable plugin of full TensorRT.
+
+    Args:
+        trt: the module `tensorrt`.
+        trtp: the module `tensorrt.plugin`.
+        arch: compute capability of the GPU.
+    """
+    plugin = f"{NAMESPACE}::{NAME}"
+    tensor = trtp.TensorDesc
+    inputs = dict.fromkeys(INPUTS, tensor)
+    attribute_types = {"causal": int, "softmax_scale": float, "output_type": int}
+
+    def describe(q, k, v, scales, causal, softmax_scale, output_type):
+        attributes = Attributes(causal, softmax_scale, output_type)
+        output = q.like()
+        output.dtype = _data_type(trt, attributes.io_types[-1])
+        return output
+
+    def autotune(q, k, v, scales, causal, softmax_scale, output_type, outputs):
+        types = Attributes(causal, softmax_scale, output_type).io_types
+        return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
+
+    def implement(q, k, v, scales, causal, softmax_scale, output_type, outputs, tactic):
+        attributes = Attributes(causal, softmax_scale, output_type)
+        shapes = [[_constant(size) for size in x.shape_expr] for x in (q, k, v, scales)]
+        compiled = compile_attention(check_shapes(shapes), attributes, arch)
+        tiles = tiles_for(check_shapes(shapes), arch)
+        params = trtp.KernelLaunchParams()
+        params.grid_x, params.grid_y, params.grid_z = launch_grid(q.shape_expr, tiles, trtp.cdiv)
+        params.block_x = compiled.threads
+        params.shared_mem = compiled.shared
+        integers = integer_arguments(q.shape_expr, k.shape_expr)
+        extra = trtp.SymIntExprs.from_tuple([trtp.SymInt32(size) for size in integers])
+        return compiled.name, compiled.ptx, params, extra
+
+    # TensorRT reads the types as objects, and `from __future__ import annotations` would leave it strings.
+    outputs = {"outputs": tuple[tensor]}  # type: ignore[valid-type]
+    describe.__annotations__ = inputs | attribute_types | {"return": tensor}
+    autotune.__annotations__ = inputs | attribute_types | outputs | {"return": list[trtp.AutoTuneCombination]}
+    returned = tuple[str, str, trtp.KernelLaunchParams, trtp.SymIntExprs]
+    implement.__annotations__ = inputs | attribute_types | outputs | {"tactic": int, "return": returned}
+    trtp.register(plugin)(describe)
+    trtp.autotune(plugin)(autotune)
+    trtp.aot_impl(plugin)(implement)
+
+
+def _constant(size: Any) -> int | None:
+    """A symbolic size as a number, None where it is only known at run time."""
+    return size.constant_value() if size.is_constant else None
+
+
+def _data_type(trt: Any, name: str) -> Any:
+    return getattr(trt.DataType, _DATA_TYPES.get(name, name))
+
+
+def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
+    """The `IPluginV3` of TensorRT-RTX and its creator.
+
+    The PTX for each of `archs` is among the fields that TensorRT-RTX serializes into the engine, so what loads the
+    engine needs neither Triton nor a compiler, only this creator (or one in C++ that launches the same PTX).
+    """
+
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore
+        def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
+            for base in Plugin.__bases__:
+                base.__init__(self)
+            self.plugin_name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.num_outputs = 1
+            self.attributes, self.kernels = attributes, kernels
+            self.loaded: dict[int, LoadedKernel] = {}
+            self.kept: list[Any] = []
+
+        def get_capability_interface(self, kind):
+            return self
+
+        def get_output_data_types(self, input_types):
+            names = [_type_name(trt, type_) for type_ in input_types]
+            return [_data_type(trt, infer_types(names, self.attributes))]
+
+        def get_output_shapes(self, inputs, shape_inputs, builder):
+            output = trt.DimsExprs(4)
+            for axis in range(4):
+                output[axis] = inputs[0][axis]
+            return [output]
+
+        def supports_format_combination(self, position, in_out, num_inputs):
+            described = in_out[position].desc
+            expected = _data_type(trt, self.attributes.io_types[position])
+            return described.type == expected and described.format == trt.TensorFormat.LINEAR
+
+        def configure_plugin(self, inputs, outputs):
+            dim = check_shapes([tuple(x.desc.dims) for x in inputs])
+            self.kernels = {arch: compile_attention(dim, self.attributes, arch) for arch in archs}
+
+        def get_fields_to_serialize(self):
+            values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
+            self.kept.append(collection := _field_collection(trt, values, self.kept))
+            return collection
+
+        def on_shape_change(self, inputs, outputs):
+            check_shapes([tuple(x.dims) for x in inputs])
+
+        def enqueue(self, inputs, outputs, input_addresses, output_addresses, workspace, stream):
+            arch = _local_arch()
+            if arch not in self.loaded:
+                if arch not in self.kernels:
+                    raise ValueError(f"{NAME}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
+                self.loaded[arch] = LoadedKernel(self.kernels[arch])
+            shapes = [tuple(x.dims) for x in inputs[:2]]
+            launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
+
+        def attach_to_context(self, context):
+            return self.clone()
+
+        def clone(self):
+            twin = Plugin(self.attributes, self.kernels)
+            _kept.append(twin)
+            return twin
+
+        def get_valid_tactics(self):
+            return []
+
+        def set_tactic(self, tactic):
+            pass
+
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore
+        def __init__(self) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.kept: list[Any] = []
+            self.field_names = _field_collection(trt, Attributes().to_fields(), self.kept)
+
+        def create_plugin(self, name, collection, phase):
+            given = {field.name: field.data for field in collection}
+            plugin = Plugin(Attributes.from_fields(given), kernels_from_fields(given))
+            _kept.append(plugin)
+            return plugin
+
+    creator = Creator()
+    if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
+        raise ValueError(f"{NAME}: TensorRT-RTX did not take the plugin; is it registered already?")
+    _kept.append(creator)
+
+
+def _field_collection(trt: Any, values: Mapping[str, np.ndarray], kept: list[Any]) -> Any:
+    types = trt.PluginFieldType
+    kinds = {"int32": types.INT32, "float32": types.FLOAT32, "int8": types.CHAR}
+    kept.extend(values.values())
+    made = [trt.PluginField(name, value, kinds[value.dtype.name]) for name, value in values.items()]
+    kept.extend(made)
+    return trt.PluginFieldCollection(made)
+
+
+def _type_name(trt: Any, type_: Any) -> str:
+    names = {_data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
+    return names.get(type_, str(type_))
+
+
+def _local_arch() -> int:
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    return 10 * major + minor

@@ -1,0 +1,139 @@
+"""Running the process that builds an engine (`engine_worker`), and saying what became of it.
+
+A builder that dies takes its process with it and nothing else. The error then names the model, how the process ended,
+the ONNX node it was at, and the last it said.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quant.export.engine.targets import Target
+from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM
+
+Progress = Callable[[str, int, int], None]
+
+
+def run_worker(
+    request: Mapping[str, Any], model: Path, progress: Progress | None, environment: Mapping[str, str] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Runs the build process to its end.
+
+    Args:
+        request: as `engine_worker.build` takes it.
+        model: the ONNX file, for messages.
+        progress: called as `progress(stage, done, total)`.
+        environment: of the process, from `worker_environment`.
+
+    Returns:
+        What it built, and its warnings.
+
+    Raises:
+        ValueError: the builder refused the graph, or died.
+    """
+    command = [sys.executable, "-m", "quant.export.engine.worker"]
+    last, node = "", ""
+    warnings: dict[str, None] = {}
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            text=True,
+            encoding="utf-8",
+        )
+        assert process.stdin is not None and process.stdout is not None
+        outcome: dict[str, Any] = {}
+        try:
+            with process.stdin:
+                json.dump(request, process.stdin)
+            for line in process.stdout:
+                message = json.loads(line)
+                if "stage" in message and progress:
+                    progress(message["stage"], message["done"], message["of"])
+                elif "said" in message:
+                    last, node = message["said"], message["node"]
+                    if message["severity"] == 2:
+                        warnings[last] = None
+                elif "built" in message or "failed" in message:
+                    outcome = message
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        printed = errors.read().decode("utf-8", "replace").strip()
+    if process.returncode == 0 and "built" in outcome:
+        return outcome["built"], list(warnings)
+    backend = request["backend"]
+    if "failed" in outcome:
+        where = f" at node {outcome['node']}" if outcome["node"] else ""
+        raise ValueError(f"{model}: {backend} cannot build this graph{where}: {_explained(outcome['failed'])}")
+    where = f", at node {node}" if node else ""
+    heard = printed.splitlines()[-1] if printed else last or "nothing"
+    raise ValueError(
+        f"{model}: {backend} died while building ({_death(process.returncode)}{where}); the last it said: {heard}"
+    )
+
+
+def _explained(text: str) -> str:
+    """The builder's message, with the way out where it is one that we know."""
+    text = " ".join(text.split())
+    ways_out = {
+        "Attention operation was not supported by a dedicated kernel": (
+            "TensorRT has no fused attention for these shapes; where attention is in FP8, let its sequences start at "
+            f"{FP8_ATTENTION_MINIMUM} (--shapes), or export with --attention none"
+        ),
+        "HW-specific datatypes": "the target lacks hardware for one of the graph's types; choose another format",
+    }
+    way_out = next((way for sign, way in ways_out.items() if sign in text), "")
+    return f"{way_out} ({text[:300]})" if way_out else text[:600]
+
+
+def _death(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"{name}, perhaps out of memory" if name == "SIGKILL" else name
+
+
+def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, str] | None:
+    """Environment of the build process, None for this one's.
+
+    A graph with a plugin makes TensorRT-RTX's parser load its own library under a name that the wheel does not have.
+    """
+    spec = importlib.util.find_spec("tensorrt_rtx_libs")
+    if not request["plugin"] or request["backend"] != "tensorrt_rtx" or spec is None:
+        return None
+    for library in (Path(place) / "libtensorrt_rtx.so.1" for place in spec.submodule_search_locations or ()):
+        (folder / "libtensorrt_rtx.so").symlink_to(library)
+    path = os.environ.get("LD_LIBRARY_PATH")
+    return {**os.environ, "LD_LIBRARY_PATH": f"{folder.resolve()}{os.pathsep + path if path else ''}"}
+
+
+def timing_cache(backend: str, target: Target) -> str | None:
+    """A file for kernel timings, which TensorRT measures while it builds; TensorRT-RTX measures nothing."""
+    if backend != "tensorrt":
+        return None
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return str(root / f"timing-{target.sm}.cache")

@@ -1,0 +1,212 @@
+"""The process that builds an engine: `python -m quant.export.engine.worker`, a JSON request on standard input.
+
+TensorRT is a large C++ compiler, and some graphs bring it down. Here that costs the build and not the caller: the
+parent sees the process die, and knows the last thing the builder said. The process imports neither torch nor the
+model, so nearly all of its memory is TensorRT's.
+
+Standard output is a protocol of one JSON object a line; whatever libraries print goes to standard error.
+
+    {"said": "…", "severity": 3}               a message of the builder
+    {"stage": "…", "done": 3, "of": 100}       progress
+    {"built": {…}}                             the last line of a build that worked
+    {"failed": "…", "node": "…"}               the last line of one that did not
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, BinaryIO, TextIO
+
+# Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
+_VERBOSE = 4
+_SHORT = 2000
+
+
+class BuildError(Exception):
+    """A build that TensorRT refused: what it said, and the ONNX node it was at, if it said so."""
+
+    def __init__(self, text: str, node: str = "") -> None:
+        super().__init__(text)
+        self.node = node
+
+
+def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
+    """Builds one engine.
+
+    Args:
+        request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file that external data lie beside), `engine`
+            (file to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (whether the graph
+            has our attention plugin), `timing_cache` (file, or None).
+        out: where the protocol goes.
+    """
+    trt = importlib.import_module(request["backend"])
+    logger = _logger(trt, out)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)
+    if request["plugin"]:
+        from quant.export.engine.plugin_tensorrt import register
+
+        register(trt, [int(request["compute_capability"].removeprefix("SM"))])
+    _parse(trt, network, logger, request)
+    config = builder.create_builder_config()
+    # Names and types of all kernels stay readable in the engine: what the audit reads.
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    config.progress_monitor = monitor = _monitor(trt, out)
+    for shapes in request["profiles"]:
+        profile = builder.create_optimization_profile()
+        for name, (low, best, high) in shapes.items():
+            profile.set_shape(name, low, best, high)
+        config.add_optimization_profile(profile)
+    cache = None
+    if hasattr(trt, "ComputeCapability"):
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(_capability(trt, request["compute_capability"]), 0)
+    elif request["timing_cache"]:
+        cache = _load_timing_cache(config, Path(request["timing_cache"]))
+    with open(request["engine"], "wb") as file:
+        writer = _writer(trt, file)
+        if not builder.build_serialized_network_to_stream(network, config, writer):
+            raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
+    if cache is not None:
+        Path(request["timing_cache"]).write_bytes(bytes(memoryview(cache.serialize())))
+    del monitor
+    return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": _peak_rss()}
+
+
+def _parse(trt: Any, network: Any, logger: Any, request: dict[str, Any]) -> None:
+    parser = trt.OnnxParser(network, logger)
+    if parser.parse(Path(request["graph"]).read_bytes(), request["model"]):
+        return
+    error = parser.get_error(0) if parser.num_errors else None
+    if error is None:
+        raise BuildError(logger.worst or "the ONNX parser gave no reason", logger.node)
+    raise BuildError(f"operator {error.node_operator()}: {error.desc()}", error.node_name())
+
+
+def _capability(trt: Any, name: str) -> Any:
+    known = getattr(trt.ComputeCapability, name, None)
+    if known is None:
+        listed = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
+        raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {listed}, not for {name.lower()}")
+    return known
+
+
+def _load_timing_cache(config: Any, path: Path) -> Any:
+    """Kernel timings of earlier builds, so that this one need not measure them again."""
+    cache = config.create_timing_cache(path.read_bytes() if path.exists() else b"")
+    config.set_timing_cache(cache, ignore_mismatch=False)
+    return config.get_timing_cache()
+
+
+def _logger(trt: Any, out: TextIO) -> Any:
+    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+        """Passes messages on, and remembers what a failed build is to be blamed on."""
+
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.worst = ""
+            self.node = ""
+
+        def log(self, severity: Any, text: str) -> None:
+            """Called by TensorRT for every message."""
+            level = int(severity)
+            if text.startswith(("Parsing node: ", "Searching for plugin: ")):
+                self.node = text.partition(": ")[2].partition(" [")[0]
+                _say(out, said=text[:_SHORT], severity=level, node=self.node)
+            elif level < _VERBOSE:
+                if level < 2 and not self.worst:
+                    self.worst = text
+                _say(out, said=text[:_SHORT], severity=level, node=self.node)
+
+    return Logger()
+
+
+def _monitor(trt: Any, out: TextIO) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        """Sums up nested phases as one percentage."""
+
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.phases: dict[str, tuple[int, int]] = {}  # open phases, outermost first: steps done, steps in all
+            self.shown = -1
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            """A phase begins."""
+            self.phases[phase] = (0, max(steps, 1))
+
+        def phase_finish(self, phase: str) -> None:
+            """A phase ends."""
+            steps = self.phases.pop(phase, (0, 1))[1]
+            if not self.phases:
+                self.phases[phase] = (steps, steps)
+                self.show()
+                self.phases.clear()
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            """A step is done; True goes on."""
+            if phase in self.phases:
+                self.phases[phase] = (step + 1, self.phases[phase][1])
+                self.show()
+            return True
+
+        def show(self) -> None:
+            """Reports what is new: each open phase counts as the step of the one around it."""
+            part = 0.0
+            for done, steps in reversed(self.phases.values()):
+                part = min((done + part) / steps, 1.0)
+            if int(100 * part) > self.shown:
+                self.shown = int(100 * part)
+                _say(out, stage="building engine", done=self.shown, of=100)
+
+    return Monitor()
+
+
+def _writer(trt: Any, file: BinaryIO) -> Any:
+    class Writer(trt.IStreamWriter):  # type: ignore[misc, name-defined]
+        """Takes the engine piece by piece, so that it is never in memory as a whole."""
+
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+
+        def write(self, data: Any) -> int:
+            """Writes one piece; the number of bytes taken."""
+            return file.write(data)
+
+    return Writer()
+
+
+def _say(out: TextIO, **message: Any) -> None:
+    out.write(json.dumps(message) + "\n")
+    out.flush()
+
+
+def _peak_rss() -> int:
+    """Peak resident memory of this process, file-backed pages included, in bytes."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def main() -> None:
+    """Reads a request, builds, and ends with exit code 0; 3 where TensorRT refused."""
+    # Libraries print on file descriptor 1, in C++ and so past sys.stdout.
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    request = json.load(sys.stdin)
+    try:
+        _say(out, built=build(request, out))
+    except BuildError as error:
+        _say(out, failed=str(error), node=error.node)
+        sys.exit(3)
+    except (OSError, ImportError, MemoryError) as error:
+        _say(out, failed=f"{type(error).__name__}: {error}", node="")
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Attention and the KV cache in exported graphs: ops that PyTorch runs while a model is traced, and their ONNX nodes.
+
+quant::onnx_attention      Attention, or spelled out in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
+                           and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
+quant::onnx_cache_write    QuantizeLinear: keys and values as an FP8 cache holds them
+quant::onnx_cache_read     DequantizeLinear
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from quant.export.engine import plugin
+from quant.export.onnx_graph.opsets import FLOAT, FLOAT8E4M3FN, opset, plugin_opset, round_trip, trt_opset
+from quant.formats.format import FORMATS
+from quant.formats.number import E4M3
+from quant.formats.tensor import fake_quantize
+from quant.kernels.attention_reference import attention_reference
+
+
+def attention_translations() -> dict[Any, Callable[..., Any]]:
+    """ONNX translations by PyTorch op."""
+    return {
+        torch.ops.quant.onnx_attention.default: _attention,
+        torch.ops.quant.onnx_cache_write.default: _cache_write,
+        torch.ops.quant.onnx_cache_read.default: _cache_read,
+    }
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: Sequence[float],
+    kind: str,
+) -> torch.Tensor:
+    """The attention that an exported graph holds as one op; runs in PyTorch, too.
+
+    Args:
+        q: `[batch, heads, seq_q, dim]`.
+        k, v: `[batch, kv_heads, seq_kv, dim]`.
+        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
+        scale: multiplies q·k.
+        causal: query i sees keys up to i.
+        scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
+        kind: "native" or "plugin".
+    """
+    return torch.ops.quant.onnx_attention(q, k, v, mask, scale, causal, list(scales), kind)
+
+
+def _attention_body(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    causal: bool,
+    scales: list[float],
+    kind: str,
+) -> torch.Tensor:
+    if scales and kind == "plugin":
+        q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
+        operands = torch.tensor(scales[:3])
+        return attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)[0]
+    dtype = q.dtype
+    if scales:
+        fp8 = FORMATS["fp8"]
+        q, k, v = (fake_quantize(x, fp8, scale=torch.tensor(s)) for x, s in zip((q, k, v), scales, strict=False))
+    repeat = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeat, 1).float(), v.repeat_interleave(repeat, 1).float()
+    scores = q.float() @ k.mT * scale
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    p = scores.softmax(-1)
+    if scales:
+        p = fake_quantize(p, FORMATS["fp8"], scale=torch.tensor(scales[3]))
+    return (p @ v).to(dtype)
+
+
+def _to_e4m3(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return (x.float() / scale).clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+
+
+def _attention(
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str
+) -> Any:
+    op = opset()
+    if not scales and int(q.dtype) == FLOAT:
+        return _spelled_attention(q, k, v, mask, scale, causal)
+    if not scales:
+        y, *_ = op.Attention(q, k, v, mask, scale=scale, is_causal=int(causal))
+        return y
+    if kind == "plugin":
+        codes = [
+            op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=FLOAT8E4M3FN)
+            for x, s in zip((q, k, v), scales, strict=False)
+        ]
+        return plugin_opset().QuantFp8Attention(
+            *codes,
+            op.Constant(value_floats=list(scales[:3])),
+            causal=int(causal),
+            softmax_scale=scale,
+            output_type=int(q.dtype),
+            plugin_version=plugin.VERSION,
+            plugin_namespace=plugin.NAMESPACE,
+        )
+    rounded = [
+        round_trip(FORMATS["fp8"], x, op.Constant(value_float=s), x.dtype)
+        for x, s in zip((q, k, v), scales, strict=False)
+    ]
+    return trt_opset().TRT_QuantizedAttention(
+        *rounded,
+        mask,
+        op.Constant(value_float=scales[3]),
+        scale=scale,
+        is_causal=int(causal),
+        normalization_quantize_to_type=FLOAT8E4M3FN,
+    )
+
+
+def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
+    """Attention in FP32, spelled out: TensorRT has no fused kernel for it, and refuses the op where it has none."""
+    op = opset()
+    heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
+    # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.
+    grouped = op.Reshape(q, op.Constant(value_ints=[0, kv_heads, heads // kv_heads, -1, dim]))
+    two = op.Constant(value_ints=[2])
+    scores = op.MatMul(grouped, op.Transpose(op.Unsqueeze(k, two), perm=[0, 1, 2, 4, 3]))
+    scores = op.Mul(scores, op.Constant(value_float=scale))
+    lowest = op.Constant(value_float=-math.inf)
+    if causal:
+        zero, one = op.Constant(value_int=0), op.Constant(value_int=1)
+        rows, columns = (op.Range(zero, op.Squeeze(op.Shape(x, start=2, end=3)), one) for x in (q, k))
+        seen = op.GreaterOrEqual(op.Unsqueeze(rows, op.Constant(value_ints=[1])), columns)
+        scores = op.Where(seen, scores, lowest)
+    if mask is not None:
+        scores = op.Where(op.Unsqueeze(mask, two), scores, lowest)
+    out = op.MatMul(op.Softmax(scores, axis=-1), op.Unsqueeze(v, two))
+    return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, dim]))
+
+
+def _cache_write(x: Any, scale: float) -> Any:
+    op = opset()
+    return op.QuantizeLinear(x, op.Constant(value_float=scale), output_dtype=FLOAT8E4M3FN)
+
+
+def _cache_read(codes: Any, scale: float, like: Any) -> Any:
+    op = opset()
+    return op.DequantizeLinear(codes, op.Constant(value_float=scale), output_dtype=int(like.dtype))
+
+
+def _register_ops() -> None:
+    define, impl, fake = torch.library.define, torch.library.impl, torch.library.register_fake
+    name = "quant::onnx_attention"
+    define(
+        name,
+        "(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale, bool causal, float[] scales, str kind) -> Tensor",
+    )
+    impl(name, "default", _attention_body)
+    fake(name, lambda q, *rest: torch.empty_like(q))
+    name = "quant::onnx_cache_write"
+    define(name, "(Tensor x, float scale) -> Tensor")
+    impl(name, "default", _to_e4m3)
+    fake(name, lambda x, scale: torch.empty_like(x, dtype=torch.float8_e4m3fn))
+    name = "quant::onnx_cache_read"
+    define(name, "(Tensor codes, float scale, Tensor like) -> Tensor")
+    impl(name, "default", lambda codes, scale, like: (codes.float() * scale).to(like.dtype))
+    fake(name, lambda codes, scale, like: torch.empty_like(codes, dtype=like.dtype))
+
+
+_register_ops()

@@ -1,0 +1,286 @@
+"""Transformers models as graphs: what goes in, what comes out, and one op where they attend.
+
+    prefill    input_ids [batch, sequence]                         -> logits [batch, sequence, vocabulary]
+    decode     input_ids [batch, 1], past_key.N, past_value.N      -> logits [batch, 1, vocabulary],
+                   [batch, kv_heads, past, dim] for each layer N      new_key.N, new_value.N [batch, kv_heads, 1, dim]
+    encoder    input_ids, attention_mask [batch, sequence],        -> last_hidden_state and pooler_output, or logits
+                   token_type_ids where the model knows several
+    images     pixel_values [batch, channels, height, width]       -> likewise
+
+A graph has no hidden state, so the KV cache is the caller's: decoding takes the keys and values of all tokens before
+and gives those of the new token alone, which the caller appends; nothing is copied. Prefill gives the same outputs
+for all of its tokens when `cache` is asked for. Keys are as attention uses them, after RoPE. The cache is in the
+model's dtype, or in E4M3 with the scales that the plan calibrated; the new token is rounded before it is attended to,
+so that a token looks the same to itself and to all later ones.
+
+In transformers 5 every model asks `AttentionInterface` for the function that attends. While a graph is traced it gets
+ours, which puts one `quant::onnx_attention` op in place of masks and softmax. Without a mask function under our name,
+transformers builds no masks either; causality is an attribute of the op, which is what fused kernels take.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.kv_cache import AttentionScales
+from quant.export.onnx_graph.attention import attention as attend
+from quant.export.onnx_graph.limits import check_attention
+
+ATTENTIONS = ("native", "plugin", "none")
+Dims = tuple[str | int, ...]
+_TOKENS = 64  # in the example that a graph is traced with
+_CAUSAL, _MASKED = "quant_onnx", "quant_onnx_masked"
+
+
+@dataclass(frozen=True)
+class GraphInput:
+    """An input of the graph: an example of it, and the names of its dynamic dimensions; a fixed one is a number."""
+
+    example: torch.Tensor
+    dims: Dims
+
+
+@dataclass(eq=False)
+class Attention:
+    """What attention modules call while a graph is traced.
+
+    Attributes:
+        names: of the attention modules.
+        kind: one of `ATTENTIONS`.
+        scales: FP8 scales by module name; empty keeps attention in 16 bit.
+        kv_scales: scales of k and v by module name; empty keeps the cache in the model's dtype.
+        window: largest sequence that sliding windows need not cut.
+        past: keys and values of the tokens before, in order of the layers; empty without any.
+        new: those of the tokens that went in, filled while the model runs.
+        outputs: names of the model's own outputs, likewise; not at `Graph`, whose attributes torch.export puts back.
+    """
+
+    names: Mapping[nn.Module, str]
+    kind: str = "native"
+    scales: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    kv_scales: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    window: int | None = None
+    past: Sequence[torch.Tensor] = ()
+    new: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """The signature of transformers' attention functions."""
+        name = self.names[module]
+        self._refuse(name, options, sliding_window)
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        key, value = self._cached(name, key, value)
+        scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
+        scales = self.scales.get(name, ())
+        if scales:
+            check_attention(name, self.kind, query, key, attention_mask is not None)
+        # A single query, or one with a mask of its own, sees all keys that are left.
+        causal = causal and attention_mask is None and not self.past
+        out = attend(query, key, value, attention_mask, scale, causal, scales, self.kind)
+        return out.transpose(1, 2), None
+
+    def _cached(self, name: str, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of all tokens; those of the new ones are noted."""
+        index, both = len(self.new), []
+        for part, x in enumerate((key, value)):
+            stored = x
+            if name in self.kv_scales:
+                scale = self.kv_scales[name][part]
+                stored = torch.ops.quant.onnx_cache_write(x, scale)
+                x = torch.ops.quant.onnx_cache_read(stored, scale, x)
+            self.new.append(stored)
+            if self.past:
+                before = self.past[index + part]
+                if name in self.kv_scales:
+                    before = torch.ops.quant.onnx_cache_read(before, self.kv_scales[name][part], x)
+                x = torch.cat([before, x], dim=2)
+            both.append(x)
+        return both[0], both[1]
+
+    def _refuse(self, name: str, options: Mapping[str, Any], sliding_window: int | None) -> None:
+        for option in ("softcap", "s_aux", "position_bias"):
+            if options.get(option) is not None:
+                raise ValueError(f"{name}: its attention has {option}, which exported attention cannot carry")
+        if sliding_window is not None and (self.window is None or self.window > sliding_window):
+            raise ValueError(
+                f"{name}: its window slides over {sliding_window} tokens, which fused attention cannot; limit the "
+                f"sequence to the window with --shapes sequence=1:{sliding_window}:{sliding_window}"
+            )
+
+
+@contextmanager
+def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
+    """While open, every attention of a transformers `model` is `attention`."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionMaskInterface.register(_MASKED, _key_mask)
+    config: Any = model.config
+    original, before = AttentionInterface.get_interface, config._attn_implementation
+    AttentionInterface.get_interface = lambda self, *args, **kwargs: attention
+    config._attn_implementation = _MASKED if masked else _CAUSAL
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original
+        config._attn_implementation = before
+
+
+def _key_mask(
+    q_length: Any, kv_length: Any, attention_mask: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor | None:
+    """Which keys are real and which padding, `[batch, 1, queries, keys]`."""
+    if attention_mask is None:
+        return None
+    return attention_mask[:, None, None, :].to(torch.bool).expand(-1, 1, q_length, -1)
+
+
+class Graph(nn.Module):
+    """A transformers model with tensors in and tensors out.
+
+    Args:
+        model: the model.
+        attention: what it attends with.
+        cache: whether keys and values come out, too.
+    """
+
+    model: Any
+
+    def __init__(self, model: nn.Module, attention: Attention, *, cache: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.attention = attention
+        self.cache = cache
+
+    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The model's outputs, then new keys and values where they are asked for."""
+        self.attention.past, self.attention.new = past, []
+        options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
+        if past:
+            ids = inputs["input_ids"]
+            length = past[0].shape[2]
+            options["position_ids"] = torch.arange(length, length + 1)[None].expand(ids.shape[0], 1)
+        out = self.model(**inputs, **options)
+        names = ("logits", "last_hidden_state", "pooler_output")
+        found: dict[str, Any] = {name: getattr(out, name, None) for name in names}
+        # A model with a head gives logits; what they are made from is no output then.
+        wanted = ["logits"] if found["logits"] is not None else ["last_hidden_state", "pooler_output"]
+        self.attention.outputs = [name for name in wanted if found[name] is not None]
+        new = self.attention.new if self.cache else []
+        return (*(found[name] for name in self.attention.outputs), *new)
+
+
+def is_decoder(model: nn.Module) -> bool:
+    """Whether `model` is a causal language model of transformers."""
+    can_generate: Any = getattr(model, "can_generate", None)
+    config: Any = getattr(model, "config", None)
+    return callable(can_generate) and can_generate() and not config.is_encoder_decoder
+
+
+def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
+    """The inputs of a transformers model, but the KV cache.
+
+    Raises:
+        ValueError: what the model takes is not known.
+    """
+    longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
+    tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
+    dims: Dims = ("batch", "sequence")
+    if model.main_input_name == "pixel_values":
+        size = model.config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        channels = model.config.num_channels
+        example = torch.zeros(2, channels, height, width, dtype=model.dtype)
+        return {"pixel_values": GraphInput(example, ("batch", channels, height, width))}
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} takes {model.main_input_name}; pass inputs= with an example of each input"
+        )
+    if decode:
+        return {"input_ids": GraphInput(tokens[:, :1], ("batch", 1))}
+    if is_decoder(model):
+        return {"input_ids": GraphInput(tokens, dims)}
+    given = {"input_ids": GraphInput(tokens, dims), "attention_mask": GraphInput(torch.ones_like(tokens), dims)}
+    if getattr(model.config, "type_vocab_size", 1) > 1:
+        given["token_type_ids"] = GraphInput(torch.zeros_like(tokens), dims)
+    return given
+
+
+def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
+    """The KV cache of a decode graph, from watching the model run on fake tensors."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        graph.attention.past, graph.attention.new = [], []
+        graph.model(**{name: given.example for name, given in inputs.items()}, use_cache=False)
+        seen = [(tuple(x.shape), x.dtype) for x in graph.attention.new]
+    if not seen:
+        raise ValueError(f"{type(graph.model).__name__}: no attention was seen, so it has no KV cache to decode with")
+    return {
+        name: GraphInput(torch.zeros(shape[0], shape[1], 8, shape[3]).to(dtype), ("batch", shape[1], "past", shape[3]))
+        for name, (shape, dtype) in zip(cache_names("past", len(seen) // 2), seen, strict=True)
+    }
+
+
+def cache_names(prefix: str, layers: int) -> list[str]:
+    """Names of keys and values, in the order in which the graph has them."""
+    return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
+
+
+def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
+    """FP8 scales of q, k, v and the probabilities by attention module, as `collect_attention_scales` found them.
+
+    Raises:
+        ValueError: scales of a rotated or per-head attention, or in another format than FP8.
+    """
+    found = {}
+    for name, module in scales.items():
+        given = (module.q, module.k, module.v, module.p)
+        if module.attention_format is None or module.attention_format.name != "fp8" or any(s is None for s in given):
+            raise ValueError(
+                f"{name}: exported attention is in fp8, its scales are for {module.attention_format}; collect them "
+                "with kv_format and attention_format fp8"
+            )
+        if module.hadamard or any(s is not None and s.dim() for s in given):
+            raise ValueError(
+                f"{name}: exported attention has one scale a tensor and no rotation; collect them with "
+                "granularity='tensor' and hadamard=False"
+            )
+        q, k, v, p = (float(s) for s in given if s is not None)
+        found[name] = (q, k, v, p)
+    return found
+
+
+def kv_scales_of(model: nn.Module) -> dict[str, tuple[float, float]]:
+    """Scales of an FP8 cache by attention module, from the buffers that `quantize` registered.
+
+    Raises:
+        ValueError: one a head, where the graph has one a tensor.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        k, v = getattr(module, "k_scale", None), getattr(module, "v_scale", None)
+        if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor):
+            if k.numel() != 1 or v.numel() != 1:
+                raise ValueError(f"{name}: the KV cache has a scale a head; exported graphs have one a tensor")
+            found[name] = (float(k), float(v))
+    return found

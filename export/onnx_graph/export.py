@@ -1,0 +1,357 @@
+"""ONNX files from quantized models.
+
+    torch.export            the module as a graph; a quantized linear is one `quant::` op in it, attention another
+    torch.onnx.export       every op becomes ONNX nodes, ours by `onnx_ops`
+    here                    packed codes get their 4-bit types, dimensions their names, linears their layers' names
+    onnxscript optimizer    constants folded, what is read twice computed once (q, k and v share one quantized input)
+
+Weights are never copied on the way: initializers point at the module's buffers until they are written, and a file
+whose weights pass `EXTERNAL_BYTES` keeps them in a second file beside it, which is written tensor by tensor.
+
+Everything of a linear is tagged with its layer's name and its output is called `<layer>.output`, so that the file
+itself says which nodes to compare with which layer (`onnx_verify`); an attention is tagged with its module's name.
+The file's metadata holds the plan's digest.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.kv_cache import AttentionScales
+from quant.export.onnx_graph import limits
+from quant.export.onnx_graph.decoder import (
+    ATTENTIONS,
+    Attention,
+    Graph,
+    GraphInput,
+    attending,
+    cache_inputs,
+    cache_names,
+    is_decoder,
+    kv_scales_of,
+    model_inputs,
+    operand_scales,
+)
+from quant.export.onnx_graph.ops import translations
+from quant.export.onnx_graph.opsets import OPSET
+from quant.export.onnx_graph.shapes import Input, parse_profile
+from quant.recipes.plan import Plan
+
+EXTERNAL_BYTES = 256 << 20
+PLAN_KEY = "blockscale.plan"
+LAYER_KEY = "blockscale.layer"
+_PREFIX = "model."  # under which `Graph` holds the model
+
+
+def export_onnx(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    shapes: str | Sequence[str] | None = None,
+    inputs: Mapping[str, GraphInput] | None = None,
+    attention: str = "native",
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+    decode: bool = False,
+    cache: bool = False,
+    plan: Plan | None = None,
+) -> Path:
+    """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels.
+
+    Args:
+        model: quantized or not; a transformers model needs nothing else. It is not changed.
+        path: of the file; weights of a big model go to `<path>.data`.
+        shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None leaves them open.
+        inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
+        attention: "native" for TensorRT's own fused FP8 attention, "plugin" for ours, "none" to keep it in 16 bit
+            whatever the plan says.
+        attention_scales: from `collect_attention_scales`; required where the plan has attention in FP8.
+        decode: writes the graph of one decoding step, with the KV cache as inputs.
+        cache: lets a prefill graph give its keys and values.
+        plan: what the model follows; says whether attention and KV cache are in FP8, and its digest is written.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: a layer, format, shape or option that cannot be exported; the message names it and the way out.
+            Nothing is written.
+    """
+    path = Path(path)
+    if attention not in ATTENTIONS:
+        raise ValueError(f"unknown attention {attention!r}; known: {', '.join(ATTENTIONS)}")
+    limits.check_model(model)
+    if inputs is not None:
+        if decode or cache:
+            raise ValueError("decode and cache are for transformers models, which name their inputs themselves")
+        if plan is not None and plan.attention is not None and attention != "none":
+            raise ValueError(f"{plan.attention} attention is exported from transformers models; pass attention='none'")
+        with _quiet():
+            # Copies, because torch.export takes one tensor under two names for one input.
+            exported = _trace(model, tuple(given.example.clone() for given in inputs.values()), inputs, shapes)
+            program = _translate(exported, inputs, None, "")
+    else:
+        with _quiet():
+            program = _transformers_program(model, shapes, attention, attention_scales, decode, cache, plan)
+    if plan is not None:
+        program.metadata_props[PLAN_KEY] = plan.digest()
+    return _save(program, path)
+
+
+def _transformers_program(
+    model: nn.Module,
+    shapes: str | Sequence[str] | None,
+    attention: str,
+    attention_scales: Mapping[str, AttentionScales] | None,
+    decode: bool,
+    cache: bool,
+    plan: Plan | None,
+) -> Any:
+    if not hasattr(model, "main_input_name"):
+        raise ValueError(f"{type(model).__name__} is no transformers model; pass inputs= with an example of each input")
+    if (decode or cache) and not is_decoder(model):
+        raise ValueError(f"{type(model).__name__} does not generate text, so it has no KV cache to export")
+    given = model_inputs(model, decode=decode)
+    in_fp8 = plan is not None and plan.attention is not None and attention != "none"
+    function = Attention(
+        names={module: name for name, module in model.named_modules()},
+        kind=attention,
+        scales=_fp8_scales(plan, attention_scales) if in_fp8 else {},
+        kv_scales=kv_scales_of(model) if (decode or cache) and plan is not None and plan.kv_cache else {},
+        window=0,
+    )
+    graph = Graph(model, function, cache=decode or cache)
+    with attending(model, function, masked="attention_mask" in given):
+        past = cache_inputs(graph, given) if decode else {}
+        function.window = _longest({**given, **past}, shapes)
+        arguments = ({n: g.example for n, g in given.items()}, [g.example for g in past.values()])
+        exported = _trace(graph, arguments, {**given, **past}, shapes, split=len(given))
+    outputs = function.outputs + (cache_names("new", len(function.new) // 2) if graph.cache else [])
+    return _translate(exported, {**given, **past}, outputs, _PREFIX)
+
+
+def _fp8_scales(
+    plan: Plan | None, scales: Mapping[str, AttentionScales] | None
+) -> Mapping[str, tuple[float, float, float, float]]:
+    if not scales:
+        raise ValueError(
+            f"the plan has attention in {plan.attention if plan else None}, and no scales were given; pass "
+            "attention_scales from collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
+        )
+    return operand_scales(scales)
+
+
+def dimension_ranges(
+    inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None
+) -> dict[str, tuple[int, int]]:
+    """Smallest and largest value of each dynamic dimension that `shapes` limits."""
+    found: dict[str, tuple[int, int]] = {}
+    given_inputs = [Input(name, given.dims) for name, given in inputs.items()]
+    for text in [shapes] if isinstance(shapes, str) else shapes or ():
+        for name, (lows, _, highs) in parse_profile(text, given_inputs, {}).items():
+            for dim, low, high in zip(inputs[name].dims, lows, highs, strict=True):
+                if isinstance(dim, str):
+                    before = found.get(dim, (low, high))
+                    found[dim] = min(before[0], low), max(before[1], high)
+    return found
+
+
+def _longest(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> int | None:
+    """The most tokens that attention is to see, None where nothing limits them."""
+    ranges = dimension_ranges(inputs, shapes)
+    if "past" in ranges:
+        return ranges["past"][1] + 1
+    return ranges.get("sequence", (0, None))[1]
+
+
+def _trace(
+    module: nn.Module,
+    arguments: tuple[Any, ...],
+    inputs: Mapping[str, GraphInput],
+    shapes: str | Sequence[str] | None,
+    split: int | None = None,
+) -> torch.export.ExportedProgram:
+    """The module as a graph over named dimensions."""
+    config = getattr(getattr(module, "model", None), "config", None)
+    ranges = dimension_ranges(inputs, shapes)
+    longest = {"sequence": getattr(config, "max_position_embeddings", None)}
+    names = {dim for given in inputs.values() for dim in given.dims if isinstance(dim, str)}
+    # A graph is traced with at least two of everything, since one would be taken for a constant.
+    sizes = {
+        dim: size
+        for given in inputs.values()
+        for dim, size in zip(given.dims, given.example.shape, strict=True)
+        if isinstance(dim, str)
+    }
+    highest = {name: ranges.get(name, (0, longest.get(name)))[1] for name in names}
+    dims = {
+        name: torch.export.Dim(name, max=None if high is None else max(high, sizes[name]))
+        for name, high in sorted(highest.items())
+    }
+    axes = {
+        name: {axis: dims[dim] for axis, dim in enumerate(given.dims) if isinstance(dim, str)}
+        for name, given in inputs.items()
+    }
+    dynamic: Any = tuple(axes.values())
+    if split is not None:
+        dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])
+    try:
+        with torch.no_grad():
+            exported = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)
+    except torch._dynamo.exc.UserError as error:
+        text = " ".join(str(error).split())
+        raise ValueError(f"{type(module).__name__} fixes a dimension that is to be dynamic: {text[:400]}") from error
+    limits.check_graph(exported)
+    return exported
+
+
+def _translate(
+    exported: torch.export.ExportedProgram,
+    inputs: Mapping[str, GraphInput],
+    outputs: list[str] | None,
+    prefix: str,
+) -> Any:
+    """The ONNX model of a graph, as an `onnx_ir.Model`."""
+    from onnxscript import optimizer
+
+    packed: dict[Any, int] = {}
+    program = torch.onnx.export(
+        exported,
+        dynamo=True,
+        opset_version=OPSET,
+        optimize=False,
+        custom_translation_table=translations(packed),
+        input_names=list(inputs),
+        output_names=outputs,
+        verbose=False,
+    )
+    assert program is not None
+    model = program.model
+    _type_packed(packed)
+    _name_layers(model, prefix)
+    optimizer.optimize(model)
+    _name_dims(model, inputs)
+    _clean(model)
+    return model
+
+
+def _type_packed(packed: Mapping[Any, int]) -> None:
+    """Bytes of two codes become tensors of 4-bit numbers over the same memory."""
+    import onnx_ir as ir
+
+    for value, kind in packed.items():
+        codes = value.const_value.raw.detach().contiguous()
+        shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+        value.const_value = ir.PackedTensor(codes.numpy(), ir.DataType(kind), shape=shape, name=value.name)
+        value.dtype = ir.DataType(kind)
+        value.shape = ir.Shape(shape)
+
+
+def _name_layers(model: Any, prefix: str) -> None:
+    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name."""
+    graph = model.graph
+    for value in list(graph.initializers.values()):
+        if prefix and value.name.startswith(prefix):
+            old = value.name
+            value.name = old.removeprefix(prefix)
+            if old in graph.initializers:
+                graph.initializers[value.name] = graph.initializers.pop(old)
+    groups: dict[str, list[Any]] = {}
+    for node in graph:
+        source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
+        if "torch.ops.quant.linear_" in source:
+            groups.setdefault(source, []).append(node)
+        elif "torch.ops.quant.onnx_attention" in source:
+            # The modules that the op was called in, outermost first, and then the op itself.
+            *_, module, _ = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])
+            node.metadata_props[LAYER_KEY] = module.removeprefix(prefix)
+    for nodes in groups.values():
+        read = (value.name for node in nodes for value in node.inputs if value is not None)
+        layer = next(name for name in read if name.endswith(".codes")).removesuffix(".codes")
+        for node in nodes:
+            node.metadata_props[LAYER_KEY] = layer
+        output = nodes[-1].outputs[0]
+        if not output.is_graph_output():
+            output.name = f"{layer}.output"
+
+
+def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
+    """Dimensions get the names that `inputs` give them, in every value and in sums of them."""
+    import onnx_ir as ir
+
+    names = {
+        str(dim.value): name
+        for value in model.graph.inputs
+        for dim, name in zip(value.shape, inputs[value.name].dims, strict=True)
+        if isinstance(dim, ir.SymbolicDim) and isinstance(name, str)
+    }
+    if not names:
+        return
+    symbol = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+
+    def named(dim: Any) -> Any:
+        if not isinstance(dim, ir.SymbolicDim) or dim.value is None:
+            return dim
+        return symbol.sub(lambda match: names[match[0]], str(dim.value))
+
+    for value in [*model.graph.inputs, *(output for node in model.graph for output in node.outputs)]:
+        if value.shape is not None:
+            value.shape = ir.Shape([named(dim) for dim in value.shape])
+
+
+def _clean(model: Any) -> None:
+    """Leaves out what the exporter says about itself: stack traces with this machine's paths among it."""
+    for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+    for node in model.graph:
+        layer = node.metadata_props.get(LAYER_KEY)
+        node.metadata_props.clear()
+        if layer is not None:
+            node.metadata_props[LAYER_KEY] = layer
+        for value in node.outputs:
+            value.metadata_props.clear()
+
+
+def _save(model: Any, path: Path) -> Path:
+    """Writes the file and its data beside it, both or neither."""
+    import onnx_ir as ir
+
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        external = f"{path.name}.data" if size > EXTERNAL_BYTES else None
+        ir.save(model, temporary / path.name, external_data=external)
+        for file in sorted(temporary.iterdir(), reverse=True):
+            os.replace(file, path.parent / file.name)
+        if external is None:
+            (path.parent / f"{path.name}.data").unlink(missing_ok=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return path
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences the exporter on packages that it would like to have and on deprecations of its own."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

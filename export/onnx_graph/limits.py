@@ -1,0 +1,163 @@
+"""What cannot be exported: combinations that TensorRT miscompiles or refuses, and that ONNX has no way to write.
+
+They are refused before anything is built, with the name of the layer and an alternative. That a builder accepts a
+graph proves nothing: FP8 weights with one scale a run of 128 inputs and FP8 inputs compile without a word and read
+only the first of each row's scales. What is listed here was built and read back, and nothing else passes.
+
+    weight         inputs                     GEMM in TensorRT
+    nvfp4          nvfp4, or 16 bit           FP4; half precision after a dequantizing kernel
+    mxfp8          mxfp8, or 16 bit           half precision
+    fp8            fp8, fp8_token, or 16 bit  FP8; half precision
+    fp8_channel    fp8, fp8_token, or 16 bit  FP8; half precision
+    fp8_block      16 bit                     half precision
+    int8           int8_token, or 16 bit      INT8; half precision
+    int4           16 bit                     half precision, dequantized inside the GEMM
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import Format
+from quant.kernels.attention.forward import HEAD_DIMS as PLUGIN_HEAD_DIMS
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+
+# Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.
+_TOKEN_FP8 = ("fp8", "fp8_token", "fp8_channel")
+_INPUTS: dict[str, tuple[str, ...]] = {
+    "nvfp4": ("nvfp4",),
+    "mxfp8": ("mxfp8",),
+    "fp8": _TOKEN_FP8,
+    "fp8_channel": _TOKEN_FP8,
+    "fp8_block": (),
+    "int8": ("int8_token", "int8"),
+    "int4": (),
+}
+_INSTEAD = {
+    "mxfp4": "nvfp4",
+    "mxfp6": "fp8",
+    "mxfp6_e3m2": "fp8",
+    "mxfp8_e5m2": "mxfp8",
+    "fp8_token": "fp8_channel",
+    "fp8_group": "fp8_block with 16-bit inputs",
+    "int8_token": "int8",
+}
+_WHY = {
+    "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
+    "mxfp6": "ONNX has no 6-bit numbers at this opset",
+    "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",
+    "mxfp8_e5m2": "TensorRT does not import E5M2 weights",
+    "fp8_group": "TensorRT reads only the first scale of each row of FP8 weights blocked along their inputs",
+}
+_NATIVE_HEAD_DIMS = (64, 128)
+
+
+def layer_problem(
+    weight: Format, activation: Format | None, shape: tuple[int, ...], *, static_scale: bool = True
+) -> str | None:
+    """Why a linear layer cannot be exported and what to do instead, in one clause; None if it can.
+
+    Args:
+        weight: weight format.
+        activation: input format; None for 16 bit.
+        shape: `[out, in]`.
+        static_scale: whether the layer has a calibrated input scale.
+    """
+    if weight.name not in _INPUTS:
+        why = _WHY.get(weight.name, f"{weight} is a format of inputs")
+        return f"{weight} weights cannot be exported: {why}; use {_INSTEAD.get(weight.name, 'fp8')}"
+    if len(shape) == 2 and not weight.divides(shape):
+        block = weight.block_shape(shape)[1]
+        return (
+            f"{shape[1]} inputs are no multiple of the {weight} block of {block}, and neither ONNX nor TensorRT has a "
+            "short last block; keep the layer in 16 bit (--exclude) or use fp8"
+        )
+    if activation is None:
+        return None
+    known = _INPUTS[weight.name]
+    if activation.name not in known:
+        choices = " or ".join((*known, "16-bit inputs (activation null)"))
+        why = f"TensorRT has no GEMM of {weight} weights and {activation} inputs"
+        if weight.name == "fp8_block":
+            why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
+        return f"{why}; use {choices} in the plan"
+    if (activation.global_scale or activation.block == (0, 0)) and not static_scale:
+        return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"
+    return None
+
+
+def check_model(model: nn.Module) -> None:
+    """Refuses what no translation can express.
+
+    Raises:
+        ValueError: the first layer that cannot be exported, why, and an alternative.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            raise ValueError(
+                f"{name} {list(module.weight_shape)}: fused experts choose their tokens at run time, which a static "
+                "graph cannot; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
+            )
+        if isinstance(module, QuantLinear):
+            problem = layer_problem(
+                module.weight_format,
+                module.activation_format,
+                module.weight_shape,
+                static_scale=module.input_scale is not None,
+            )
+            if problem:
+                raise ValueError(f"{name} {list(module.weight_shape)}: {problem}")
+
+
+def check_graph(exported: torch.export.ExportedProgram) -> None:
+    """Refuses inputs of more dimensions than the FP4 quantizer of TensorRT takes.
+
+    Raises:
+        ValueError: a layer with NVFP4 inputs of four or more dimensions; the message names it.
+    """
+    for layer, node in linear_nodes(exported):
+        rank = node.args[0].meta["val"].dim()
+        if node.args[6] == "nvfp4" and rank > 3:
+            raise ValueError(
+                f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
+                "leading dimensions before the layer, or use fp8"
+            )
+
+
+def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
+    """Each `quant::linear_*` node of a graph, with the name of its layer."""
+    buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
+    for node in exported.graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith("quant.linear_"):
+            yield buffers[node.args[1].name].removesuffix(".codes"), node
+
+
+def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, masked: bool) -> None:
+    """Refuses FP8 attention that has no fused kernel.
+
+    Args:
+        name: of the attention module.
+        kind: "native" or "plugin".
+        query: `[batch, heads, seq_q, dim]`.
+        key: `[batch, kv_heads, seq_kv, dim]`.
+        masked: whether it takes a mask of its own, beside the causal one.
+
+    Raises:
+        ValueError: the message names the module and the way out.
+    """
+    known = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
+    way_out = "pass --attention none to keep attention in 16 bit"
+    heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
+    if head_dim not in known:
+        listed = ", ".join(map(str, known))
+        raise ValueError(f"{name}: {kind} FP8 attention takes heads of {listed}, these are of {head_dim}; {way_out}")
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: FP8 attention gives FP16 or BF16, and the model is in {query.dtype}; {way_out}")
+    if heads % kv_heads:
+        raise ValueError(f"{name}: {heads} heads are no multiple of {kv_heads} KV heads; {way_out}")
+    if masked and kind == "plugin":
+        raise ValueError(f"{name}: the plugin takes no mask beside the causal one; {way_out}, or --attention native")

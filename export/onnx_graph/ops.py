@@ -1,0 +1,123 @@
+"""One ONNX translation for each linear op: what quantized layers are in an ONNX file (attention: `onnx_attention`).
+
+    weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
+    activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
+                  trt::TRT_FP4DynamicQuantize, two DequantizeLinear    nvfp4: block scales found at run time
+                  trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
+                  divided by its scale, then as static                 fp8_token, int8_token
+    linear        MatMul(activation, weight), Add(bias)
+
+These are the patterns that TensorRT turns into GEMMs in the low precision; written any other way, the same arithmetic
+runs in half precision. Three details matter to both the pattern and the numbers:
+
+- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op: by `output_dtype` where
+  TensorRT takes it, by a Cast after the last DequantizeLinear for NVFP4, where it does not. INT4 is fused only if its
+  scales have the dtype of x; solvers choose them representable in it.
+- A scale a token cannot stand between DequantizeLinear and MatMul, or the GEMM runs in half precision. But a scale of
+  a row of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s
+  multiplies what comes out. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
+- Codes and scales are the buffers of the module, byte for byte. Packed 4-bit codes are bytes in PyTorch and typed
+  FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from quant.export.onnx_graph.attention import attention_translations
+from quant.export.onnx_graph.opsets import (
+    FLOAT,
+    FLOAT8E4M3FN,
+    element_type,
+    opset,
+    register_schemas,
+    round_trip,
+    trt_opset,
+)
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3, E8M0, INT4, INT8
+
+# Static scales of the codes of inputs that are scaled by token: the largest code times these is just below 1.
+_TOKEN_STEP = {E4M3: 2.0**-9, INT8: 2.0**-7}
+
+Translation = Callable[..., Any]
+
+
+def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
+    """ONNX translations by PyTorch op, for `torch.onnx.export(custom_translation_table=...)`.
+
+    Args:
+        packed: filled while the graph is translated: ONNX type of each value that holds packed 4-bit codes.
+    """
+    register_schemas()
+    linears = {
+        getattr(torch.ops.quant, f"linear_{format.name}").default: _linear(format, packed)
+        for format in FORMATS.values()
+        if format.element in (E4M3, E2M1, INT4, INT8) and not (format.element is E2M1 and format.scale is E8M0)
+    }
+    return {**linears, **attention_translations()}
+
+
+def _linear(format: Format, packed: dict[Any, int]) -> Translation:
+    def translate(
+        x: Any, codes: Any, scale: Any, global_scale: Any, bias: Any, input_scale: Any, activation: str
+    ) -> Any:
+        op, dtype = opset(), x.dtype
+        if format.element.bits == 4:
+            packed[codes] = element_type(format)
+        weight = op.Transpose(_weight(format, codes, scale, global_scale, dtype), perm=[1, 0])
+        after = None
+        if activation:
+            x, after = _activation(FORMATS[activation], x, input_scale)
+        y = op.MatMul(x, weight)
+        if after is not None:
+            y = op.Cast(op.Mul(op.Cast(y, to=FLOAT), after), to=int(dtype))
+        return y if bias is None else op.Add(y, bias)
+
+    return translate
+
+
+def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
+    """The dequantized weight `[out, in]` in `dtype`."""
+    op, trt = opset(), trt_opset()
+    rows, columns = format.block
+    if format.global_scale:
+        step = op.DequantizeLinear(scale, op.Cast(global_scale, to=FLOAT))
+        return op.Cast(op.DequantizeLinear(codes, step, axis=1, block_size=columns), to=int(dtype))
+    if format.scale is E8M0:
+        return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=1, block_size=columns, output_dtype=int(dtype))
+    if format.element is INT4:
+        scale = scale if int(dtype) == FLOAT else op.Cast(scale, to=int(dtype))
+        return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
+    if rows > 1:
+        return trt.TRT_BlockDequantize(codes, scale, block_shape=[rows, columns], output_dtype=int(dtype))
+    if format.block == (0, 0):
+        return op.DequantizeLinear(codes, op.Squeeze(scale), output_dtype=int(dtype))
+    return op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=0, output_dtype=int(dtype))
+
+
+def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
+    """`x` rounded to `format`, and what the output is to be multiplied by, if anything."""
+    op, trt = opset(), trt_opset()
+    block = format.block[1]
+    if format.global_scale:
+        codes, scale = trt.TRT_FP4DynamicQuantize(
+            x, input_scale, axis=-1, block_size=block, scale_type=FLOAT8E4M3FN, _outputs=2
+        )
+        step = op.DequantizeLinear(scale, input_scale)
+        return op.Cast(op.DequantizeLinear(codes, step, axis=-1, block_size=block), to=int(x.dtype)), None
+    if format.scale is E8M0:
+        codes, scale = trt.TRT_MXFP8DynamicQuantize(x, axis=-1, block_size=block, output_dtype=FLOAT8E4M3FN, _outputs=2)
+        return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=block, output_dtype=int(x.dtype)), None
+    if format.block == (0, 0):
+        return round_trip(format, x, input_scale, x.dtype), None
+    wide = op.Cast(x, to=FLOAT)
+    amax = op.ReduceMax(op.Abs(wide), [-1], keepdims=1)
+    scale = op.Div(amax, op.Constant(value_float=format.element.max))
+    scale = op.Where(op.Greater(scale, op.Constant(value_float=0.0)), scale, op.Constant(value_float=1.0))
+    step = op.Constant(value_float=_TOKEN_STEP[format.element])
+    small = op.Mul(op.Div(wide, scale), step)
+    return round_trip(format, small, step, x.dtype), op.Div(scale, step)

@@ -1,0 +1,335 @@
+"""Whether an ONNX file says what the model does: the checker, shape inference, and every layer's numbers.
+
+    fake quant    the `quant::` op in PyTorch, against the textbook in float64: round the input, multiply, add
+    checkpoint    the weight in the checkpoint's files, against the module's
+    onnx          the layer's nodes, cut out of the file and run by the reference evaluator, against the op; and its
+                  weight, dequantized in float32 from the initializers, against the module's
+    engine        filled in by whoever reads the constants of an engine
+
+Errors are relative: the Frobenius norm of the difference over that of the reference. Layers are compared one at a
+time and never as a whole model, where one flipped rounding in FP4 changes all that follows. Of a wide layer some rows
+of the weight are compared at a time, which are as many outputs, so that memory does not grow with the layer.
+
+The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
+"passed"}.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.calibration.blocks import stored_dtype
+from quant.export.onnx_graph.export import LAYER_KEY
+from quant.export.onnx_graph.opsets import register_schemas
+from quant.export.onnx_graph.reference import evaluator
+from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.ops import quantized_linear
+
+TOKENS = 8
+_WEIGHTS = 1 << 22  # compared at a time
+# In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
+# scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+WEIGHT_TOLERANCE = 1e-6
+_TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+def verify(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    checkpoint: Callable[[str], BlockScaledTensor] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Any]:
+    """The receipt of an exported file.
+
+    Args:
+        model: what was exported.
+        path: the file.
+        checkpoint: gives a layer's weight as the checkpoint's files hold it, where there is a checkpoint.
+        progress: called as `progress(layers done, layers in all)`.
+
+    Raises:
+        ValueError: the file is no valid ONNX, or a layer's nodes are not in it; the message names them.
+    """
+    graph = LayerGraphs(Path(path))
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    dtype = stored_dtype(model)
+    found = []
+    for done, (name, module) in enumerate(layers, 1):
+        found.append(_compare(name, module, graph, checkpoint(name) if checkpoint else None, dtype))
+        if progress:
+            progress(done, len(layers))
+    return {"layers": found, "passed": all(layer["passed"] for layer in found)}
+
+
+def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The layer that fails by most, or else the one that is nearest to it; None without layers."""
+
+    def badness(layer: dict[str, Any]) -> tuple[bool, float]:
+        return not layer["passed"], max(layer["onnx"] or 0.0, layer["checkpoint"] or 0.0)
+
+    return max(receipt["layers"], key=badness, default=None)
+
+
+def check_file(path: str | Path) -> None:
+    """Runs the ONNX checker and strict shape inference.
+
+    Raises:
+        ValueError: they refuse the file; the message is theirs, on one line.
+    """
+    import onnx
+
+    register_schemas()
+    path = Path(path)
+    try:
+        onnx.checker.check_model(str(path))
+        onnx.shape_inference.infer_shapes(onnx.load(path, load_external_data=False), check_type=True, strict_mode=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ValueError(f"{path}: not a valid ONNX file: {' '.join(str(error).split())[:500]}") from error
+
+
+class LayerGraphs:
+    """The nodes of each quantized linear in a file, as models of their own; weights are read when asked for.
+
+    Args:
+        path: of a file that `export_onnx` wrote.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import onnx
+
+        self.path = path
+        self.model = onnx.load(path, load_external_data=False)
+        graph = self.model.graph
+        self.constants = {tensor.name: tensor for tensor in graph.initializer}
+        self.maker = {name: node for node in graph.node for name in node.output}
+        self.layer = {name: _layer_of(node) for name, node in self.maker.items()}
+        self.outputs = {
+            _layer_of(node): node.output[0] for node in graph.node if _layer_of(node)
+        }  # the last tagged node of a layer is the one that its output comes from
+
+    def linear(self, name: str) -> tuple[Any, str]:
+        """The layer's nodes as a model, and the name of its one input.
+
+        Raises:
+            ValueError: the file has no such layer, or its nodes are not connected as a linear's are.
+        """
+        if name not in self.outputs:
+            raise ValueError(f"{self.path}: no nodes of layer {name}; export the model again")
+        output = self.outputs[name]
+        return self._cut(output, lambda value: self._is_own(value, output), name)
+
+    def weight(self, name: str) -> Any:
+        """A model that gives the layer's weight `[out, in]`, float32, before any cast to half.
+
+        Raises:
+            ValueError: the file has no such layer.
+        """
+        from onnx import TensorProto, helper
+
+        nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
+        if len(nodes) != 1:
+            raise ValueError(f"{self.path}: {len(nodes)} nodes read {name}.codes, expected one")
+        (node,) = nodes
+        output = node.output[0]
+        model, _ = self._cut(output, lambda value: value == output or self._is_constant(value), name, inputs=0)
+        last = model.graph.node[-1]
+        kept = [attribute for attribute in last.attribute if attribute.name != "output_dtype"]
+        del last.attribute[:]
+        last.attribute.extend([*kept, helper.make_attribute("output_dtype", TensorProto.FLOAT)])
+        return model
+
+    def _is_own(self, value: str, output: str) -> bool:
+        if value == output:
+            return True
+        tagged = bool(self.layer.get(value))
+        return (tagged and value not in self.outputs.values()) or self._is_constant(value)
+
+    def _is_constant(self, value: str) -> bool:
+        node = self.maker.get(value)
+        return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
+
+    def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
+        """The nodes that `output` is made by, as far back as `own` says, as a model."""
+        from onnx import helper
+        from onnx.external_data_helper import load_external_data_for_tensor
+
+        nodes: list[Any] = []
+        used: set[str] = set()
+        free: list[str] = []
+        waiting = [output]
+        for node in reversed(self.model.graph.node):
+            if not any(value in waiting for value in node.output):
+                continue
+            nodes.insert(0, node)
+            for value in filter(None, node.input):
+                if value in self.constants:
+                    used.add(value)
+                elif own(value):
+                    waiting.append(value)
+                elif value not in free:
+                    free.append(value)
+        if len(free) != inputs:
+            raise ValueError(f"{self.path}: the nodes of {name} read {free or 'nothing'}, expected {inputs} input(s)")
+        constants = []
+        for value in sorted(used):
+            tensor = copy.deepcopy(self.constants[value])
+            if tensor.data_location == tensor.EXTERNAL:
+                load_external_data_for_tensor(tensor, str(self.path.parent))
+            constants.append(tensor)
+        known = [helper.make_value_info(value, helper.make_tensor_type_proto(1, None)) for value in free]
+        made = helper.make_value_info(output, helper.make_tensor_type_proto(1, None))
+        graph = helper.make_graph(nodes, name, known, [made], constants)
+        model = helper.make_model(graph, opset_imports=self.model.opset_import, ir_version=self.model.ir_version)
+        return model, free[0] if free else ""
+
+
+def _layer_of(node: Any) -> str:
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
+def _compare(
+    name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    whole, (layer, given), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
+    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
+    for start, stop in _row_slices(whole):
+        part = _rows(whole, start, stop)
+        bias = None if module.bias is None else module.bias[start:stop]
+        weight = part.dequantize()
+        with torch.no_grad():
+            op = quantized_linear(x, part, bias, module.input_scale, module.activation_format).float()
+        errors["fake_quant"].add(op, _textbook(x, weight, bias, module))
+        out = evaluator(_model_rows(layer, whole, start, stop)).run(None, {given: to_numpy(x)})[0]
+        errors["output"].add(_as_float(out), op)
+        held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
+        errors["weight"].add(_as_float(held), weight)
+        if stored is not None:
+            errors["checkpoint"].add(_rows(stored, start, stop).dequantize(), weight)
+    of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
+    checkpoint = None if stored is None else errors["checkpoint"].relative
+    passed = (
+        fake_quant <= _TEXTBOOK[dtype]
+        and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
+        and of_weight <= WEIGHT_TOLERANCE
+        and (checkpoint or 0.0) <= WEIGHT_TOLERANCE
+    )
+    return {
+        "name": name,
+        "fake_quant": fake_quant,
+        "checkpoint": checkpoint,
+        "onnx": max(of_output, of_weight),
+        "engine": None,
+        "passed": passed,
+    }
+
+
+class _Error:
+    """Sums of squares of a difference and of its reference, slice by slice."""
+
+    def __init__(self) -> None:
+        self.difference = self.reference = 0.0
+
+    def add(self, found: torch.Tensor, expected: torch.Tensor) -> None:
+        if not torch.equal(found, expected):
+            self.difference += float((found.double() - expected.double()).square().sum())
+        self.reference += float(torch.linalg.vector_norm(expected, dtype=torch.float64)) ** 2
+
+    @property
+    def relative(self) -> float:
+        """As `relative_error` of the whole."""
+        return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
+
+
+def _row_slices(weight: BlockScaledTensor) -> list[tuple[int, int]]:
+    """Ranges of rows of about `_WEIGHTS` weights, whole blocks each."""
+    out, features = weight.shape
+    height = weight.format.block_shape(weight.shape)[0]
+    step = height if height < out else 1
+    step *= max(_WEIGHTS // features // step, 1)
+    return [(start, min(start + step, out)) for start in range(0, out, step)]
+
+
+def _rows(weight: BlockScaledTensor, start: int, stop: int) -> BlockScaledTensor:
+    """Rows of a weight, sharing its memory; `start` is the first of a block."""
+    height = weight.format.block_shape(weight.shape)[0]
+    scale = weight.scale[start // height : -(-stop // height)]
+    return replace(weight, codes=weight.codes[start:stop], scale=scale, shape=(stop - start, weight.shape[1]))
+
+
+def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:
+    """The model that `LayerGraphs` cut out, for these rows of the weight: constants with a row for each are sliced."""
+    from onnx import TensorProto, helper
+
+    out, height = weight.shape[0], weight.format.block_shape(weight.shape)[0]
+    if stop - start == out:
+        return model
+    constants = []
+    for tensor in model.graph.initializer:
+        step = next((step for step in (1, height) if tensor.dims and tensor.dims[0] == -(-out // step)), None)
+        if step is None or not tensor.raw_data:
+            constants.append(tensor)
+            continue
+        first, last, row = start // step, -(-stop // step), len(tensor.raw_data) // tensor.dims[0]
+        dims = [last - first, *tensor.dims[1:]]
+        data = tensor.raw_data[first * row : last * row]
+        constants.append(TensorProto(name=tensor.name, data_type=tensor.data_type, dims=dims, raw_data=data))
+    graph = helper.make_graph(model.graph.node, "rows", model.graph.input, model.graph.output, constants)
+    return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
+
+
+def _as_float(values: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(values, dtype=np.float32))
+
+
+def _is_by_token(module: QuantLinear) -> bool:
+    format = module.activation_format
+    return format is not None and format.block == (1, 0) and module.input_scale is None
+
+
+def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:
+    """The layer in float64, for the rows of `weight`."""
+    format = module.activation_format
+    if format is not None:
+        second = format.global_scale
+        x = fake_quantize(
+            x,
+            format,
+            scale=None if second else module.input_scale,
+            global_scale=module.input_scale if second else None,
+        )
+    return linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of what was expected, in float64."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
+
+
+def to_numpy(x: torch.Tensor) -> np.ndarray:
+    """A tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
+    import ml_dtypes
+
+    kinds: dict[torch.dtype, tuple[torch.dtype, Any]] = {
+        torch.bfloat16: (torch.uint16, ml_dtypes.bfloat16),
+        torch.float8_e4m3fn: (torch.uint8, ml_dtypes.float8_e4m3fn),
+    }
+    x = x.detach().cpu().contiguous()
+    if x.dtype in kinds:
+        plain, dtype = kinds[x.dtype]
+        return x.view(plain).numpy().view(dtype)
+    return x.numpy()

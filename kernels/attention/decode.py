@@ -1,0 +1,179 @@
+"""Attention of new tokens over a paged KV cache: one function for decoding and for the chunks of a prompt.
+
+    out = paged_attention(q, cache.layer(3), block_table, lengths)        q [batch, heads, new, dim]
+
+The new tokens are the last ones of their sequences and are in the cache already: token i of `new` sees the keys up to
+position lengths − new + i. One new token is decoding; several are a chunk of a prompt over what came before.
+
+As everywhere here, the CPU runs the oracle: it gathers the pages, dequantizes them exactly and attends in float32. A
+GPU runs the Triton kernel of `decode_attention_triton`, which reads codes and nothing else. Launch sizes are here, so
+that they can be read where Triton is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from quant.kernels.attention.kv_cache import PAGE_SIZES, KVPages, check_kv_format
+from quant.kernels.attention_reference import reference
+
+_ROWS = (8, 16)
+"""Query rows of a decoding tile: the columns of one or of two tensor-core products."""
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """A launch: query rows and keys of a tile, warps and stages of a program, parts that the keys fall into.
+
+    `overlap` lets it begin, and the next kernel, before the kernel before has ended.
+    """
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+    splits: int
+    overlap: bool = True
+
+
+def tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
+    """The launch for `rows` query rows a KV head, of `programs` sequences times KV heads, on a GPU of `sms` SMs."""
+    if rows > _ROWS[-1]:
+        return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
+    block_m = next(size for size in _ROWS if size >= rows)
+    # Programs of one warp wait for nobody; larger tiles need the registers of two.
+    warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2
+    # Decoding E2M1 takes more programs on an SM to keep memory busy than waiting for FP8 does. They are all there at
+    # once, each with four tiles or more: parts that begin when others end would leave the GPU half empty at the end.
+    # With fewer programs than SMs, tiles read one after the other are what takes time: then two programs an SM.
+    on_an_sm = 8 if pages.format is not None and pages.format.global_scale else 4
+    parts = max(max_length // (4 * 32), min(2 * sms // programs, max_length // 64))
+    splits = max(1, min(on_an_sm * sms // programs, parts, 128))
+    # Overlapping saves a microsecond or two. Programs that start early take the places of those that read for long,
+    # which are then not all there at once: 32k tokens of NVFP4 took a third longer.
+    return DecodeTiles(block_m, 32, warps, 3, splits, overlap=max_length <= 1024 * splits)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    max_length: int | None = None,
+    shortest: int | None = None,
+    tiles: DecodeTiles | None = None,
+) -> torch.Tensor:
+    """softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
+
+    Args:
+        q: `[batch, heads, new, dim]`, BF16, FP16 or FP32; `pages.kv_heads` divides `heads`. A GPU's tensor cores take
+            it in FP16, or as a cache that is not quantized is; sums and output of FP32 stay that.
+        pages: a layer's pages.
+        block_table: int32 `[batch, most pages]`: the pages of each sequence in order.
+        lengths: int32 `[batch]`: tokens of each sequence, the new ones included.
+        softmax_scale: positive; None is 1/√dim.
+        window: a token sees this many keys back, its own included; None is no limit.
+        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+        max_length, shortest: the largest and the smallest of `lengths`, where the caller knows them and answers for
+            the block table. None has both checked, for which a GPU has to be waited for.
+        tiles: the launch; None takes `tiles_for`.
+
+    Returns:
+        `[batch, heads, new, dim]` in the dtype of q.
+
+    Raises:
+        ValueError: operands that do not fit each other, a page that is not there, a length below `new`.
+    """
+    where = f"paged attention q {list(q.shape)} over {pages.format or '16 bit'} pages {list(pages.k.shape)}"
+    _check(where, q, pages, block_table, lengths, softmax_scale, window, softcap)
+    if max_length is None or shortest is None:
+        shortest, max_length = _checked_lengths(where, pages, block_table, lengths)
+    if shortest < max(1, q.shape[2]):
+        raise ValueError(f"{where}: a length is {shortest}; {q.shape[2]} new tokens are counted in it")
+    if max_length > block_table.shape[1] * pages.page_size:
+        raise ValueError(
+            f"{where}: a length is {max_length}, but the block table {list(block_table.shape)} has room for "
+            f"{block_table.shape[1]} pages of {pages.page_size}"
+        )
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    if q.device.type != "cuda":
+        return paged_reference(q, pages, block_table, lengths, softmax_scale=scale, window=window, softcap=softcap)
+    from quant.kernels.portable.decode_attention import launch
+
+    if tiles is None:
+        rows, programs = q.shape[2] * (q.shape[1] // pages.kv_heads), q.shape[0] * pages.kv_heads
+        sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+        tiles = tiles_for(pages, rows, programs, max_length, sms)
+    return launch(q, pages, block_table, lengths, scale, window, softcap, tiles)
+
+
+def _check(
+    where: str,
+    q: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    softmax_scale: float | None,
+    window: int | None,
+    softcap: float | None,
+) -> None:
+    check_kv_format(pages.format, pages.dim)
+    if q.dim() != 4 or q.shape[3] != pages.dim or not q.numel():
+        raise ValueError(f"{where}: expected q [batch, heads, new, {pages.dim}], none of them 0")
+    if q.shape[1] % pages.kv_heads:
+        raise ValueError(f"{where}: {pages.kv_heads} KV heads do not divide {q.shape[1]} heads")
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{where}: q is {q.dtype}; expected bfloat16, float16 or float32")
+    if pages.page_size not in PAGE_SIZES:
+        raise ValueError(f"{where}: pages of {pages.page_size} tokens; known: {', '.join(map(str, PAGE_SIZES))}")
+    for name, tensor, dims in (("block_table", block_table, 2), ("lengths", lengths, 1)):
+        if tensor.dtype != torch.int32 or tensor.dim() != dims or len(tensor) != q.shape[0]:
+            shape = "[batch, most pages]" if dims == 2 else "[batch]"
+            raise ValueError(f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected int32 {shape}")
+    devices = {str(x.device) for x in (q, pages.k, pages.v, block_table, lengths)}
+    if len(devices) > 1:
+        raise ValueError(f"{where}: on different devices ({', '.join(sorted(devices))})")
+    if window is not None and window < 1:
+        raise ValueError(f"{where}: window {window} must be at least 1; None is no limit")
+    for name, value in (("softcap", softcap), ("softmax_scale", softmax_scale)):
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{where}: {name} {value} must be positive")
+
+
+def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> tuple[int, int]:
+    """The smallest and the largest length, after every page that they reach was found to exist."""
+    counts, table = lengths.tolist(), block_table.tolist()
+    for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
+        wrong = [page for page in entries[: -(-count // pages.page_size)] if not 0 <= page < len(pages.k)]
+        if wrong:
+            raise ValueError(f"{where}: block table row {row} names page {wrong[0]}; there are {len(pages.k)}")
+    return min(counts), max(counts)
+
+
+def paged_reference(
+    q: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    compute: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """The oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
+    out = torch.empty_like(q)
+    for row, length in enumerate(lengths.tolist()):
+        k, v = pages.read(block_table[row, : -(-length // pages.page_size)], length)
+        out[row] = reference(
+            q[row, None], k[None], v[None], causal=True, window=window, softcap=softcap, softmax_scale=softmax_scale,
+            dtype=q.dtype, compute=compute, round_p=False,
+        )[0][0]  # fmt: skip
+    return out

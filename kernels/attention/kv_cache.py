@@ -1,0 +1,530 @@
+"""A KV cache in pages: keys and values of many sequences in FP8, NVFP4 or 16 bit, shared where prompts are.
+
+    cache = PagedKVCache(layers=32, kv_heads=8, dim=128, format=FORMATS["fp8_token"], pages=4096)
+    a = cache.add()
+    cache.append(layer, [a], k, v)                  # k, v [1, kv_heads, new, dim], rounded as they are written
+    b = cache.fork(a)                               # shares every page; whoever writes first gets a copy
+    out = cache.attend(layer, [a, b], q)            # q [2, heads, new, dim], over what is written
+
+A page holds 16, 32 or 64 tokens of every layer and KV head, so a sequence is a list of pages (its row of the block
+table) and nothing has to be moved when it grows. A page counts its owners; one that several own is copied before it
+is written, which is all that sharing a prompt among continuations takes.
+
+    format       a token of a head                                       scales
+    None         dim · 2 bytes                                           none
+    fp8          dim bytes, E4M3                                         one a KV head, calibrated or of what came first
+    fp8_token    dim + 4 bytes, E4M3                                     one a token and head, found on writing
+    nvfp4        dim / 2 + dim / 16 bytes, E2M1 and E4M3 block scales    the same
+
+Codes are those of `quant.formats`, bit for bit, and so are FP8's scales. NVFP4 chooses each block's scale among eight
+neighbours by squared error (`block_scales`). A scale that nobody calibrated is set by the first tokens, with room for
+sixteen times their magnitude: E4M3, of elements or of block scales, has 17 binades, so that costs little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3
+from quant.formats.packing import pack
+from quant.formats.rounding import decode, encode, round_to
+from quant.formats.scaling import divided, global_scale_of, max_rule
+from quant.formats.tensor import BlockScaledTensor
+
+KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
+"""Formats of a quantized cache."""
+PAGE_SIZES = (16, 32, 64)
+MAX_DIM = 256
+HEADROOM = 16.0
+"""How much larger than the first tokens later ones may be, under a scale that was not calibrated."""
+CANDIDATES = (-2, 5)
+"""The first and the last block scale that NVFP4 tries, in E4M3 codes from the one that the `max` rule gives."""
+
+
+@dataclass(frozen=True, eq=False)
+class KVPages:
+    """The pages of one layer. Plain data; every tensor is contiguous.
+
+    Attributes:
+        k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
+        format: one of `KV_FORMATS`; None for 16 bit.
+        dim: head dimension.
+        k_scale, v_scale: float32 `[kv_heads]`, or `[pages, kv_heads, page_size]` for `fp8_token`; None for 16 bit.
+        k_blocks, v_blocks: NVFP4's block scales, E4M3 `[pages, kv_heads, page_size, dim / 16]`; None for others.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    format: Format | None
+    dim: int
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    k_blocks: torch.Tensor | None = None
+    v_blocks: torch.Tensor | None = None
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self.k.shape[1]
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page."""
+        return self.k.shape[2]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that a token takes in this layer, K and V of all heads, scales included."""
+        return 2 * self.kv_heads * token_bytes(self.format, self.dim)
+
+    def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
+        index = torch.as_tensor(pages, dtype=torch.int64, device=self.k.device)
+
+        def gather(x: torch.Tensor | None) -> torch.Tensor | None:
+            return None if x is None else x[index].transpose(0, 1).flatten(1, 2)[:, :length]
+
+        def values(codes: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor | None) -> torch.Tensor:
+            codes, blocks = gather(codes), gather(blocks)  # type: ignore[assignment]
+            return decode_kv(codes, self.format, scale if scale is None or scale.dim() == 1 else gather(scale), blocks)
+
+        return values(self.k, self.k_scale, self.k_blocks), values(self.v, self.v_scale, self.v_blocks)
+
+
+def token_bytes(format: Format | None, dim: int) -> int:
+    """Bytes of one token's key or value in one head."""
+    if format is None:
+        return 2 * dim
+    scales = dim // 16 if format.global_scale else 4 if format.name == "fp8_token" else 0
+    return dim * format.element.bits // 8 + scales
+
+
+def check_kv_format(format: Format | None, dim: int) -> None:
+    """Raises ValueError where a cache cannot be in `format`, or cannot have heads of `dim`."""
+    if format is not None and format.name not in KV_FORMATS:
+        raise ValueError(f"KV cache: no format {format}; known: {', '.join(KV_FORMATS)}, or None for 16 bit")
+    if dim % 16 or not 0 < dim <= MAX_DIM:
+        raise ValueError(f"KV cache: head dimension {dim}; it must be a multiple of 16, at most {MAX_DIM}")
+
+
+def encode_kv(
+    x: torch.Tensor, format: Format, scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Codes, scales of `fp8_token` and block scales of `nvfp4`: what is written for `x`.
+
+    Args:
+        x: `[…, kv_heads, tokens, dim]`.
+        format: one of `KV_FORMATS`.
+        scale: float32 `[kv_heads]`; None for `fp8_token`.
+    """
+    x = x.float()
+    if format.global_scale:
+        assert scale is not None
+        second = scale[:, None, None, None, None]
+        blocks = x.unflatten(-1, (-1, 16)).unsqueeze(-3)  # […, tokens, 1, dim / 16, 16]
+        stored = block_scales(blocks, second)
+        codes = pack(encode(blocks / (stored * second), E2M1).flatten(-3), 4)
+        return codes, None, encode(stored.flatten(-3), E4M3)
+    if scale is None:
+        scale = divided(x.abs().amax(-1), E4M3.max)
+        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        return encode(x / scale[..., None], E4M3), scale, None
+    return encode(x / scale[:, None, None], E4M3), None, None
+
+
+def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
+
+    That leaves 0.6% more error on normal values than the best of all codes, the `max` rule 37% more. Errors are whole
+    numbers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums are the same in any
+    order, and so the kernel makes the same choice. Every product before a difference is exact or followed by a
+    minimum, so fusing it changes nothing.
+
+    Args:
+        blocks: float32 `[…, 1, blocks, 16]`.
+        scale: of a head, float32, broadcast against `blocks`.
+
+    Returns:
+        float32 `[…, 1, blocks, 1]`, representable in E4M3.
+    """
+    first = max_rule(blocks, FORMATS["nvfp4"], scale)
+    power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
+    magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
+    code = encode(first, E4M3).view(torch.uint8).int()
+    best: torch.Tensor = first
+    least: torch.Tensor | None = None
+    for offset in range(CANDIDATES[0], CANDIDATES[1] + 1):
+        stored = decode((code + offset).clamp_(1, E4M3.max_code).to(torch.uint8).view(torch.float8_e4m3fn), E4M3)
+        rounded = round_to(magnitude * (1 / stored), E2M1) * stored
+        error = ((magnitude - rounded) * (256 / power)).round_().int().square_().sum((-3, -1), keepdim=True)
+        best = stored if least is None else torch.where(error < least, stored, best)
+        least = error if least is None else torch.minimum(error, least)
+    return best
+
+
+def decode_kv(
+    codes: torch.Tensor, format: Format | None, scale: torch.Tensor | None, blocks: torch.Tensor | None
+) -> torch.Tensor:
+    """The values, float32 `[…, kv_heads, tokens, dim]`; `scale` is a head's or a token's."""
+    if format is None:
+        return codes.float()
+    assert scale is not None
+    if blocks is None:
+        return codes.float() * (scale[:, None, None] if scale.dim() == 1 else scale[..., None])
+    dim = codes.shape[-1] * 2
+    elements = BlockScaledTensor(codes, blocks, format, (*codes.shape[:-1], dim)).element_values()
+    steps = decode(blocks, E4M3) * scale[:, None, None]
+    return (elements.unflatten(-1, (-1, 16)) * steps[..., None]).flatten(-2)
+
+
+def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None) -> torch.Tensor:
+    """`x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
+    if format is None:
+        return x
+    codes, found, blocks = encode_kv(x, format, scale)
+    return decode_kv(codes, format, scale if found is None else found, blocks).to(x.dtype)
+
+
+def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
+    """Scales float32 `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
+    if format is None or format.name == "fp8_token":
+        return None
+    amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
+    if format.global_scale:
+        return global_scale_of(amax, format)
+    scale = divided(amax, format.element.max)
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+class PagedKVCache:
+    """Keys and values of many sequences and all layers.
+
+    Args:
+        layers: attention layers.
+        kv_heads: KV heads of each.
+        dim: head dimension, a multiple of 16 up to 256.
+        format: one of `KV_FORMATS`; None keeps `dtype`.
+        pages: how many there are at first.
+        page_size: tokens of a page, one of `PAGE_SIZES`.
+        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes that of the first tokens.
+        grow: whether more pages are made when all are taken.
+        dtype: BF16 or FP16, of a cache that is not quantized.
+        device: where it is.
+
+    Raises:
+        ValueError: a format, dimension, page size or scale that does not fit.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        format: Format | None = None,
+        pages: int = 64,
+        page_size: int = 64,
+        k_scale: torch.Tensor | None = None,
+        v_scale: torch.Tensor | None = None,
+        grow: bool = True,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        check_kv_format(format, dim)
+        if page_size not in PAGE_SIZES:
+            raise ValueError(f"KV cache: pages of {page_size} tokens; known: {', '.join(map(str, PAGE_SIZES))}")
+        if min(layers, kv_heads, pages) < 1:
+            raise ValueError(f"KV cache: {layers} layers, {kv_heads} KV heads, {pages} pages; each must be at least 1")
+        self.layers, self.kv_heads, self.dim = layers, kv_heads, dim
+        self.format, self.page_size, self.grow = format, page_size, grow
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
+        self._scales = self._checked_scales(k_scale, v_scale)
+        # Of each layer, what its first tokens are still to give a scale.
+        self._unscaled = [[name for name, x in (("k", k_scale), ("v", v_scale)) if x is None] for _ in range(layers)]
+        self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}
+        self._free = list(range(pages - 1, -1, -1))
+        self._owners = [0] * pages
+        self._pages: dict[int, list[int]] = {}
+        self._lengths: dict[int, list[int]] = {}
+        self._version = self._next = 0
+        self._table: tuple[tuple[int, ...], int, torch.Tensor] | None = None
+        self._counts: tuple[tuple[int, ...], torch.Tensor] | None = None
+
+    def _checked_scales(
+        self, k_scale: torch.Tensor | None, v_scale: torch.Tensor | None
+    ) -> dict[str, torch.Tensor] | None:
+        given = {"k_scale": k_scale, "v_scale": v_scale}
+        if self.format is None or self.format.name == "fp8_token":
+            if named := [name for name, scale in given.items() if scale is not None]:
+                raise ValueError(f"KV cache in {self.format or '16 bit'}: {', '.join(named)} given, but it has none")
+            return None
+        shape, scales = (self.layers, self.kv_heads), {}
+        for name, scale in given.items():
+            scale = torch.ones(shape) if scale is None else scale
+            if tuple(scale.shape) != shape or not bool((scale > 0).all() and scale.isfinite().all()):
+                raise ValueError(
+                    f"KV cache: {name} {list(scale.shape)} must be [layers, kv_heads] = {list(shape)}, positive"
+                )
+            scales[name] = scale.to(self.device, torch.float32).clone()
+        return scales
+
+    def _tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """What a token of a head consists of: width and dtype by name."""
+        if self.format is None:
+            if dtype not in (torch.bfloat16, torch.float16):
+                raise ValueError(f"KV cache: {dtype}; a cache that is not quantized is in bfloat16 or float16")
+            return dict.fromkeys(("k", "v"), ((self.dim,), dtype))
+        if self.format.global_scale:
+            codes, blocks = ((self.dim // 2,), torch.uint8), ((self.dim // 16,), torch.float8_e4m3fn)
+            return {"k": codes, "v": codes, "k_blocks": blocks, "v_blocks": blocks}
+        codes = ((self.dim,), torch.float8_e4m3fn)
+        if self.format.name == "fp8":
+            return {"k": codes, "v": codes}
+        return {"k": codes, "v": codes, "k_scale": ((), torch.float32), "v_scale": ((), torch.float32)}
+
+    def _zeros(self, pages: int, width: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(self.layers, pages, self.kv_heads, self.page_size, *width, dtype=dtype, device=self.device)
+
+    @property
+    def free_pages(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(pool.nbytes for pool in self._pools.values())
+
+    def add(self) -> int:
+        """A new, empty sequence."""
+        return self._register([], [0] * self.layers)
+
+    def fork(self, sequence: int) -> int:
+        """A new sequence that begins as `sequence` does and shares its pages until one of them writes."""
+        pages = self._of(sequence)
+        for page in pages:
+            self._owners[page] += 1
+        return self._register(list(pages), list(self._lengths[sequence]))
+
+    def drop(self, sequence: int) -> None:
+        """Forgets a sequence; its pages are free once no other owns them."""
+        for page in self._of(sequence):
+            self._release(page)
+        del self._pages[sequence], self._lengths[sequence]
+
+    def crop(self, sequence: int, length: int) -> None:
+        """Forgets the tokens from position `length` on."""
+        pages = self._of(sequence)
+        self._lengths[sequence] = [min(seen, length) for seen in self._lengths[sequence]]
+        keep = -(-length // self.page_size)
+        for page in pages[keep:]:
+            self._release(page)
+        del pages[keep:]
+        self._version += 1
+
+    def length(self, sequence: int, layer: int = 0) -> int:
+        """Tokens written so far."""
+        self._of(sequence)
+        return self._lengths[sequence][layer]
+
+    def pages_of(self, sequence: int) -> tuple[int, ...]:
+        """Pages of a sequence, in order."""
+        return tuple(self._of(sequence))
+
+    def layer(self, layer: int) -> KVPages:
+        """The pages of one layer, as attention takes them."""
+        if not 0 <= layer < self.layers:
+            raise ValueError(f"KV cache: layer {layer} of {self.layers}")
+        parts = {name: pool[layer] for name, pool in self._pools.items()}
+        if self._scales is not None:
+            parts |= {name: scale[layer] for name, scale in self._scales.items()}
+        return KVPages(parts.pop("k"), parts.pop("v"), self.format, self.dim, **parts)
+
+    def append(self, layer: int, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes new tokens behind those that are there, a layer at a time.
+
+        Args:
+            layer: index.
+            sequences: from `add` or `fork`, each once.
+            k, v: `[len(sequences), kv_heads, new, dim]`, K after RoPE; any floating dtype and strides.
+
+        Raises:
+            ValueError: shapes or devices that do not fit, an unknown or repeated sequence, or no page is left.
+        """
+        pages = self.layer(layer)
+        expected = (len(sequences), self.kv_heads, k.shape[2] if k.dim() == 4 else 0, self.dim)
+        if tuple(k.shape) != expected or v.shape != k.shape or not expected[2]:
+            raise ValueError(
+                f"KV cache: k {list(k.shape)}, v {list(v.shape)}; expected [{len(sequences)} sequences, "
+                f"{self.kv_heads} KV heads, 1 or more new tokens, {self.dim}]"
+            )
+        if k.device != self.device or v.device != self.device:
+            raise ValueError(f"KV cache on {self.device}: k is on {k.device}, v on {v.device}")
+        if len(set(sequences)) != len(sequences):
+            raise ValueError(f"KV cache: sequences {list(sequences)}: one is named twice")
+        if self._scales is not None:
+            for name in self._unscaled[layer]:
+                scale = first_scale(k if name == "k" else v, self.format)
+                assert scale is not None
+                self._scales[f"{name}_scale"][layer] = scale
+            self._unscaled[layer] = []
+        starts = [self.length(sequence, layer) for sequence in sequences]
+        self._reserve(sequences, starts, k.shape[2])
+        pages = self.layer(layer)
+        table, first = self.block_table(sequences), self._tensor_of(starts)
+        if self.device.type == "cuda":
+            from quant.kernels.portable.kv_cache import write
+
+            write(pages, table, first, k, v)
+        else:
+            write_reference(pages, table, first, k, v)
+        for sequence, start in zip(sequences, starts, strict=True):
+            self._lengths[sequence][layer] = start + k.shape[2]
+
+    def attend(
+        self,
+        layer: int,
+        sequences: Sequence[int],
+        q: torch.Tensor,
+        *,
+        softmax_scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of the newest tokens over all that are there: see `paged_attention`."""
+        from quant.kernels.attention.decode import paged_attention
+
+        counts = [self.length(sequence, layer) for sequence in sequences]
+        return paged_attention(
+            q,
+            self.layer(layer),
+            self.block_table(sequences),
+            self._tensor_of(counts),
+            softmax_scale=softmax_scale,
+            window=window,
+            softcap=softcap,
+            max_length=max(counts, default=0),
+            shortest=min(counts, default=0),
+        )
+
+    def read(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a sequence, dequantized: float32 `[kv_heads, length, dim]`."""
+        return self.layer(layer).read(self._of(sequence), self.length(sequence, layer))
+
+    def block_table(self, sequences: Sequence[int]) -> torch.Tensor:
+        """Pages by sequence, int32 `[len(sequences), most pages]`, filled up with page 0."""
+        key = tuple(sequences)
+        if self._table is None or self._table[:2] != (key, self._version):
+            rows = [self._of(sequence) for sequence in sequences]
+            width = max(1, *map(len, rows))
+            table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int32)
+            self._table = (key, self._version, table.to(self.device))
+        return self._table[2]
+
+    def _tensor_of(self, counts: Sequence[int]) -> torch.Tensor:
+        """Counts on the device; all layers of a step have the same."""
+        key = tuple(counts)
+        if self._counts is None or self._counts[0] != key:
+            self._counts = (key, torch.tensor(key, dtype=torch.int32).to(self.device))
+        return self._counts[1]
+
+    def _register(self, pages: list[int], lengths: list[int]) -> int:
+        sequence = self._next
+        self._next += 1
+        self._pages[sequence], self._lengths[sequence] = pages, lengths
+        return sequence
+
+    def _of(self, sequence: int) -> list[int]:
+        try:
+            return self._pages[sequence]
+        except KeyError:
+            raise ValueError(f"KV cache: no sequence {sequence}; there are {list(self._pages)}") from None
+
+    def _release(self, page: int) -> None:
+        self._owners[page] -= 1
+        if not self._owners[page]:
+            self._free.append(page)
+
+    def _reserve(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
+        """Gives each sequence pages of its own for what will be written, or raises and changes nothing."""
+        wanted, needed = [], 0
+        for sequence, start in zip(sequences, starts, strict=True):
+            pages = self._of(sequence)
+            touched = range(start // self.page_size, -(-(start + new) // self.page_size))
+            missing = [i for i in touched if i >= len(pages) or self._owners[pages[i]] > 1]
+            wanted.append((pages, missing))
+            needed += len(missing)
+        if needed > len(self._free):
+            self._make_room(needed)
+        for pages, missing in wanted:
+            for index in missing:
+                # A page whose other owners have just taken copies is this sequence's own by now.
+                if index < len(pages) and self._owners[pages[index]] == 1:
+                    continue
+                page = self._free.pop()
+                self._owners[page] = 1
+                if index == len(pages):
+                    pages.append(page)
+                else:
+                    for pool in self._pools.values():
+                        pool[:, page] = pool[:, pages[index]]
+                    self._owners[pages[index]] -= 1
+                    pages[index] = page
+                self._version += 1
+
+    def _make_room(self, needed: int) -> None:
+        have = len(self._owners)
+        if not self.grow:
+            raise ValueError(
+                f"KV cache: {needed} pages of {self.page_size} tokens are needed and {len(self._free)} of {have} are "
+                "free; drop sequences, or make it with more pages"
+            )
+        more = max(needed - len(self._free), have)
+        for name, pool in self._pools.items():
+            bigger = pool.new_zeros(self.layers, have + more, *pool.shape[2:])
+            bigger[:, :have] = pool
+            self._pools[name] = bigger
+        self._owners += [0] * more
+        self._free = list(range(have + more - 1, have - 1, -1)) + self._free
+
+
+def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on: the oracle."""
+    position = first[:, None].long() + torch.arange(k.shape[2], device=k.device)
+    page = table.long().gather(1, position // pages.page_size)
+    at = (page[:, :, None], torch.arange(pages.kv_heads, device=k.device), position[:, :, None] % pages.page_size)
+    for x, codes, scale, blocks in (
+        (k, pages.k, pages.k_scale, pages.k_blocks),
+        (v, pages.v, pages.v_scale, pages.v_blocks),
+    ):
+        if pages.format is None:
+            codes[at] = x.transpose(1, 2).to(codes.dtype)
+            continue
+        per_token = scale is not None and scale.dim() == 3
+        found = encode_kv(x, pages.format, None if per_token else scale)
+        for target, part in zip((codes, scale if per_token else None, blocks), found, strict=True):
+            if part is not None:
+                assert target is not None
+                _bytes(target)[at] = _bytes(part).transpose(1, 2)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes, for not every indexing function takes FP8."""
+    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
+
+
+def kv_format(name: str | None) -> Format | None:
+    """The cache format called `name`; None, `keep` and `16bit` are no quantization.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    if name in (None, "keep", "16bit"):
+        return None
+    if name not in KV_FORMATS:
+        raise ValueError(f"no KV cache in {name!r}; known: {', '.join(KV_FORMATS)}, 16bit")
+    return FORMATS[str(name)]

@@ -1,0 +1,341 @@
+"""Attention over a sequence that is spread over several GPUs: quantized keys and values go around a ring.
+
+    q, k, v = (shard(x, rank, world) for x in …)                   [batch, heads, tokens / world, dim]
+    out = ring_attention(q, k, v, format=FORMATS["fp8"])           this rank's queries over all keys
+
+Every rank keeps its queries. Its keys and values are quantized once and passed on, rank to rank, `world` − 1 times;
+each rank attends to what it holds while the next part is on its way, and the parts are put together by their
+log-sum-exps. Nothing is rounded again on the way: the result is attention over the quantized keys and values, whatever
+the number of ranks.
+
+Under a causal mask equal shares of the sequence are unequal work, so the sequence is cut into 2 · world pieces and
+rank r has the pieces r and 2 · world − 1 − r, one early and one late:
+
+    world 4    rank 0: 0 7    rank 1: 1 6    rank 2: 2 5    rank 3: 3 4
+
+    keys of rank j < r    all queries see the early piece           2 products of pieces
+    keys of rank j > r    the late queries see both pieces          2
+    its own               early sees early, late sees both          2, counting the causal halves
+
+So every rank has the same work at every step. What is sent, for a key or value of `dim` in one head:
+
+    None     2 · dim bytes                 16 bit
+    fp8      dim bytes, + 4 for 128        E4M3, a scale for 128 tokens of a head
+    nvfp4    dim / 2 + dim / 16 bytes      E2M1, E4M3 block scales, and a power of two a head: exact in BF16
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import pad
+
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.scaling import divided, global_scale_of
+from quant.kernels.attention.forward import attention
+from quant.kernels.attention.kv_cache import KVPages, decode_kv, encode_kv
+from quant.kernels.attention_reference import SCALE_BLOCK, reference
+
+RING_FORMATS = ("fp8", "nvfp4")
+"""Formats in which keys and values are passed on, beside 16 bit."""
+
+_EARLY, _LATE, _BOTH = 0, 1, 2
+
+
+def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
+    """The tokens of `rank`, an early and a late piece, out of all tokens along `dim`.
+
+    Raises:
+        ValueError: the tokens do not fall into 2 · world equal pieces.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"ring attention: rank {rank} of {world}")
+    if x.shape[dim] % (2 * world):
+        raise ValueError(
+            f"ring attention: {x.shape[dim]} tokens over {world} ranks; pad them to a multiple of {2 * world}"
+        )
+    pieces = x.chunk(2 * world, dim)
+    return torch.cat([pieces[rank], pieces[2 * world - 1 - rank]], dim)
+
+
+def unshard(parts: Sequence[torch.Tensor], dim: int = 2) -> torch.Tensor:
+    """All tokens in order, from the shards of all ranks."""
+    halves = [part.chunk(2, dim) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim)
+
+
+def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]`, one for 128 tokens of a head."""
+    tokens = x.shape[2]
+    blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
+    scale = divided(blocks.abs().amax((-2, -1)), E4M3.max)
+    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    codes = (blocks / scale[..., None, None]).clamp_(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
+    return codes.flatten(2, 3)[:, :, :tokens], scale
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What one rank's keys and values look like as bytes: dtype and shape of each part, in order."""
+
+    format: Format | None
+    parts: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
+
+    @classmethod
+    def of(cls, k: torch.Tensor, format: Format | None) -> _Message:
+        batch, heads, tokens, dim = k.shape
+        piece = (2, batch, heads, tokens // 2)
+        parts: list[tuple[torch.dtype, tuple[int, ...]]]
+        if format is None:
+            parts = [(k.dtype, (*piece, dim))]
+        elif format.global_scale:
+            parts = [(torch.uint8, (*piece, dim // 2)), (torch.float8_e4m3fn, (*piece, dim // 16))]
+            parts.append((torch.float32, (2, batch, heads)))
+        else:
+            blocks = -(-(tokens // 2) // SCALE_BLOCK)
+            parts = [(torch.float8_e4m3fn, (*piece, dim)), (torch.float32, (2, batch, heads, blocks))]
+        return cls(format, tuple(parts * 2))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts, each begun at a multiple of 16."""
+        return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The parts of K, then those of V, in `buffer`."""
+        views, start = [], 0
+        for dtype, shape in self.parts:
+            nbytes = math.prod(shape) * dtype.itemsize
+            views.append(buffer[start : start + nbytes].view(dtype).view(shape))
+            start += _rounded_up(nbytes)
+        return views
+
+    def write(self, buffer: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Quantizes both pieces of k and v into `buffer`."""
+        views = self.views(buffer)
+        for piece, pair in enumerate(zip(k.chunk(2, 2), v.chunk(2, 2), strict=True)):
+            targets = [view[piece] for view in views]
+            if k.is_cuda and self.format is not None and self.format.global_scale:
+                _append(targets, pair, self.format)
+                continue
+            parts = [part for x in pair for part in _encoded(x, self.format)]
+            for target, part in zip(targets, parts, strict=True):
+                target.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
+
+    def read(self, buffer: torch.Tensor, piece: int, dtype: torch.dtype) -> _Keys:
+        """Piece 0 or 1 as attention takes it."""
+        views = [view[piece] for view in self.views(buffer)]
+        if self.format is None:
+            return _Keys(views[0], views[1])
+        if not self.format.global_scale:
+            return _Keys(views[0], views[2], views[1], views[3])
+        return _Keys(*(_exact(views[i : i + 3], self.format, dtype) for i in (0, 3)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """Keys and values of one piece, with block scales where they are E4M3."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+
+def _rounded_up(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]:
+    """The parts of a message for one piece of K or V."""
+    if format is None:
+        return (x,)
+    if not format.global_scale:
+        return quantize_blocks(x)
+    scale = _power_of_two(x, format)
+    codes, blocks = [], []
+    for row, factors in zip(x, scale, strict=True):
+        code, _, block = encode_kv(row, format, factors)
+        assert block is not None
+        codes.append(code)
+        blocks.append(block)
+    return torch.stack(codes), torch.stack(blocks), scale
+
+
+def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
+    """The same for NVFP4's K and V on a GPU, by the kernel that writes caches: a piece is one page a batch entry."""
+    from quant.kernels.portable.kv_cache import write
+
+    k, v = pair
+    k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = targets
+    k_scale.copy_(_power_of_two(k, format))
+    v_scale.copy_(_power_of_two(v, format))
+    zero = torch.zeros(1, 1, dtype=torch.int32, device=k.device)
+    for row in range(len(k)):
+        here = slice(row, row + 1)
+        page = KVPages(
+            k_codes[here], v_codes[here], format, k.shape[3], k_scale[row], v_scale[row], k_blocks[here], v_blocks[here]
+        )
+        write(page, zero, zero[0], k[here], v[here])
+
+
+def _power_of_two(x: torch.Tensor, format: Format) -> torch.Tensor:
+    """NVFP4's scale of each head, a power of two, so that code · block scale · scale is exact in BF16."""
+    return torch.exp2(torch.ceil(torch.log2(global_scale_of(x.abs().amax((2, 3)).float(), format))))
+
+
+def _exact(parts: Sequence[torch.Tensor], format: Format, dtype: torch.dtype) -> torch.Tensor:
+    """The values of a piece from its codes, block scales and global scales."""
+    codes, blocks, scale = parts
+    if codes.is_cuda:
+        from quant.kernels.portable.kv_cache import read
+
+        return read(codes, blocks, scale, dtype)
+    rows = zip(codes, blocks, scale, strict=True)
+    return torch.stack([decode_kv(code, format, factors, block) for code, block, factors in rows]).to(dtype)
+
+
+def message_bytes(k: torch.Tensor, format: Format | None) -> int:
+    """Bytes that a rank sends at each of the `world` − 1 steps, for its own `k` `[batch, kv_heads, tokens, dim]`."""
+    return _Message.of(k, format).nbytes
+
+
+def ring_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    format: Format | None = None,
+    causal: bool = True,
+    softmax_scale: float | None = None,
+    group: dist.ProcessGroup | None = None,
+    check: bool = True,
+) -> torch.Tensor:
+    """Attention of this rank's queries over the keys and values of all ranks.
+
+    Args:
+        q: `[batch, heads, tokens, dim]`, this rank's share as `shard` cuts it; BF16, FP16 or, on a CPU, FP32. Under
+            `fp8`, it is rounded to E4M3 with a scale for 128 tokens of a head, as the FP8 kernel needs it.
+        k, v: `[batch, kv_heads, tokens, dim]`.
+        format: `fp8` or `nvfp4`; None passes 16 bit on.
+        causal: a token sees itself and what is before it, in the order of the whole sequence.
+        softmax_scale: positive; None is 1/√dim.
+        group: of processes; None is all.
+        check: whether to compare shapes between the ranks first; ranks that differ would wait for each other forever.
+
+    Returns:
+        `[batch, heads, tokens, dim]` in the dtype of q.
+
+    Raises:
+        ValueError: shapes that do not fit, here or between the ranks.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    where = f"ring attention, rank {rank} of {world}, q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    _check(where, q, k, v, format)
+    if check:
+        _agree(where, q, k, format, group)
+    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
+    message = _Message.of(k, format)
+    here, there = torch.empty(2, message.nbytes, dtype=torch.uint8, device=k.device)
+    message.write(here, k, v)
+    queries = _Queries(q, fp8=format is not None and not format.global_scale, scale=scale)
+    for step in range(world):
+        waiting = _exchange(here, there, group) if step < world - 1 else []
+        for rows, piece, masked in _work(rank, (rank - step) % world, causal):
+            queries.attend(rows, message.read(here, piece, q.dtype), masked)
+        for request in waiting:
+            request.wait()
+        here, there = there, here
+    return queries.out.to(q.dtype)
+
+
+def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
+    """Which queries attend to which piece of the keys of `owner`, and whether the causal mask lies between them."""
+    if not causal:
+        yield from ((_BOTH, _EARLY, False), (_BOTH, _LATE, False))
+    elif owner < rank:
+        yield _BOTH, _EARLY, False
+    elif owner > rank:
+        yield from ((_LATE, _EARLY, False), (_LATE, _LATE, False))
+    else:
+        yield from ((_EARLY, _EARLY, True), (_LATE, _EARLY, False), (_LATE, _LATE, True))
+
+
+def _exchange(here: torch.Tensor, there: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """Starts sending `here` to the next rank, and receiving `there` from the one before."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    ends = [rank + 1, rank - 1]
+    to, source = (end % world if group is None else dist.get_global_rank(group, end % world) for end in ends)
+    send, receive = dist.P2POp(dist.isend, here, to, group), dist.P2POp(dist.irecv, there, source, group)
+    started: list[dist.Work] = dist.batch_isend_irecv([send, receive])
+    return started
+
+
+class _Queries:
+    """This rank's queries, and what they have gathered so far: output and log-sum-exp in FP32."""
+
+    def __init__(self, q: torch.Tensor, *, fp8: bool, scale: float) -> None:
+        self.half, self.scale = q.shape[2] // 2, scale
+        self.parts = [quantize_blocks(x) if fp8 else (x, None) for x in q.chunk(2, 2)]
+        self.out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        self.lse = torch.full(q.shape[:3], -math.inf, device=q.device)
+
+    def attend(self, rows: int, keys: _Keys, causal: bool) -> None:
+        """Adds attention of the early queries, of the late ones or of both to one piece of keys."""
+        for part in (_EARLY, _LATE) if rows == _BOTH else (rows,):
+            q, q_scale = self.parts[part]
+            out, lse = _attention(q, q_scale, keys, causal, self.scale)
+            here = slice(part * self.half, (part + 1) * self.half)
+            before, after = self.lse[:, :, here], torch.logaddexp(self.lse[:, :, here], lse)
+            self.out[:, :, here] *= (before - after).exp()[..., None]
+            self.out[:, :, here] += out.float() * (lse - after).exp()[..., None]
+            self.lse[:, :, here] = after
+
+
+def _attention(
+    q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": keys.k_scale, "v_scale": keys.v_scale}
+    if q.is_cuda:
+        return attention(q, keys.k, keys.v, **scales, causal=causal, softmax_scale=scale, return_lse=True)
+    return reference(
+        q, keys.k, keys.v, **scales, causal=causal, softmax_scale=scale, dtype=torch.float32, round_p=False
+    )  # fmt: skip
+
+
+def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format: Format | None) -> None:
+    if format is not None and format.name not in RING_FORMATS:
+        raise ValueError(f"{where}: {format} is not passed on; known: {', '.join(RING_FORMATS)}, or None for 16 bit")
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[::2] != k.shape[::2] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{where}: expected q [batch, heads, tokens, dim] and k, v [batch, kv_heads, tokens, dim]")
+    if not q.numel() or q.shape[2] % 2:
+        raise ValueError(f"{where}: {q.shape[2]} tokens; each rank has an early and a late piece of the same length")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{where}: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
+    if format is not None and format.global_scale and k.shape[3] % 16:
+        raise ValueError(f"{where}: head dimension {k.shape[3]} is no multiple of NVFP4's block of 16")
+    if len({x.device for x in (q, k, v)}) > 1 or len({x.dtype for x in (q, k, v)}) > 1:
+        kinds = ", ".join(f"{name} {x.dtype} on {x.device}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"{where}: {kinds}; expected one dtype on one device")
+
+
+def _agree(
+    where: str, q: torch.Tensor, k: torch.Tensor, format: Format | None, group: dist.ProcessGroup | None
+) -> None:
+    index = -1 if format is None else RING_FORMATS.index(format.name)
+    mine = (*q.shape, k.shape[1], q.dtype.itemsize, index)
+    given = torch.tensor(mine, device=q.device)
+    everyone = [torch.empty_like(given) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, given, group=group)
+    for rank, theirs in enumerate(everyone):
+        if not torch.equal(theirs, given):
+            raise ValueError(
+                f"{where}: rank {rank} has batch, heads, tokens, dim, KV heads {theirs[:5].tolist()}, bytes and format "
+                f"{theirs[5:].tolist()}; all ranks need the same: pad the sequence to a multiple of 2 · world"
+            )

@@ -1,0 +1,741 @@
+"""Attention for Hopper, in Gluon: warp-specialised, persistent, FP8 or 16 bit.
+
+One producer warp copies tiles into shared memory (TMA); each of two or three consumer warpgroups owns 64 queries:
+
+    producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` pairs of tiles of `block_kv` keys
+    consumer i   S = Q_i Kᵀ                   wgmma, FP32 in registers
+                 P = 2^(S · scale − m + 8)    m: the reference of the row
+                 O = O · decay + P V          wgmma, P from registers
+
+In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and makes P(j) of S(j). A stage therefore holds K(j) and
+V(j − 1), what a step waits for and frees.
+
+The tensor cores and the units for 2^x take about as long as each other, so all hangs on both being busy at once, and
+other arithmetic counts twice, for it shares the register file with the tensor cores. There are two ways:
+
+optimistic   Heads of up to 128 in FP8. P(j) is made with the reference that stood, without a look for the largest
+             score: `attention_ptx` says why that is safe.
+cautious     The rest. m is the largest score so far, within 0.75, for which P has room below 448.
+
+P V(j − 1) is under way while P(j) is made. ptxas would move the powers of two behind the wait for the products, since
+nothing ties them; `_fence` ends the basic block between them. In heads of 64 the products are short, and three
+consumers share the tensor cores: there a consumer waits for its products before it makes powers.
+
+Keys pass from the last to the first, so that the tiles that a mask crosses come first and the long loop has none (a
+window has some at its end, too). V's scale goes into the exponent of P: the decay is then 1 wherever the reference
+stands, and warps whose rows all have that skip the multiplication of O.
+
+P leaves the first wgmma in the accumulator's layout, of which a thread holds 2 neighbours of every 8 columns; FP8
+operands want 4 of every 16. The columns of P are therefore taken in another order, which costs nothing, and V's keys
+are stored in that order: `attention_quantize_triton.lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma
+must be K-major. 16-bit operands need neither.
+
+Programs stay, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit the L2
+cache, causal tiles of a group from long to short. Where there is room, the next tile of queries is fetched while the
+last keys of this one pass, and a consumer that is done begins with it.
+
+Gluon has no interpreter: the PTX is compiled on any machine by `tests/kernels/test_attention_gluon.py`; the values
+are tested on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from quant.kernels.attention_reference import SCALE_BLOCK
+from quant.kernels.hopper.softmax import OPERANDS, softmax
+
+SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
+_RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
+
+
+@dataclass(frozen=True)
+class HopperTiles:
+    """How the kernel is cut.
+
+    Attributes:
+        groups: warpgroups of 64 queries.
+        block_kv: keys of a tile.
+        stages: pairs of tiles of K and V under way.
+        registers: of a thread of a consumer.
+        queries: tiles of queries under way.
+        optimistic: whether FP8's powers of two are taken before the largest score is known: see `attention_ptx`.
+        overlap: whether the powers of a step pass while the tensor cores work on its products.
+    """
+
+    groups: int
+    block_kv: int
+    stages: int
+    registers: int = 240
+    queries: int = 2
+    optimistic: bool = False
+    overlap: bool = True
+
+    @property
+    def at_launch(self) -> int:
+        """Registers of a thread before producers give theirs away."""
+        return 65536 // (128 * (self.groups + 1)) // 8 * 8
+
+
+_TILES = {
+    (64, 1): HopperTiles(3, 128, 8, 160, optimistic=True, overlap=False),
+    (128, 1): HopperTiles(2, 128, 4, optimistic=True),
+    (256, 1): HopperTiles(2, 128, 3, queries=1),
+    (64, 2): HopperTiles(2, 128, 4),
+    (128, 2): HopperTiles(2, 128, 3, queries=1),
+    (256, 2): HopperTiles(2, 64, 2, queries=1),
+}
+"""By head dimension, to the next power of two, and bytes of an element."""
+
+
+def _constant(function: Callable[[Any], Any]) -> Any:
+    """A property that compiled code sees as a constant."""
+    return property(lambda self: gl.constexpr(function(self)))
+
+
+_SOFTMAX = gl.constexpr(softmax(first=False))
+_SOFTMAX_OF_FIRST = gl.constexpr(softmax(first=True))
+_SOFTMAX_LIKE = gl.constexpr(OPERANDS)
+
+# 32 numbers times their factors, of which the first and the third are all there are, unless these are 1 in the warp.
+_DECAY = gl.constexpr(
+    "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q;"
+    "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
+    + "".join(f"mul.f32 ${i}, ${i}, ${64 + i};" for i in range(32))
+    + "DONE: }"
+)
+_DECAY_LIKE = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
+
+_WORD_OF_FP8 = gl.constexpr(
+    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
+    "mov.b32 $0, {a, b}; }"
+)
+_WORD_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
+_WORD_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
+# A loop that is left at once: ptxas moves nothing past it, and cannot know that the clock is never that.
+_FENCE = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 0x12345671; @p bra AGAIN;"
+    "mov.u32 $0, $1; }"
+)
+_ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
+
+
+def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
+    """P as a wgmma's product lies, [64, words, 4, pairs of a word, 2], a word in a register."""
+    size = 2 if fp8 else 1
+    word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
+    columns = [[0, 1 << i, 0, 0, 0] for i in range((keys // 8 // size).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [1, 0, 0, 0, 0], [2, 0, 0, 0, 0], [4, 0, 0, 0, 0]]
+    warps = [[16, 0, 0, 0, 0], [32, 0, 0, 0, 0]]
+    registers = [*word, [8, 0, 0, 0, 0], *columns]
+    if not fp8:
+        registers, lanes, warps = ([[*x[:3], x[4]] for x in part] for part in (registers, lanes, warps))
+    shape = [64, keys // 16, 4, 2, 2] if fp8 else [64, keys // 8, 4, 2]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
+
+
+def _octets(columns: int) -> gl.DistributedLinearLayout:
+    """A wgmma's product as [64, columns / 8, 4, 2]."""
+    octets = [[0, 1 << i, 0, 0] for i in range((columns // 8).bit_length() - 1)]
+    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
+    warps = [[16, 0, 0, 0], [32, 0, 0, 0]]
+    return gl.DistributedLinearLayout([[0, 0, 0, 1], [8, 0, 0, 0], *octets], lanes, warps, [], [64, columns // 8, 4, 2])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a launch is compiled for; a constant of every function below."""
+
+    tiles: HopperTiles
+    dim: int
+    fp8: bool
+    causal: bool
+    windowed: bool
+    capped: bool
+    packed: bool
+    with_lse: bool
+
+    groups = _constant(lambda self: self.tiles.groups)
+    block_q = _constant(lambda self: 64 * self.tiles.groups)
+    block_kv = _constant(lambda self: self.tiles.block_kv)
+    stages = _constant(lambda self: self.tiles.stages)
+    queries = _constant(lambda self: self.tiles.queries)
+    optimistic = _constant(lambda self: self.tiles.optimistic)
+    width = _constant(lambda self: 1 << (self.dim - 1).bit_length())
+    scores = _constant(lambda self: self.product(self.tiles.block_kv))
+    output = _constant(lambda self: self.product(1 << (self.dim - 1).bit_length()))
+    left = _constant(lambda self: gl.DotOperandLayout(0, self.output.value, 4 if self.fp8 else 2))
+    words = _constant(lambda self: _words(self.tiles.block_kv, self.fp8))
+    octets = _constant(lambda self: _octets(self.tiles.block_kv))
+    output_octets = _constant(lambda self: _octets(1 << (self.dim - 1).bit_length()))
+    quad = _constant(lambda self: gl.SliceLayout(1, gl.SliceLayout(3, self.octets.value)))
+    row = _constant(lambda self: gl.SliceLayout(1, self.scores.value))
+    column = _constant(lambda self: gl.SliceLayout(0, self.scores.value))
+    output_row = _constant(lambda self: gl.SliceLayout(1, self.output.value))
+    output_column = _constant(lambda self: gl.SliceLayout(0, self.output.value))
+
+    def product(self, columns: int) -> gl.NVMMADistributedLayout:
+        """Layout of 64 rows that a wgmma leaves in a warpgroup."""
+        shape = [16, columns, 32 if self.fp8 else 16]
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
+
+
+@gluon.jit
+def _fence(x):
+    """Ends a basic block."""
+    gl.inline_asm_elementwise(_FENCE, "=r,r", [x], gl.int32, False, 1)
+
+
+@gluon.jit
+def _tile(index, places, kind: gl.constexpr):
+    """Where tile `index` lies: block, head, batch, sequence's first query and key, lengths, first scale blocks."""
+    cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group = places
+    within = index % (group * blocks)
+    block = within // group
+    if kind.causal:
+        block = blocks - 1 - block
+    item = index // (group * blocks) * group + within % group
+    head = item % heads
+    batch = item // heads
+    start_q = 0
+    start_kv = 0
+    scale_q = 0
+    scale_kv = 0
+    sequence = batch
+    if kind.packed:
+        start_q = gl.load(cu_q + sequence)
+        start_kv = gl.load(cu_kv + sequence)
+        seq_q = gl.load(cu_q + sequence + 1) - start_q
+        seq_kv = gl.load(cu_kv + sequence + 1) - start_kv
+        scale_q = start_q // SCALE_ROWS + sequence
+        scale_kv = start_kv // SCALE_ROWS + sequence
+        batch = 0
+    return block, head, batch, start_q, start_kv, seq_q, seq_kv, scale_q, scale_kv
+
+
+@gluon.jit
+def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
+    """Tiles of keys that queries [first, first + block_q) see: from, whole from, whole to, to."""
+    place = first + seq_kv - seq_q  # the key at which the first query stands
+    begin = 0
+    whole_begin = 0
+    whole_end = seq_kv
+    end = seq_kv
+    if kind.causal:
+        end = gl.minimum(end, place + kind.block_q)
+        whole_end = gl.minimum(whole_end, place + 1)
+    if kind.windowed:
+        begin = gl.maximum(place - window + 1, 0)
+        whole_begin = gl.maximum(place + kind.block_q - window, 0)
+        if not kind.causal:
+            end = gl.minimum(end, place + kind.block_q + window - 1)
+            whole_end = gl.minimum(whole_end, place + window)
+    begin = begin // kind.block_kv
+    end = gl.maximum((end + kind.block_kv - 1) // kind.block_kv, begin)
+    if first >= seq_q:
+        end = begin
+    whole_begin = gl.minimum((whole_begin + kind.block_kv - 1) // kind.block_kv, end)
+    whole_end = gl.maximum(gl.maximum(whole_end, 0) // kind.block_kv, whole_begin)
+    return begin, whole_begin, gl.minimum(whole_end, end), end
+
+
+@gluon.jit
+def _produce(given, kind: gl.constexpr):
+    """Copies what the consumers will want, as soon as there is room for it."""
+    q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
+    q_buffer, k_buffer, v_buffer = buffers
+    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
+    tokens_q, tokens_kv, tokens_v, heads, ratio = tokens
+    groups: gl.constexpr = kind.groups
+    programs = gl.num_programs(0)
+    count = 0
+    queries = 0
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        following = gl.atomic_add(counter, 1, sem="relaxed") + programs
+        block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, places, kind)
+        begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        if end > begin:
+            turn = queries % kind.queries
+            mbarrier.wait(q_empty.index(turn), ((queries // kind.queries) & 1) ^ 1)
+            mbarrier.expect(q_full.index(turn), groups * q_tensor.block_type.nbytes)
+            row = (batch * heads + head) * tokens_q + start_q + block * kind.block_q
+            for i in gl.static_range(groups):
+                tma.async_copy_global_to_shared(
+                    q_tensor, [row + 64 * i, 0], q_full.index(turn), q_buffer.index(turn * groups + i)
+                )
+            kv_head = batch * (heads // ratio) + head // ratio
+            tiles = end - begin
+            for i in range(0, tiles + 1):
+                slot = count % kind.stages
+                mbarrier.wait(empty.index(slot), ((count // kind.stages) & 1) ^ 1)
+                has_k = i < tiles
+                has_v = i > 0
+                mbarrier.expect(full.index(slot), 2 * k_tensor.block_type.nbytes, pred=has_k & has_v)
+                mbarrier.expect(full.index(slot), k_tensor.block_type.nbytes, pred=has_k != has_v)
+                key = start_kv + (end - 1 - i) * kind.block_kv
+                tma.async_copy_global_to_shared(
+                    k_tensor, [kv_head * tokens_kv + key, 0], full.index(slot), k_buffer.index(slot), pred=has_k
+                )
+                tile = end - i
+                if kind.fp8:
+                    at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
+                else:
+                    at = [kv_head * tokens_v + start_kv + tile * kind.block_kv, 0]
+                tma.async_copy_global_to_shared(v_tensor, at, full.index(slot), v_buffer.index(slot), pred=has_v)
+                count += 1
+            queries += 1
+        mbarrier.wait(ticket_empty, (taken & 1) ^ 1)
+        ticket.store(gl.full([1], following, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+        mbarrier.arrive(ticket_full, count=1)
+        index = following
+        taken += 1
+
+
+@gluon.jit
+def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
+    """Scores, capped and masked, and what they are still to be multiplied by.
+
+    `place` and `last`: the key at which each row stands, and the last that it sees.
+    """
+    if kind.capped:
+        scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
+        factor = 1.0
+    if masked:
+        visible = key[None, :] <= last[:, None]
+        if kind.windowed:
+            visible = visible & (key[None, :] > place[:, None] - window)
+        scores = gl.where(visible, scores, float("-inf"))
+    return scores, factor
+
+
+@gluon.jit
+def _powers(scores, factor, bias, row_max):
+    """P of a tile, the maximum that its rows are shifted by, and their decay. `factor` is positive."""
+    top = gl.max(scores, 1) * factor + bias
+    new_max = gl.where(top > row_max + 0.75, top, row_max)
+    shift = (8.0 + bias) - new_max
+    p = gl.exp2(scores * factor + shift[:, None])
+    return p, new_max, gl.exp2(row_max - new_max)
+
+
+@gluon.jit
+def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
+    """[64, 4], a number of each row of each thread, to [64, columns]."""
+    x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
+    wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
+    return gl.convert_layout(wide.reshape([64, columns]), to)
+
+
+@gluon.jit
+def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
+    """P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
+    wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
+    code: gl.constexpr = _SOFTMAX_OF_FIRST if first else _SOFTMAX
+    out = gl.inline_asm_elementwise(code, _SOFTMAX_LIKE, [scores, wide, factor, bias], gl.int32, False, 64)
+    even, odd = gl.split(out.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+    words, _ = gl.split(even)
+    numbers, _ = gl.split(odd)
+    even, odd = gl.split(numbers.reshape([64, 2, 2, 2, 4]).permute([0, 4, 1, 2, 3]))
+    row_sum, decay = gl.split(even)
+    row_sum, _ = gl.split(row_sum)
+    decay, _ = gl.split(decay)
+    reference, _ = gl.split(odd)
+    reference, _ = gl.split(reference)
+    return words, _number(row_sum, kind), _number(reference, kind), _number(decay, kind)
+
+
+@gluon.jit
+def _number(word, kind: gl.constexpr):
+    return gl.convert_layout(word.to(gl.float32, bitcast=True), kind.quad)
+
+
+@gluon.jit
+def _sums(p, kind: gl.constexpr):
+    """Sum of each row over what a thread holds of it, [64, 4]."""
+    return gl.sum(gl.sum(p.reshape([64, kind.block_kv // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def _added(row_sum, decay, p, weight, kind: gl.constexpr):
+    decay = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+    return row_sum * decay + _sums(p, kind) * weight
+
+
+@gluon.jit
+def _decayed(output, decay, kind: gl.constexpr):
+    if kind.optimistic:
+        wide = _spread(decay, kind.output_octets, kind.output, kind.width)
+    else:
+        decay = gl.convert_layout(decay, kind.output_row)[:, None]
+        wide, output = gl.broadcast(decay, output)
+    return gl.inline_asm_elementwise(_DECAY, _DECAY_LIKE, [output, wide], gl.float32, True, 32)
+
+
+@gluon.jit
+def _rounded(p, v_buffer, kind: gl.constexpr):
+    """P in the dtype of V, where it is, as words: four columns, or two."""
+    if kind.fp8:
+        even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
+        a, c = gl.split(even)
+        b, d = gl.split(odd)
+        return gl.inline_asm_elementwise(_WORD_OF_FP8, "=r,f,f,f,f", [a, b, c, d], gl.int32, True, 1)
+    else:
+        a, b = gl.split(p.reshape([64, kind.block_kv // 8, 4, 2]))
+        if v_buffer.dtype == gl.bfloat16:
+            return gl.inline_asm_elementwise(_WORD_OF_BF16, "=r,f,f", [a, b], gl.int32, True, 1)
+        else:
+            return gl.inline_asm_elementwise(_WORD_OF_FP16, "=r,f,f", [a, b], gl.int32, True, 1)
+
+
+@gluon.jit
+def _left(words, zero, v_buffer, kind: gl.constexpr):
+    """The left operand of P V.
+
+    Where steps overlap, the registers of the words are written while the product before reads its own; without an
+    operation between, ptxas would make them the same and wait. `zero` is one that no compiler knows.
+    """
+    operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
+    if kind.fp8:
+        words = gl.convert_layout(
+            gl.join(gl.join(words, words), gl.join(words, words)), kind.words, assert_trivial=True
+        )
+        p = gl.inline_asm_elementwise(operation + "$5;", "=r,r,r,r,r,r,r,r,r", [words, zero], v_buffer.dtype, False, 4)
+    else:
+        words = gl.convert_layout(gl.join(words, words), kind.words, assert_trivial=True)
+        p = gl.inline_asm_elementwise(operation + "$3;", "=r,r,r,r,r", [words, zero], v_buffer.dtype, False, 2)
+    return gl.convert_layout(p.reshape([64, kind.block_kv]), kind.left, assert_trivial=True)
+
+
+@gluon.jit
+def _value(v_buffer, slot, kind: gl.constexpr):
+    return v_buffer.index(slot).permute((1, 0)) if kind.fp8 else v_buffer.index(slot)
+
+
+@gluon.jit
+def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
+    """What scores of a tile are multiplied by; log2 of the unit of its values, and one over that unit."""
+    factor = log2_scale
+    bias = 0.0
+    weight = 1.0
+    if kind.fp8:
+        k_scale, v_scale, k_block, v_block = scales
+        block = tile * kind.block_kv // SCALE_ROWS
+        factor = log2_scale * gl.load(k_scale + block * k_block)
+        unit = gl.maximum(gl.load(v_scale + block * v_block), 1e-30)
+        bias = gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [unit], gl.float32, True, 1)
+        weight = gl.exp2(-bias)
+    return factor, bias, weight
+
+
+@gluon.jit
+def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
+    """Issues Q Kᵀ."""
+    keys: gl.constexpr = kind.block_kv
+    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _steps(
+    low, high, end, count, state, q_tile, buffers, full, empty, scales, log2_scale, cap, place, last, window, zero,
+    masked: gl.constexpr, kind: gl.constexpr,
+):  # fmt: skip
+    """Takes tiles low ≤ i < high in, counted from the last one; P V of tile i − 1 is done in step i."""
+    output, words, row_max, row_sum, decay = state
+    k_buffer, v_buffer = buffers
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
+    for i in range(low, high):
+        at = count + i
+        slot = at % kind.stages
+        key = (end - 1 - i) * keys + columns
+        factor, bias, weight = _scales_of(end - 1 - i, log2_scale, scales, kind)
+        mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
+        pending = _scores(q_tile, k_buffer, slot, kind)
+        output = _decayed(output, decay, kind)
+        left = _left(words, zero, v_buffer, kind)
+        product = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
+        if kind.tiles.overlap:
+            scores = warpgroup_mma_wait(1, deps=[pending])
+        else:
+            scores, output = warpgroup_mma_wait(0, deps=[pending, product])
+            mbarrier.arrive(empty.index(slot), count=1)
+        scores, factor = _seen(scores, factor, cap, key, place, last, window, masked, kind)
+        if kind.optimistic:
+            words, sums, row_max, decay = _optimistic(scores, factor, bias, row_max, False, kind)
+            row_sum = row_sum * decay + sums * weight
+        else:
+            p, row_max, decay = _powers(scores, factor, bias, row_max)
+            row_sum = _added(row_sum, decay, p, weight, kind)
+            words = _rounded(p, v_buffer, kind)
+        if kind.tiles.overlap:
+            _fence(end)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
+    return output, words, row_max, row_sum, decay
+
+
+@gluon.jit
+def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
+    """Computes 64 of the queries of each tile."""
+    out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap = given
+    q_buffer, k_buffer, v_buffer = buffers
+    q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
+    tokens_q, _, _, heads, ratio = tokens
+    q_scale, k_scale, v_scale, ticket = scales
+    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block = strides
+    width: gl.constexpr = kind.width
+    keys: gl.constexpr = kind.block_kv
+    columns = gl.arange(0, keys, kind.column)
+    zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [total], gl.int32, False, 1)
+    count = 0
+    queries = 0
+    taken = 0
+    index = gl.program_id(0)
+    while index < total:
+        block, head, batch, start_q, _, seq_q, seq_kv, scale_q, scale_kv = _tile(index, places, kind)
+        begin, whole_begin, whole_end, end = _bounds(block * kind.block_q, seq_q, seq_kv, window, kind)
+        first_row = block * kind.block_q + warpgroup * 64
+        first_token = (batch * heads + head).to(gl.int64) * tokens_q + start_q
+        row_max = gl.full([64], -1e30, gl.float32, kind.row)
+        row_total = gl.full([64], 0.0, gl.float32, kind.row)
+        output = gl.zeros([64, width], gl.float32, kind.output)
+        if end > begin:
+            k_at = k_scale
+            v_at = v_scale
+            factor = log2_scale
+            if kind.fp8:
+                kv_head = head // ratio
+                q_at = q_scale + batch.to(gl.int64) * q_batch + head * q_head
+                k_at = k_scale + batch.to(gl.int64) * k_batch + kv_head * k_head + scale_kv * k_block
+                v_at = v_scale + batch.to(gl.int64) * v_batch + kv_head * v_head + scale_kv * v_block
+                # A warpgroup may lie beyond the last query.
+                row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
+                factor = log2_scale * gl.load(q_at + (scale_q + row_block) * q_block)
+            per_tile = (k_at, v_at, k_block, v_block)
+            place = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
+            last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
+            if kind.causal:
+                last = gl.minimum(last, place)
+            elif kind.windowed:
+                last = gl.minimum(last, place + window - 1)
+
+            tiles = end - begin
+            # Tiles that only later warpgroups see pass by.
+            first = 0
+            if kind.causal:
+                first = gl.maximum(gl.minimum(end - 1 - (first_row + 63 + seq_kv - seq_q) // keys, tiles - 1), 0)
+                whole_end = gl.minimum(gl.maximum(first_row + seq_kv - seq_q + 1, 0), seq_kv) // keys
+                whole_end = gl.maximum(whole_end, whole_begin)
+            if first_row >= seq_q:
+                first = tiles - 1
+            for i in range(0, first):
+                mbarrier.wait(full.index((count + i) % kind.stages), ((count + i) // kind.stages) & 1)
+                mbarrier.arrive(empty.index((count + i) % kind.stages), count=1)
+            first_factor, bias, weight = _scales_of(end - 1 - first, factor, per_tile, kind)
+            turn = queries % kind.queries
+            q_tile = q_buffer.index(turn * kind.groups + warpgroup)
+            at = count + first
+            slot = at % kind.stages
+            mbarrier.wait(q_full.index(turn), (queries // kind.queries) & 1)
+            mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            mbarrier.arrive(empty.index(slot), count=1)
+            key = (end - 1 - first) * keys + columns
+            scores, first_factor = _seen(scores, first_factor, cap, key, place, last, window, True, kind)
+            if kind.optimistic:
+                reference = gl.full([64, 4], -1e30, gl.float32, kind.quad)
+                words, sums, reference, decay = _optimistic(scores, first_factor, bias, reference, True, kind)
+                state = (output, words, reference, sums * weight, decay)
+            else:
+                p, row_max, decay = _powers(scores, first_factor, bias, row_max)
+                state = (output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+            masked_first = gl.maximum(end - whole_end, first + 1)
+            masked_last = tiles
+            if kind.windowed:
+                masked_last = gl.maximum(end - whole_begin, masked_first)
+            for part in gl.static_range(3):
+                low = first + 1
+                high = masked_first
+                if part == 1:
+                    low = masked_first
+                    high = masked_last
+                if part == 2:
+                    low = masked_last
+                    high = tiles
+                if part < 2 or kind.windowed:
+                    state = _steps(
+                        low, high, end, count, state, q_tile, (k_buffer, v_buffer), full, empty, per_tile, factor,
+                        cap, place, last, window, zero, part != 1, kind,
+                    )  # fmt: skip
+            output, words, reference, row_sum, decay = state
+            if kind.optimistic:
+                row_max = gl.convert_layout(gl.max(reference, 1), kind.row)
+            else:
+                row_max = reference
+            mbarrier.arrive(q_empty.index(turn), count=1)
+            count += tiles + 1
+            slot = (count - 1) % kind.stages
+            output = _decayed(output, decay, kind)
+            mbarrier.wait(full.index(slot), ((count - 1) // kind.stages) & 1)
+            product = warpgroup_mma(
+                _left(words, zero, v_buffer, kind), _value(v_buffer, slot, kind), output, is_async=True
+            )
+            row_total = gl.convert_layout(gl.sum(row_sum, 1), kind.row)
+            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(empty.index(slot), count=1)
+            queries += 1
+        _finish(out, lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
+        mbarrier.wait(ticket_full, taken & 1)
+        index = gl.max(ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        mbarrier.arrive(ticket_empty, count=1)
+        taken += 1
+
+
+@gluon.jit
+def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
+    """Divides by the sum and writes; a row that saw no key has the sum 0."""
+    seen = row_sum > 0
+    total = gl.where(seen, row_sum, 1.0)
+    output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
+    row = first_row + gl.arange(0, 64, kind.output_row)
+    d = gl.arange(0, kind.width, kind.output_column)
+    inside = (row < seq_q)[:, None]
+    if kind.width != kind.dim:
+        inside = inside & (d < kind.dim)[None, :]
+    at = (first_token + row)[:, None] * kind.dim + d[None, :]
+    gl.store(out + at, output.to(out.dtype.element_ty), mask=inside)
+    if kind.with_lse:
+        row_of_score = first_row + gl.arange(0, 64, kind.row)
+        value = (row_max - 8.0 + gl.log2(total)) * 0.6931471805599453
+        gl.store(lse + first_token + row_of_score, gl.where(seen, value, float("-inf")), mask=row_of_score < seq_q)
+
+
+_INTEGERS = (
+    "tokens_q", "tokens_kv", "tokens_v", "heads", "ratio", "seq_q", "seq_kv", "blocks", "group", "total", "window",
+    "q_batch", "q_head", "q_block", "k_batch", "k_head", "k_block", "v_batch", "v_head", "v_block",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=_INTEGERS)
+def attention_hopper(
+    q_tensor, k_tensor, v_tensor, out, lse, q_scale, k_scale, v_scale, cu_q, cu_kv, counter,
+    tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
+    q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
+):  # fmt: skip
+    """Grid: as many programs as stay on the GPU. See the module docstring."""
+    groups: gl.constexpr = kind.groups
+    stages: gl.constexpr = kind.stages
+    tiles_of_q: gl.constexpr = [groups * kind.queries] + q_tensor.block_type.shape  # noqa: RUF005
+    q_buffer = gl.allocate_shared_memory(q_tensor.dtype, tiles_of_q, q_tensor.layout)
+    k_buffer = gl.allocate_shared_memory(k_tensor.dtype, [stages] + k_tensor.block_type.shape, k_tensor.layout)  # noqa: RUF005
+    v_buffer = gl.allocate_shared_memory(v_tensor.dtype, [stages] + v_tensor.block_type.shape, v_tensor.layout)  # noqa: RUF005
+    q_full = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [kind.queries, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    ticket = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    ticket_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    ticket_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(ticket_full, count=1)
+    mbarrier.init(ticket_empty, count=groups)
+    for i in gl.static_range(kind.queries):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=groups)
+    for i in gl.static_range(stages):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=groups)
+    buffers = (q_buffer, k_buffer, v_buffer)
+    barriers = (q_full, q_empty, full, empty, ticket_full, ticket_empty)
+    places = (cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group)
+    tokens = (tokens_q, tokens_kv, tokens_v, heads, ratio)
+    scales = (q_scale, k_scale, v_scale, ticket)
+    strides = (q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block)
+    given = (out, lse, scales, strides, buffers, barriers, places, tokens, window, total, log2_scale, cap)
+    produce = (q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket)
+    if groups == 2:
+        gl.warp_specialize(
+            [(_consume, (given, 0, kind)), (_consume, (given, 1, kind)), (_produce, (produce, kind))],
+            [4, 1], [kind.tiles.registers, 24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (given, 0, kind)),
+                (_consume, (given, 1, kind)),
+                (_consume, (given, 2, kind)),
+                (_produce, (produce, kind)),
+            ],
+            [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
+        )  # fmt: skip
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    *,
+    causal: bool,
+    window: int | None,
+    softcap: float,
+    softmax_scale: float,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None,
+    max_seqlen_q: int,
+    tiles: HopperTiles | None = None,
+) -> None:
+    """Runs the kernel on dense operands; as `attention_triton.attend`, but FP8's V is that of `lay_out_v`."""
+    if not out.numel():
+        return
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    batch, heads, tokens_q, dim = q.shape
+    kv_heads, tokens_kv = k.shape[1:3]
+    fp8 = scales is not None
+    width = triton.next_power_of_2(dim)
+    tiles = tiles or _TILES[width, q.dtype.itemsize]
+    blocks = triton.cdiv(max_seqlen_q, 64 * tiles.groups)
+    items = heads * (batch if cu_seqlens is None else len(cu_seqlens[0]) - 1)
+    total = items * blocks
+    group = _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
+    dtype = gl.float8e4nv if fp8 else gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
+
+    def tensor_map(x: torch.Tensor, rows: int, columns: int) -> object:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+        return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
+
+    v_tile = (width, tiles.block_kv) if fp8 else (tiles.block_kv, width)
+    strides = [n for scale in scales for n in scale.stride()] if scales else [0] * 9
+    programs = torch.cuda.get_device_properties(q.device).multi_processor_count
+    attention_hopper[min(programs, total),](
+        tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
+        *(scales or (out, out, out)), *(cu_seqlens or (None, None)), torch.zeros(1, dtype=torch.int32, device=q.device),
+        tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
+        window or 0, *strides, softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
+        Kind(tiles, dim, fp8, causal, window is not None, softcap > 0, cu_seqlens is not None, lse is not None),
+        num_warps=4, maxnreg=tiles.at_launch,
+    )  # fmt: skip
+
+
+def _heads_at_once(items: int, ratio: int, nbytes: int) -> int:
+    """Heads that are worked on together: as many as share the L2 cache, whole groups of queries to a KV head."""
+    fits = max(1, _RESIDENT // nbytes) * ratio
+    return max(n for n in range(1, items + 1) if items % n == 0 and (n <= fits or n == 1))

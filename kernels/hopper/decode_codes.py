@@ -1,0 +1,245 @@
+"""Codes in the order of a checkpoint, decoded on Hopper into wgmma's left operand: 8 bits each, or two of 4 in a byte.
+
+The instruction wants columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thread. TMA brings a tile of W as
+`[2, rows / 2, 64]`, even rows and then odd ones, and a thread reads two neighbouring codes at a time:
+
+    row    = 16·warp + 2·g + b           thread = (warp, g, q): g, q = 0..7, 0..3
+    column = 16·s + 8·a + 2·q + h        one read holds both h
+
+The instruction calls row (b, g) of a warp 8·b + g, as with prepacked NVFP4: two neighbours of a row of y are in one
+thread. The rows of a read are neighbours in shared memory, and the swizzle puts those into different banks. Nothing is
+exchanged between threads, and the weight stays as it is, for the kernels for few tokens read it in this order too.
+
+    E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; a
+                 product puts that right, exactly, subnormals too. Codes that are no numbers are refused beforehand.
+    INT8         128 plus the low seven bits, less 128 or, where the code is negative, 256
+    INT4         136 plus the code, less 136
+
+These are 4 instructions a pair. Half of them go to a unit that takes one of a warp every other clock, and decoding must
+not take the clocks that the products take.
+
+Where a scale goes: a tensor's or a channel's into the finished sum; a power of two into an exact product of bfloat16s;
+a float32 of 128 × 128 or of INT4's groups as the sum of two bfloat16s, the lesser product first, which rounds once but
+for 2^-8 of a unit in the last place.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hopper.decode_nvfp4 import _halves
+
+# Two codes, the low 16 bits of $1, to two bfloat16, v. The byte above a code repeats its sign.
+_FP8 = """{
+.reg .b32 v,t;
+prmt.b32 v,$1,0,0x9180; shl.b32 v,v,%s; and.b32 v,v,%s;
+mov.b32 t,%s; mul.rn.bf16x2 v,v,t;
+"""
+_DECODED = {
+    "e4m3": _FP8 % ("4", "0x87F087F0", "0x7B807B80"),
+    "e5m2": _FP8 % ("5", "0x8FE08FE0", "0x77807780"),
+    "int8": """{
+.reg .b32 v,t;
+prmt.b32 t,$1,0x43434343,0x4140; and.b32 v,t,0xFF7FFF7F; and.b32 t,t,0xFF80FF80; sub.rn.bf16x2 v,v,t;
+""",
+    "int4": """{
+.reg .b32 v,t;
+shl.b32 t,$1,12; and.b32 t,t,0x000F0000; and.b32 v,$1,0x0000000F; or.b32 v,v,t; xor.b32 v,v,0x43084308;
+mov.b32 t,0x43084308; sub.rn.bf16x2 v,v,t;
+""",
+}
+# By the kind of scale, how v becomes $0; $2 and $3 are one bfloat16 twice.
+_SCALED = {
+    "sum": "mov.b32 $0,v;\n}",
+    "one": "mul.rn.bf16x2 $0,v,$2;\n}",
+    "two": "mul.rn.bf16x2 t,v,$3; fma.rn.bf16x2 $0,v,$2,t;\n}",
+}
+
+
+@gluon.constexpr_function
+def scaling(form):
+    """Where the scales of a format go: into the "sum", or into decoded values as "one" bfloat16 or "two".
+
+    All functions here take the name of a format, or another name for codes that are decoded elsewhere.
+    """
+    if form not in FORMATS:
+        return "sum"
+    format = FORMATS[form]
+    return "sum" if not format.block[1] else "one" if format.scale.bits == 8 else "two"
+
+
+@gluon.constexpr_function
+def whole_scale(form):
+    """Whether all of a matrix has one scale."""
+    return form in FORMATS and FORMATS[form].block == (0, 0)
+
+
+@gluon.constexpr_function
+def scales_by_row(form):
+    """Whether each row of the sum has a scale of its own."""
+    return form in FORMATS and FORMATS[form].block == (1, 0)
+
+
+@gluon.constexpr_function
+def tile_bytes(form):
+    """Of 64 rows by 64 columns."""
+    return 64 * 8 * FORMATS[form].element.bits
+
+
+@gluon.constexpr_function
+def assembly(form):
+    """PTX of a pair of codes of a format."""
+    return _DECODED[FORMATS[form].element.name] + _SCALED[scaling(form)]
+
+
+@gluon.constexpr_function
+def _groups(form):
+    """Scales of a row in 64 columns."""
+    return max(64 // (FORMATS[form].block[1] or 64), 1)
+
+
+@gluon.constexpr_function
+def _block(form):
+    return FORMATS[form].block
+
+
+@gluon.constexpr_function
+def pairs_layout(warps, groups):
+    """A thread's pairs of codes in `[2, 8 · warps, groups, 32 / groups]`."""
+    inner = 32 // groups
+    q, a_s = ([[0, 0, pair // inner, pair % inner] for pair in pairs] for pairs in ((1, 2), (4, 8, 16)))
+    rows = [[0, 1 << i, 0, 0] for i in range(warps.bit_length() + 2)]
+    return gl.DistributedLinearLayout(
+        [[1, 0, 0, 0], *a_s], [*q, *rows[:3]], rows[3:], [], [2, 8 * warps, groups, inner]
+    )
+
+
+@gluon.constexpr_function
+def tile_layout(warps):
+    """The same in `[2, 8 · warps, 32]`."""
+    whole = pairs_layout(warps, 1)
+    bases = [
+        [[b, row, pair] for b, row, _, pair in part] for part in (whole.reg_bases, whole.lane_bases, whole.warp_bases)
+    ]
+    return gl.DistributedLinearLayout(*bases, [], [2, 8 * warps, 32])
+
+
+@gluon.jit
+def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
+    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end have those of the last one.
+
+    Nothing, here and below, where scales go into the sum.
+    """
+    if scaling(form) == "sum":
+        return 0
+    else:
+        layout: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, pairs_layout(warps, _groups(form))))
+        rows: gl.constexpr = _block(form)[0]
+        b = gl.arange(0, 2, gl.SliceLayout(1, layout))
+        i = gl.arange(0, 8 * warps, gl.SliceLayout(0, layout))
+        row = gl.minimum(n + 2 * i[None, :] + b[:, None], N - 1) // rows
+        return scale + row.to(gl.int64) * stride
+
+
+@gluon.jit
+def load_scales(rows, stride, step, form: gl.constexpr):
+    """What is stored for 64 columns, from `scale_rows`; made a step before it is used. Beyond the end, the last."""
+    if scaling(form) == "sum":
+        return 0
+    else:
+        columns: gl.constexpr = _block(form)[1]
+        return gl.load(rows + gl.minimum(step if columns <= 64 else step * 64 // columns, stride - 1))
+
+
+@gluon.jit
+def _twice(half):
+    return half | (half << 16)
+
+
+@gluon.jit
+def _power_twice(code):
+    """E8M0 as a bfloat16, twice. Code 0 is a subnormal, 255 NaN."""
+    half = gl.maximum(code << 7, 0x40)
+    return _twice(gl.where(code == 255, 0x7FC0, half))
+
+
+@gluon.jit
+def _bits_twice(value):
+    return _twice(value.to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF)
+
+
+@gluon.jit
+def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
+    """64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand.
+
+    `scale` is what `load_scales` gave, or nothing where scales go into the sum.
+    """
+    groups: gl.constexpr = _groups(form)
+    text: gl.constexpr = assembly(form)
+    pairs: gl.constexpr = pairs_layout(warps, groups)
+    codes = tile.slice(first // 2, 8 * warps, dim=1).load(tile_layout(warps)).to(gl.int32)
+    codes = gl.convert_layout(codes.reshape([2, 8 * warps, groups, 32 // groups]), pairs, assert_trivial=True)
+    # Said to have effects so that it keeps its place: before the wait for the product that it overlaps with.
+    if scaling(form) == "sum":
+        value = gl.inline_asm_elementwise(text, "=r,r", [codes], dtype=gl.int32, is_pure=False, pack=1)
+    elif scaling(form) == "one":
+        # Two codes of E8M0.
+        scale = gl.join(_power_twice(scale & 0xFF), _power_twice((scale >> 8) & 0xFF))
+        scale = gl.convert_layout(scale, gl.SliceLayout(3, pairs), assert_trivial=True).expand_dims(3)
+        scale, codes = gl.broadcast(scale, codes)
+        value = gl.inline_asm_elementwise(text, "=r,r,r", [codes, scale], dtype=gl.int32, is_pure=False, pack=1)
+    else:
+        high = scale.to(gl.bfloat16)
+        low = _bits_twice((scale - high.to(gl.float32)).to(gl.bfloat16)).expand_dims(2).expand_dims(3)
+        high, _ = gl.broadcast(_bits_twice(high).expand_dims(2).expand_dims(3), codes)
+        low, codes = gl.broadcast(low, codes)
+        value = gl.inline_asm_elementwise(text, "=r,r,r,r", [codes, high, low], dtype=gl.int32, is_pure=False, pack=1)
+    value = value.reshape([2, warps, 8, 32]).permute([1, 0, 2, 3]).reshape([16 * warps, 32])
+    return gl.convert_layout(_halves(value).reshape([16 * warps, 64]), layout, assert_trivial=True)
+
+
+def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
+    """What is fetched at once: 64 columns of so many rows, even ones and then odd ones, by pairs of codes."""
+    codes = weight.codes.view(torch.uint8)
+    pairs = codes if weight.format.element.bits == 4 else codes.view(torch.int16)
+    (N, pitch), nbytes = pairs.shape, pairs.itemsize
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
+    return TensorDescriptor(pairs, [2, N // 2, pitch], [pitch, 2 * pitch, 1], [2, rows // 2, 32], layout)
+
+
+def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
+    """Block scales as the kernel reads them: those of E8M0 by two, for 64 columns."""
+    return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale
+
+
+def numbers_only(weight: BlockScaledTensor) -> bool:
+    """Whether no code is an infinity or a NaN, which are not decoded as such.
+
+    Waits for the GPU, once for each weight; while a graph is captured, it is False for one that is not known.
+    """
+    codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
+    if least is None:
+        return True
+    # An expert's part of a stack is a new view at each call: what is known is kept with the stack.
+    owner = codes if codes._base is None else codes._base
+    known = _known.setdefault(owner, {})
+    place = (codes.storage_offset(), *codes.shape)
+    version = 0 if codes.is_inference() else codes._version
+    if place not in known or known[place][0] != version:
+        if codes.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
+        parts = codes.view(torch.uint8).split(_ROWS_AT_ONCE)
+        known[place] = (version, all(int((part & 0x7F).amax()) < least for part in parts))
+    return known[place][1]  # type: ignore[no-any-return]
+
+
+# The least code without its sign that is an infinity or a NaN.
+_NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
+_ROWS_AT_ONCE = 4096
+_known = WeakIdKeyDictionary()

@@ -1,0 +1,188 @@
+"""NVFP4 weights in the order of `kernels/layout.py`, decoded on Hopper: in registers, and to BF16 or E4M3 in memory.
+
+A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
+instructions and four products of two turn a word into eight BF16 values, exact but for a factor of 2^7, which no
+product of an element and a block scale is rounded by. `decode` leaves each value with the thread that multiplies it.
+
+    dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight
+    requantize   words, scales ─▶ E4M3 [out, in], row scale  one pass, 1.6 bytes a weight, after one over the scales
+
+A row's E4M3 scale comes from its largest block scale: no element is larger than 6 times that, so nothing is clipped
+and the values themselves need not be read first.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from quant.formats.number import E2M1, E4M3
+from quant.formats.tensor import BlockScaledTensor
+
+# One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
+_PRODUCTS = gl.constexpr("""{
+.reg .b32 t,u,v,p,q,c,d,e,f;
+mov.b32 p,{$5,$5}; mov.b32 q,{$6,$6};
+and.b32 c,$4,0x81C081C0;
+shl.b32 t,$4,3; and.b32 d,t,0x81C081C0;
+shl.b32 t,$4,6; and.b32 e,t,0x81C081C0;
+shl.b32 t,$4,1; shr.b32 u,$4,3; shr.b32 v,$4,7;
+and.b32 t,t,0x80008000; lop3.b32 t,u,0x01800180,t,0xEA; lop3.b32 f,v,0x00400040,t,0xEA;
+mul.rn.bf16x2 $0,c,p; mul.rn.bf16x2 $1,d,p; mul.rn.bf16x2 $2,e,q; mul.rn.bf16x2 $3,f,q;
+}""")
+# Four scale bytes to four bfloat16, in the order of the bytes 0, 2, 1, 3.
+_SCALES = gl.constexpr("""{
+.reg .b32 t,u;
+shl.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$0,$1},u;
+shr.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$2,$3},u;
+}""")
+_HALVES = gl.constexpr("mov.b32 {$0,$1},$2;")
+DECODED = gl.constexpr(2.0**7)
+"""What decoded values are too small by."""
+
+
+@gluon.jit
+def _halves(pair):
+    low, high = gl.inline_asm_elementwise(
+        _HALVES, "=h,=h,r", [pair], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+    )
+    return gl.join(low, high)
+
+
+@gluon.jit
+def decode(words, scales, warps: gl.constexpr):
+    """int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], each in its thread.
+
+    Rows of the result are those of the instruction, `(warp, b, g)`; row 16 · warp + 2 · g + b of W is there.
+    """
+    s0, s1, s2, s3 = gl.inline_asm_elementwise(
+        _SCALES,
+        "=h,=h,=h,=h,r",
+        [scales],
+        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16),
+        is_pure=True,
+        pack=1,
+    )
+    scale = gl.join(gl.join(s0, s2), gl.join(s1, s3)).reshape([32 * warps, 2, 4]).permute([0, 2, 1])  # thread s b
+    low, high = gl.split(scale)
+    low = gl.convert_layout(low, words.type.layout, assert_trivial=True)
+    high = gl.convert_layout(high, words.type.layout, assert_trivial=True)
+    # Said to have effects so that it keeps its place: before the wait for the product that it overlaps with.
+    c0, c1, c2, c3 = gl.inline_asm_elementwise(
+        _PRODUCTS,
+        "=r,=r,=r,=r,r,h,h",
+        [words, low, high],
+        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
+        is_pure=False,
+        pack=1,
+    )
+    value = gl.join(gl.join(_halves(c0), _halves(c1)), gl.join(_halves(c2), _halves(c3)))  # thread s h a b
+    value = value.reshape([warps, 8, 4, 4, 2, 2, 2])  # warp g q s h a b
+    return value.permute([0, 6, 1, 3, 5, 2, 4]).reshape([16 * warps, 64])
+
+
+@gluon.jit
+def _tiles(words, scales, K, tiles: gl.constexpr):
+    """`tiles` neighbours along K as BF16 [64 · tiles, 64], one below the other, in the order of the rows of W."""
+    words_layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
+    scales_layout: gl.constexpr = gl.BlockedLayout([1, 2], [32, 1], [4, 1], [1, 0])
+    first = (gl.program_id(1) * (K // 64) + gl.program_id(0) * tiles).to(gl.int64)
+    thread = gl.arange(0, 128 * tiles, gl.SliceLayout(1, words_layout))
+    word = gl.load(words + first * 512 + (thread[:, None] * 4 + gl.arange(0, 4, gl.SliceLayout(0, words_layout))[None]))
+    thread = gl.arange(0, 128 * tiles, gl.SliceLayout(1, scales_layout))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, scales_layout))
+    scale = gl.load(scales + first * 64 + (thread[:, None] // 4 * 2 + pair[None]))
+    value = decode(word, scale, 4 * tiles)
+    return value.reshape([4 * tiles, 2, 8, 64]).permute([0, 2, 1, 3]).reshape([64 * tiles, 64])
+
+
+@gluon.jit
+def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
+    """64 rows by 64 · tiles columns of W in BF16."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    value = _tiles(words, scales, K, tiles).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * DECODED)
+    value = gl.convert_layout(value.to(gl.bfloat16), layout)
+    row = gl.arange(0, 64 * tiles, gl.SliceLayout(1, layout))
+    column = (gl.program_id(0) * tiles + row // 64)[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None]
+    n = gl.program_id(1) * 64 + row % 64
+    gl.store(out + (n.to(gl.int64)[:, None] * K + column), value)
+
+
+@gluon.jit
+def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
+    """64 rows by 64 · tiles columns of W in E4M3; `unit` is what a row's code of 1.0 stands for, global scale aside."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
+    value = _tiles(words, scales, K, tiles)
+    inner: gl.constexpr = value.type.layout
+    row = gl.arange(0, 64 * tiles, gl.SliceLayout(1, inner))
+    factor = DECODED / gl.load(unit + gl.program_id(1) * 64 + row % 64)
+    value = gl.convert_layout((value.to(gl.float32) * factor[:, None]).to(gl.float8e4nv), layout)
+    row = gl.arange(0, 64 * tiles, gl.SliceLayout(1, layout))
+    column = (gl.program_id(0) * tiles + row // 64)[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None]
+    n = gl.program_id(1) * 64 + row % 64
+    gl.store(out + (n.to(gl.int64)[:, None] * K + column), value)
+
+
+@triton.jit
+def row_unit_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
+    """By row of W: `unit` = 6 / 448 of the largest block scale, and `scale`, that times the global scale.
+
+    A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
+    """
+    n = tl.arange(0, 64)
+    step = tl.arange(0, tiles)
+    top = tl.zeros((64,), tl.int32)
+    for first in range(0, K // 64, tiles):
+        tile = tl.program_id(0) * (K // 64) + first + step
+        inside = (first + step < K // 64)[None, :]
+        word = tl.load(scales + tile.to(tl.int64)[None, :] * 64 + n[:, None], mask=inside, other=0)
+        for byte in tl.static_range(4):
+            top = tl.maximum(top, tl.max((word >> (8 * byte)) & 0xFF, axis=1))
+    # s · 2^119 as a bfloat16 has these eight bits below 0b0111; a row of zeros gets the unit 1.
+    bits = ((top << 4) | 0x7000) << 16
+    value = tl.where(top > 0, bits.to(tl.float32, bitcast=True) * 1.504632769052528e-36 * largest, 1.0)
+    tl.store(unit + tl.program_id(0) * 64 + n, value)
+    tl.store(scale + tl.program_id(0) * 64 + n, value * tl.load(global_scale).to(tl.float32))
+
+
+def dequantize(weight: BlockScaledTensor) -> torch.Tensor:
+    """`[out, in]` of a prepacked weight in BF16, each value rounded once."""
+    N, K = weight.shape
+    out = torch.empty(N, K, dtype=torch.bfloat16, device=weight.codes.device)
+    tiles = _tiles_of(K)
+    dequantize_kernel[K // 64 // tiles, N // 64](
+        weight.codes, weight.scale, weight.global_scale, out, K, tiles=tiles, num_warps=4
+    )
+    return out
+
+
+def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prepacked weight as E4M3 with one scale a row: `[out, in]` and float32 `[out]`.
+
+    The second rounding moves a value by up to one part in 16: E4M3 has three bits of mantissa, where the product of an
+    E2M1 element and an E4M3 scale has five.
+    """
+    N, K = weight.shape
+    out = torch.empty(N, K, dtype=torch.float8_e4m3fn, device=weight.codes.device)
+    unit, scale = row_scales(weight)
+    tiles = _tiles_of(K)
+    requantize_kernel[K // 64 // tiles, N // 64](weight.codes, weight.scale, unit, out, K, tiles=tiles, num_warps=4)
+    return out, scale
+
+
+def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """By row of a prepacked weight: what an E4M3 code of 1.0 stands for without and with the global scale, float32."""
+    N, K = weight.shape
+    unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
+    row_unit_kernel[(N // 64,)](
+        weight.scale, weight.global_scale, unit, scale, K, largest=E2M1.max / E4M3.max, tiles=64, num_warps=4
+    )
+    return unit, scale
+
+
+def _tiles_of(K: int) -> int:
+    """Tiles along K of one program: up to four, as many as divide them."""
+    return next(tiles for tiles in (4, 2, 1) if K // 64 % tiles == 0)

@@ -1,0 +1,267 @@
+"""Weights laid out for a kernel when a model is loaded, and put back bit for bit; never in a checkpoint.
+
+On Hopper a warpgroup multiplies 64 rows of W by 16 columns at a time, and its threads hold W in registers in a fixed
+pattern. NVFP4 codes are stored here in exactly the order in which those threads need them: a thread reads 16 bytes,
+its share of a tile of 64 × 64, and nothing has to be exchanged.
+
+    row    = 64·tile + 16·warp + 2·g + b          thread = (warp, g, q): g, q = 0..7, 0..3
+    column = 64·step of K + 16·s + 8·a + 2·q + h   word s of a thread, half h, code a + 2·b of that half
+
+A half word holds four codes so that one mask after one shift leaves a code as a bfloat16 that is 2^126 too small:
+sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the shifted three leave over:
+
+    bit     15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
+    code    0s  3s  30  1s  32  31  2s  02  01  00  12  11  10  22  21  20
+
+A block scale, positive and E4M3, is stored as the eight bits by which s · 2^119 differs from other such bfloat16s:
+a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
+
+MXFP4 is NVFP4 with other scales, and takes the same form: each power of two stands twice, for its 32 codes, as an
+exponent relative to the largest of the matrix, which becomes the global scale. Its scales may span 2^29.
+
+MXFP6's numbers are all numbers of E4M3. Its codes become those, a byte each, and the weight is multiplied as MXFP8 is
+(`as_computed`): a third more memory, and a small part of the time that unpacking six bits takes.
+
+A stack of NVFP4 experts is laid out as one tall matrix, so that each expert's part is what it would be by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import FORMATS
+from quant.formats.number import E4M3, Number
+from quant.formats.packing import pack, unpack
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+
+TILE = 64
+# Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
+_PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (13, 10, 11, 14))
+# Codes of a half word come from rows 2g and 2g + 1, columns 2q and 2q + 8: (b, a) runs over them, a fastest. The
+# instruction calls these rows g and g + 8; this way round, two outputs of a thread are neighbours in memory.
+_SPLIT_CODES = (4, 8, 2, -1, 4, 2, 4, 2)  # warp g b | tile of K, s, a, q, h
+_TO_WORDS = (0, 4, 1, 2, 7, 5, 8, 3, 6)  # tile, tile of K, warp, g, q, s, h | b, a
+_TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
+_SCALE_ORDER = (0, 2, 1, 3)
+_ROWS_AT_ONCE = 1024
+# MXFP4: how far apart exponents may be that fit into the five bits of a stored scale, none of them zero; and what the
+# exponent of the global scale is less than the code of the E8M0 scale that would be stored as zero.
+_SPAN = 29
+_BASE = 105
+_WIDENED = ("mxfp6", "mxfp6_e3m2")
+
+
+def is_prepacked(weight: BlockScaledTensor) -> bool:
+    """Whether the codes are as this module makes them and not as a checkpoint has them."""
+    return weight.codes.dtype is torch.int32 or _is_widened(weight)
+
+
+def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`weight`, or where its codes were widened to another format's, the same bytes as a weight in that."""
+    return replace(weight, format=FORMATS["mxfp8"]) if _is_widened(weight) else weight
+
+
+def _is_widened(weight: BlockScaledTensor) -> bool:
+    return weight.format.name in _WIDENED and weight.codes.dtype is torch.float8_e4m3fn
+
+
+def why_not(weight: BlockScaledTensor) -> str:
+    """Why `prepack` would refuse `weight`, or nothing."""
+    if weight.format.name not in ("nvfp4", "mxfp4", *_WIDENED):
+        return f"{weight.format} has no kernel layout"
+    rows, columns = weight.shape[-2:]
+    if len(weight.shape) > 2 and weight.format.name != "nvfp4":
+        return f"experts in {weight.format} have no kernel layout"
+    if weight.format.name in _WIDENED:
+        return ""
+    if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
+        return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
+    stored = weight.scale.view(torch.uint8)
+    if weight.format.name == "mxfp4":
+        least, most = (int(bound) for bound in stored.aminmax())
+        if most == 255 or most - least > _SPAN or most < 30:
+            return f"block scales from 2^{least - 127} to 2^{most - 127} are more than 2^{_SPAN} apart, tiny or NaN"
+        return ""
+    table = _scale_table().to(weight.codes.device)
+    if bool((table[stored.int()] < 0).any()):
+        return "a block scale is negative or NaN"
+    empty = stored == 0
+    if bool(empty.any()) and bool(weight.codes.view(*stored.shape, -1)[empty].any()):
+        return "a block whose scale is zero has codes that are not"
+    return ""
+
+
+def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3.
+
+    Args:
+        weight: NVFP4 or MXFP4 `[out, in]`, or NVFP4 `[experts, out, in]`; out and in are multiples of 64. MXFP6
+            `[out, in]` of any size.
+
+    Raises:
+        ValueError: it has no such layout; the message says why.
+    """
+    reason = why_not(weight)
+    if reason:
+        raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
+    if weight.format.name in _WIDENED:
+        return _widened(weight)
+    rows, columns = _tall(weight)
+    flat = weight.codes.reshape(rows, -1)
+    words = torch.empty(rows, columns // 8, dtype=torch.int32, device=weight.codes.device)
+    for part in _row_slices(rows):
+        codes = unpack(flat[part], 4, columns).view(-1, *_fill(_SPLIT_CODES, columns))
+        four = codes.permute(_TO_WORDS).reshape(-1, 4).int()
+        half = torch.zeros(four.shape[0], dtype=torch.int32, device=four.device)
+        for code, places in zip(four.unbind(1), _PLACES, strict=True):
+            for bit, place in enumerate(places):
+                half |= (code >> bit & 1) << place
+        words[part] = half.to(torch.int16).view(torch.int32).view(-1, columns // 8)
+    second = weight.global_scale
+    if weight.format.name == "mxfp4":
+        base = weight.scale.view(torch.uint8).amax().int() - _SPAN - 1
+        stored = ((weight.scale.view(torch.uint8).int() - base) << 3).to(torch.uint8).repeat_interleave(2, 1)
+        second = torch.ldexp(torch.ones((), device=words.device), base - _BASE)
+    else:
+        stored = _scale_table().to(words.device)[weight.scale.view(torch.uint8).int()].to(torch.uint8)
+    stored = stored.view(-1, 4, 8, 2, columns // TILE, 4).permute(_TO_SCALES)[..., list(_SCALE_ORDER)]
+    lead = weight.shape[:-1]
+    scale = stored.contiguous().view(torch.int32).view(*lead, columns // TILE)
+    return replace(weight, codes=words.view(*lead, columns // 8), scale=scale, global_scale=second)
+
+
+def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """The inverse of `prepack`, bit for bit."""
+    if _is_widened(weight):
+        return _narrowed(weight)
+    rows, columns = _tall(weight)
+    lead, words = weight.shape[:-1], weight.codes.reshape(rows, -1)
+    packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.codes.device)
+    for part in _row_slices(rows):
+        half = words[part].contiguous().view(torch.int16).int().view(-1)
+        four = torch.zeros(half.shape[0], 4, dtype=torch.uint8, device=half.device)
+        for code, places in enumerate(_PLACES):
+            for bit, place in enumerate(places):
+                four[:, code] |= ((half >> place & 1) << bit).to(torch.uint8)
+        shape = (four.shape[0] * 4 // (TILE * columns), *_fill(_SPLIT_CODES, columns))
+        permuted = four.view([shape[i] for i in _TO_WORDS])
+        codes = permuted.permute(_inverse(_TO_WORDS)).reshape(-1, columns)
+        packed[part] = pack(codes.contiguous(), 4)
+    stored = weight.scale.contiguous().view(torch.uint8).view(-1, columns // TILE, 4, 8, 2, 4)[..., list(_SCALE_ORDER)]
+    stored = stored.permute(_inverse(_TO_SCALES)).reshape(rows, columns // 16)
+    if weight.format.name == "mxfp4":
+        assert weight.global_scale is not None
+        base = torch.frexp(weight.global_scale).exponent - 1 + _BASE
+        scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)
+        return replace(weight, codes=packed, scale=scale, global_scale=None)
+    table = _scale_table()
+    inverse = torch.zeros(256, dtype=torch.uint8)
+    known = table >= 0
+    inverse[table[known]] = torch.arange(256, dtype=torch.uint8)[known]
+    scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
+    return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale.view(*lead, columns // 16))
+
+
+def prepack_model(model: nn.Module) -> dict[str, str]:
+    """Prepacks what is quantized in `model` and has a kernel layout, in place; `state_dict` is as before.
+
+    Returns:
+        Why not, by the name of each linear or stack of experts that keeps the layout of a checkpoint.
+    """
+    skipped = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear | QuantExperts) or is_prepacked(module.stored_weight):
+            continue
+        reason = why_not(module.stored_weight)
+        if reason:
+            skipped[name] = reason
+            continue
+        _replace(module, prepack(module.stored_weight))
+        module.register_state_dict_post_hook(_save_restored)
+    return skipped
+
+
+def restore_model(model: nn.Module) -> None:
+    """Undoes `prepack_model`."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantExperts) and is_prepacked(module.stored_weight):
+            _replace(module, restore(module.stored_weight))
+
+
+def _replace(module: QuantLinear | QuantExperts, weight: BlockScaledTensor) -> None:
+    module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
+
+
+def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(module, QuantLinear | QuantExperts)
+    weight = module.stored_weight
+    if is_prepacked(weight):
+        weight = restore(weight)
+        state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
+        if weight.global_scale is None:
+            state_dict.pop(f"{prefix}global_scale", None)
+
+
+@cache
+def _scale_table() -> torch.Tensor:
+    """The byte that stands for each E4M3 code, int32 `[256]`; -1 where there is none (negative or NaN)."""
+    values = E4M3.values()
+    bits = (values.double() * 2.0**119).to(torch.bfloat16).view(torch.int16).int()
+    table = torch.where(values > 0, bits >> 4 & 0xFF, -1)
+    table[0] = 0
+    return table
+
+
+def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """MXFP6 with its codes in E4M3."""
+    rows, columns = weight.shape
+    wide = torch.empty(rows, columns, dtype=torch.uint8, device=weight.codes.device)
+    table = _e4m3_codes(weight.format.element).to(wide.device)
+    for part in _row_slices(rows):
+        wide[part] = table[unpack(weight.codes[part], 6, columns).int()]
+    return replace(weight, codes=wide.view(torch.float8_e4m3fn))
+
+
+def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """The inverse of `_widened`."""
+    table = _e4m3_codes(weight.format.element)
+    back = torch.zeros(256, dtype=torch.uint8)
+    back[table.int()] = torch.arange(len(table), dtype=torch.uint8)
+    back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
+    parts = [pack(back[wide[part].int()], 6) for part in _row_slices(weight.shape[0])]
+    return replace(weight, codes=torch.cat(parts))
+
+
+@cache
+def _e4m3_codes(element: Number) -> torch.Tensor:
+    """The E4M3 code of each number of `element`, by its code: uint8."""
+    values = element.values()
+    codes = values.to(torch.float8_e4m3fn)
+    assert torch.equal(codes.to(values.dtype), values)
+    return codes.view(torch.uint8)
+
+
+def _tall(weight: BlockScaledTensor) -> tuple[int, int]:
+    """Rows of all matrices of a stack, and columns."""
+    return math.prod(weight.shape[:-1]), weight.shape[-1]
+
+
+def _fill(split: tuple[int, ...], columns: int) -> tuple[int, ...]:
+    return tuple(columns // TILE if size < 0 else size for size in split)
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(i) for i in range(len(order))]
+
+
+def _row_slices(rows: int) -> Iterator[slice]:
+    for start in range(0, rows, _ROWS_AT_ONCE):
+        yield slice(start, min(start + _ROWS_AT_ONCE, rows))

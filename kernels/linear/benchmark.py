@@ -1,0 +1,84 @@
+"""Times matmuls by quantized weights as a model calls them: the launch that `dispatch` would choose, none searched."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import current
+from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
+from quant.kernels.linear import dispatch
+from quant.kernels.linear.tuning import graph_microseconds
+from quant.kernels.tiles import to_dict
+
+
+def time_as_called(
+    weights: Sequence[BlockScaledTensor],
+    tokens: Sequence[int],
+    *,
+    index: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[dict[str, Any]]:
+    """Times each weight with each number of rows of BF16, and the 16-bit matmul of the same shape.
+
+    Every call of a replayed graph reads another copy of its weight, so that none is in the L2 cache.
+
+    Args:
+        weights: `[out, in]`, on any device.
+        tokens: numbers of rows.
+        index: of the GPU.
+        progress: called as `progress(done, in all)`.
+
+    Returns:
+        JSON-ready rows: format, out, in, tokens, choice, microseconds, bytes_per_second, flops, times_16_bit.
+    """
+    gpu, rows = current(index), []
+    for done, weight in enumerate(weights):
+        weight = (restore(weight) if is_prepacked(weight) else weight).to(f"cuda:{index}")
+        out, columns = weight.shape
+        format = weight.format.name
+        if gpu.has_wgmma and not why_not(weight):
+            weight = as_computed(prepack(weight))
+        copies = [weight, *(_copy(weight) for _ in range(_count(gpu.l2, weight.codes.nbytes)))]
+        dense = [
+            torch.randn(out, columns, device=weight.codes.device, dtype=torch.bfloat16)
+            for _ in range(1 + _count(gpu.l2, 2 * out * columns))
+        ]
+        for count in tokens:
+            x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
+            choice = dispatch.choose(weight, x)
+            took = graph_microseconds([_call(x, copy, choice) for copy in copies])
+            base = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
+            rows.append(
+                {
+                    "format": format,
+                    "out": out,
+                    "in": columns,
+                    "tokens": count,
+                    "choice": " ".join(str(value) for value in to_dict(choice).values()),
+                    "microseconds": took,
+                    "bytes_per_second": weight.nbytes / took * 1e6,
+                    "flops": 2 * count * math.prod(weight.shape) / took * 1e6,
+                    "times_16_bit": base / took,
+                }
+            )
+        if progress is not None:
+            progress(done + 1, len(weights))
+    return rows
+
+
+def _count(l2: int, nbytes: int) -> int:
+    return min(max(3 * l2 // nbytes, 1), 32)
+
+
+def _copy(weight: BlockScaledTensor) -> BlockScaledTensor:
+    return replace(weight, codes=weight.codes.clone(), scale=weight.scale.clone())
+
+
+def _call(x: torch.Tensor, weight: BlockScaledTensor, choice: Any) -> Callable[[], Any]:
+    return lambda: dispatch.run(x, weight, None, choice)

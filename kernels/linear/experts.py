@@ -1,0 +1,180 @@
+"""Mixture of experts without waiting: tokens sorted by expert, one op a projection, then put back.
+
+    quant::grouped_linear_nvfp4(x, codes, scale, global_scale?, input_scale?, offsets, activation) -> y
+
+    order    slots (token, choice) sorted by expert            x = hidden[order // k]
+    offsets  where each expert's rows begin                    y = grouped(act(grouped(x, up)), down)
+    out[token] = Σ over its k slots of weight · y              summed in one order, whatever the GPU does
+
+Where each expert's rows begin stays on the GPU, so nothing waits for the router and a decoding step can be captured
+in a graph. One op a weight format, as in `kernels/linear/ops.py`: on a GPU the kernels of `matmul_grouped.py` run it,
+on a CPU each expert runs through the oracle.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.ops import quantized_linear
+
+SCHEMA = (
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? input_scale, Tensor offsets, "
+    "str activation) -> Tensor"
+)
+
+
+def grouped_linear(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    offsets: torch.Tensor,
+    input_scale: torch.Tensor | None = None,
+    activation: Format | None = None,
+) -> torch.Tensor:
+    """`y[i] = x[i] · W[expert of i]ᵀ`; rows beyond the last offset are undefined.
+
+    Args:
+        x: `[T, in]`, sorted by expert.
+        weight: `[experts, out, in]`, in the layout of a checkpoint.
+        offsets: int32 `[experts + 1]`: the first row of each expert, and the row after the last.
+        input_scale: static scale of the activation format, float32 scalar; None measures each expert's rows.
+        activation: format that `x` is rounded to first; None leaves it.
+
+    Returns:
+        `[T, out]`, dtype of `x`.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    if x.dim() != 2 or len(weight.shape) != 3 or x.shape[1] != weight.shape[2]:
+        raise ValueError(f"grouped linear: x {list(x.shape)} does not fit experts of {list(weight.shape)}")
+    if offsets.shape != (weight.shape[0] + 1,) or offsets.dtype != torch.int32:
+        raise ValueError(
+            f"grouped linear: offsets is {list(offsets.shape)} {offsets.dtype}, expected [{weight.shape[0] + 1}] int32"
+        )
+    op = getattr(torch.ops.quant, f"grouped_linear_{weight.format.name}")
+    name = activation.name if activation else ""
+    return op(x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, name)  # type: ignore[no-any-return]
+
+
+def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`; nothing is waited for.
+
+    Args:
+        index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.
+        experts: how many there are.
+    """
+    sorted_index, order = index.flatten().sort(stable=True)
+    bounds = torch.arange(experts + 1, device=index.device, dtype=sorted_index.dtype)
+    return order, torch.searchsorted(sorted_index, bounds).int()
+
+
+def experts_forward(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`quant.kernels.linear.modules.experts_forward`, with one grouped matmul a projection; both are `QuantExperts`."""
+    tokens, slots = top_k_index.shape
+    order, offsets = sort_by_expert(top_k_index, self.num_experts)
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    up = first.grouped(hidden_states[order // slots], offsets)
+    up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+    down = self.down_proj.grouped(up, offsets)
+    # Slots of no expert are beyond the last offset, where a row holds whatever was in memory.
+    known = (torch.arange(len(order), device=offsets.device) < offsets[-1])[:, None]
+    weighted = torch.where(known, down * top_k_weights.flatten()[order, None], 0).to(hidden_states.dtype)
+    out = torch.empty_like(weighted)
+    out[order] = weighted
+    return out.view(tokens, slots, -1).sum(1)
+
+
+def _grouped(
+    format: Format,
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    offsets: torch.Tensor,
+    activation: str,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, format, (*codes.shape[:2], x.shape[1]), global_scale)
+    given = FORMATS[activation] if activation else None
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _rows_stand_alone(given, input_scale):
+        from quant.kernels.linear.tuning import has_triton
+
+        if has_triton():
+            return _on_gpu(x, weight, offsets, input_scale, given)
+    y = x.new_zeros(len(x), codes.shape[1])
+    bounds = offsets.tolist()
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        if stop > start:
+            y[start:stop] = quantized_linear(x[start:stop], weight.matrix(expert), None, input_scale, given)
+    return y
+
+
+def _rows_stand_alone(format: Format | None, input_scale: torch.Tensor | None) -> bool:
+    """Whether no scale is measured over several rows, which belong to several experts."""
+    return format is None or input_scale is not None or (format.block[0] == 1 and not format.global_scale)
+
+
+def _on_gpu(
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    offsets: torch.Tensor,
+    input_scale: torch.Tensor | None,
+    activation: Format | None,
+) -> torch.Tensor:
+    from quant.kernels.hardware import current
+    from quant.kernels.hopper import matmul_many
+    from quant.kernels.layout import is_prepacked, restore
+    from quant.kernels.linear import dispatch
+    from quant.kernels.portable import casts, matmul_grouped, matmul_scaled
+
+    matmul_grouped.check(x, weight, offsets)
+    if is_prepacked(weight):
+        if x.dtype is torch.bfloat16:
+            rounded = x if activation is None else dispatch._round(x, activation, input_scale)
+            return matmul_many.grouped_linear(dispatch._rows(rounded), weight, offsets)
+        weight = restore(weight)
+    if activation is None:
+        return matmul_grouped.grouped_linear(x, weight, offsets)
+    gpu, columns = current(x.device.index or 0), x.shape[1]
+    whole = columns % max(activation.block[1], 2) == 0 and columns <= casts.MAX_COLUMNS
+    scale = None if activation.global_scale else input_scale
+    second = input_scale if activation.global_scale else None
+    if whole and gpu.has_fp8 and matmul_grouped.takes_fp8(weight.format, activation):
+        rows = casts.quantize(x, activation, scale=scale)
+        return matmul_grouped.grouped_fp8(rows, weight, offsets, x.dtype)
+    if whole and gpu.has_block_scales and matmul_scaled.takes(weight.format, activation):
+        rows = casts.quantize(x, activation, global_scale=second)
+        return matmul_scaled.scaled_linear(rows, weight, None, x.dtype, offsets=offsets)
+    return matmul_grouped.grouped_linear(dispatch._round(x, activation, input_scale), weight, offsets)
+
+
+def _register(format: Format) -> None:
+    def body(
+        x: torch.Tensor,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        global_scale: torch.Tensor | None,
+        input_scale: torch.Tensor | None,
+        offsets: torch.Tensor,
+        activation: str,
+    ) -> torch.Tensor:
+        return _grouped(format, x, codes, scale, global_scale, input_scale, offsets, activation)
+
+    def fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+        return x.new_empty(x.shape[0], codes.shape[1])
+
+    name = f"quant::grouped_linear_{format.name}"
+    torch.library.define(name, SCHEMA)
+    torch.library.impl(name, "default", body)
+    torch.library.register_fake(name, fake)
+
+
+for _format in FORMATS.values():
+    _register(_format)

@@ -1,0 +1,295 @@
+"""`QuantLinear`: `nn.Linear` with a quantized weight, and `QuantExperts`, its fused Mixture-of-Experts twin.
+
+Some solvers leave work for run time, which a linear does to its input x in this order, before the matmul:
+
+    x' = hadamard(x · pre_scale)                a scale that no neighbour could take up, then a blockwise rotation
+    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a branch of low rank in 16 bit sees x' unrounded (SVDQuant)
+
+Both hold packed codes and scales as buffers and nothing else of the weight. `model.float()`, `.half()` and
+`.to(dtype)` cast a module's floating-point tensors, and FP8 counts as floating point, so both override `_apply`:
+codes and scales follow the module to a device and never change their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hadamard import hadamard_block, hadamard_transform
+from quant.kernels.linear.ops import quantized_linear
+
+_EXACT = ("codes", "scale", "global_scale", "input_scale")
+
+
+@dataclass(frozen=True, eq=False)
+class RunTimeParts:
+    """What a quantized linear does at run time beside its matmul; the default is nothing.
+
+    Attributes:
+        pre_scale: multiplies the input, `[in]`, in the model's dtype.
+        hadamard: block of the rotation that follows, a power of two; 0 for none.
+        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype, a branch beside the quantized weight.
+    """
+
+    pre_scale: torch.Tensor | None = None
+    hadamard: int = 0
+    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def __bool__(self) -> bool:
+        return self.pre_scale is not None or self.hadamard > 0 or self.lowrank is not None
+
+    @property
+    def rank(self) -> int:
+        """Rank of the branch, 0 without one."""
+        return 0 if self.lowrank is None else self.lowrank[0].shape[0]
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` as the weight and the branch see it, in the dtype of `x`."""
+        if self.pre_scale is not None:
+            x = x * self.pre_scale.to(x.dtype)
+        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+
+    def branch(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What the branch adds to the output, `[..., out]`, for an input that `input` gave."""
+        if self.lowrank is None:
+            return None
+        down, up = self.lowrank
+        return nn.functional.linear(nn.functional.linear(x, down.to(x.dtype)), up.to(x.dtype))
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError where a part does not fit a weight of `shape` `[out, in]`."""
+        rows, columns = shape
+        if self.pre_scale is not None and self.pre_scale.shape != (columns,):
+            raise ValueError(f"{name} {list(shape)}: pre_scale is {list(self.pre_scale.shape)}, expected [{columns}]")
+        block = self.hadamard
+        if block < 0 or block & (block - 1) or (block and columns % block):
+            raise ValueError(
+                f"{name} {list(shape)}: Hadamard block {block} must be a power of two that divides {columns}; "
+                f"the largest is {hadamard_block(columns)}, 0 is none"
+            )
+        if self.lowrank is not None:
+            down, up = self.lowrank
+            if down.shape != (self.rank, columns) or up.shape != (rows, self.rank):
+                raise ValueError(
+                    f"{name} {list(shape)}: low-rank branch of {list(down.shape)} and {list(up.shape)}, "
+                    f"expected [rank, {columns}] and [{rows}, rank]"
+                )
+
+
+class _QuantModule(nn.Module):
+    """Buffers of one quantized weight, safe from dtype casts."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    global_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        **parts: torch.Tensor | None,
+    ) -> None:
+        super().__init__()
+        self.weight_format = weight.format
+        self.activation_format = activation
+        self.weight_shape = weight.shape
+        exact = (weight.codes, weight.scale, weight.global_scale, input_scale)
+        buffers = {**dict(zip(_EXACT, exact, strict=True)), **parts}
+        # Those that are None come last: torch.export counts a module's buffers with them and names without.
+        for name in sorted(buffers, key=lambda name: buffers[name] is None):
+            self.register_buffer(name, buffers[name])
+
+    @property
+    def stored_weight(self) -> BlockScaledTensor:
+        """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/layout.py`)."""
+        return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)
+
+    @property
+    def quantized_weight(self) -> BlockScaledTensor:
+        """The weight in the layout of a checkpoint, sharing the module's buffers unless they are prepacked."""
+        from quant.kernels.layout import is_prepacked, restore
+
+        weight = self.stored_weight
+        return restore(weight) if is_prepacked(weight) else weight
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight's values, `[..., out, in]`."""
+        return self.quantized_weight.dequantize(dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _QuantModule:
+        before = {name: getattr(self, name) for name in _EXACT}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if buffer is not None and getattr(self, name).dtype != buffer.dtype:
+                setattr(self, name, buffer.to(getattr(self, name).device))
+        return self
+
+    def extra_repr(self) -> str:
+        activation = self.activation_format or "16 bit"
+        return f"{list(self.weight_shape)}, weight={self.weight_format}, activation={activation}"
+
+
+class QuantLinear(_QuantModule):
+    """A linear layer over a quantized weight.
+
+    Args:
+        weight: `[out, in]`.
+        bias: `[out]`, or None.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        pre_scale, hadamard, lowrank: see `RunTimeParts`.
+
+    Raises:
+        ValueError: one of them does not fit the weight.
+    """
+
+    pre_scale: torch.Tensor | None
+    lowrank_down: torch.Tensor | None
+    lowrank_up: torch.Tensor | None
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        bias: torch.Tensor | None = None,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        *,
+        pre_scale: torch.Tensor | None = None,
+        hadamard: int = 0,
+        lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
+        down, up = lowrank or (None, None)
+        super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
+        self.out_features, self.in_features = weight.shape
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.hadamard = hadamard
+
+    @property
+    def parts(self) -> RunTimeParts:
+        """What happens beside the matmul, sharing the module's buffers."""
+        lowrank = None
+        if self.lowrank_down is not None and self.lowrank_up is not None:
+            lowrank = (self.lowrank_down, self.lowrank_up)
+        return RunTimeParts(self.pre_scale, self.hadamard, lowrank)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`, in the dtype of `x`."""
+        parts = self.parts
+        x = parts.input(x)
+        y = quantized_linear(x, self.stored_weight, self.bias, self.input_scale, self.activation_format)
+        branch = parts.branch(x)
+        return y if branch is None else y + branch
+
+    def extra_repr(self) -> str:
+        words = [super().extra_repr()]
+        if self.pre_scale is not None:
+            words.append("pre_scale")
+        if self.hadamard:
+            words.append(f"hadamard={self.hadamard}")
+        if self.lowrank_down is not None:
+            words.append(f"rank={self.parts.rank}")
+        return ", ".join(words)
+
+
+class QuantExperts(_QuantModule):
+    """The quantized weights of all experts of one projection, in place of a parameter `[experts, out, in]`.
+
+    Modeling code that indexes the parameter (`self.gate_up_proj[expert]`) gets the expert's dequantized weight;
+    `experts_forward` calls the module instead, and then the activation format applies too.
+    """
+
+    _dtype: torch.Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
+        return self._dtype.dtype
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(weight, activation, input_scale)
+        self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+
+    def __getitem__(self, index: int | torch.Tensor) -> torch.Tensor:
+        """Dequantized `[out, in]` of one expert, or `[n, out, in]` for a vector of expert indices."""
+        if isinstance(index, torch.Tensor) and index.dim():
+            return torch.stack([self[int(i)] for i in index])
+        return self.quantized_weight.matrix(int(index)).dequantize(self.dtype)
+
+    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
+
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
+        from quant.kernels.linear.experts import grouped_linear
+
+        return grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+
+
+def experts_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    observe: Callable[[str, int, torch.Tensor], None] | None = None,
+) -> torch.Tensor:
+    """Forward of a transformers experts module whose projections are `QuantExperts`.
+
+    On a GPU all experts run in one grouped matmul a projection, elsewhere one at a time. Registered with transformers
+    as the experts implementation "quant".
+
+    Args:
+        self: the experts module; its projections may also be plain parameters.
+        hidden_states: `[tokens, hidden]`.
+        top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
+        top_k_weights: routing weights, `[tokens, k]`.
+        observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
+
+    Returns:
+        `[tokens, hidden]`.
+    """
+    first = "gate_up_proj" if self.has_gate else "up_proj"
+    projections = (getattr(self, first), self.down_proj)
+    if hidden_states.is_cuda and observe is None and all(isinstance(p, QuantExperts) for p in projections):
+        from quant.kernels.linear import experts
+
+        return experts.experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    out = torch.zeros_like(hidden_states)
+
+    def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
+        if observe is not None:
+            observe(name, expert, x)
+        return _apply_expert(getattr(self, name), x, expert)
+
+    for expert in top_k_index.unique().tolist():
+        if expert >= self.num_experts:
+            continue
+        token, slot = torch.where(top_k_index == expert)
+        up = project(first, hidden_states[token], expert)
+        up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        down = project("down_proj", up, expert)
+        out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
+    return out
+
+
+def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+    """One expert's matmul; a projection that the plan keeps in 16 bit is still a plain parameter."""
+    if isinstance(projection, QuantExperts):
+        return projection(x, expert)  # type: ignore[no-any-return]
+    assert isinstance(projection, torch.Tensor)
+    return nn.functional.linear(x, projection[expert])

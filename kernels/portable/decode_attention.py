@@ -1,0 +1,350 @@
+"""Attention over a paged cache in Triton: split over the keys, a tile of query heads, codes decoded on the way.
+
+    q [batch, heads, new, dim]         a tile: the query heads of one KV head, for one new token or several
+    pages [page, kv_head, 16…64, D]    read through the block table, a token a row
+
+    program (part of the keys, KV head · tile of queries, sequence)
+        for each tile of tokens:   S = K Qᵀ            [tokens, queries], FP16 dots, FP32 sums, times all scales of K
+                                   P = 2^(S − max)     rounded to FP16 (BF16 over a cache in BF16)
+                                   O = O · decay + Vᵀ P
+        leaves O / Σ P · V scale and the log-sum-exp of its part
+    reduction: the parts, weighed by their log-sum-exps, always in the same order
+
+Queries are columns, because a tensor core's product has 16 rows and 8 columns at least: eight query heads of a KV
+head fill it, and as rows they would fill half. One new token a sequence has few queries and many keys: small tiles,
+and parts until the GPU is full. A chunk of a prompt has many: larger tiles and one part. What differs is the launch.
+
+Codes pass as 16-bit units, for those are what a tensor core's operands are moved in: two E4M3 or four E2M1 of
+neighbouring columns. A unit is decoded to as many FP16 values, so K and V fall into that many pieces (even and odd
+columns, or the columns modulo four), Q is read in the same pieces, and nothing is ever shuffled:
+
+    E4M3   the GPU's own conversion, or: sign, and the other seven bits a place to the right     value · 2⁻⁸
+    E2M1   sign at bit 15, exponent and mantissa at bits 11 to 9                                 value · 2⁻¹⁴
+
+NVFP4's block scale multiplies the decoded codes, which is exact: a code is a multiple of 2⁻¹, a scale of 2⁻⁹, their
+product has six significant bits, and times 2⁻¹⁴ it is a multiple of FP16's smallest step, 2⁻²⁴. The powers of two
+join the softmax scale and the V scale.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.attention.decode import DecodeTiles
+from quant.kernels.attention.kv_cache import KVPages
+from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
+
+# Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.
+_E4M3 = tl.constexpr("""{
+.reg .b32 t; .reg .b16 a,b;
+prmt.b32 t, $2, $2, 0x3120; mov.b32 {a,b}, t;
+cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+# Two units of four E2M1 each, and their block scales, to four FP16 pairs.
+_E2M1 = tl.constexpr("""{
+.reg .b32 s,t,u;
+shl.b32 s,$4,12; shl.b32 t,$4,9; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $0,u,$5;
+shl.b32 s,$4,8; shl.b32 t,$4,5; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $1,u,$5;
+shl.b32 s,$4,4; shl.b32 t,$4,1; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $2,u,$5;
+shr.b32 t,$4,3; and.b32 u,t,0x0E000E00; lop3.b32 u,$4,0x80008000,u,0xEA; mul.rn.f16x2 $3,u,$5;
+}""")
+
+
+@triton.jit
+def _pair(unit, asm: tl.constexpr):
+    """Units of two E4M3 to their even and odd columns, FP16: the values, or the values · 2⁻⁸ without `asm`."""
+    if asm:
+        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [unit], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    else:
+        low, high = (unit & 0xFF) << 8, unit & -256
+        low = (low & -32768) | ((low & 0x7F00) >> 1)
+        high = (high & -32768) | ((high & 0x7F00) >> 1)
+        return low.to(tl.int16).to(tl.float16, bitcast=True), high.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _nibble(unit, index: tl.constexpr, scale):
+    bits = (unit.to(tl.int32) << (12 - 4 * index)) & 0xF000
+    bits = (bits & 0x8000) | ((bits & 0x7000) >> 3)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) * scale
+
+
+@triton.jit
+def _quad(unit, scale, asm: tl.constexpr):
+    """Units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻¹⁴."""
+    if asm:
+        return tl.inline_asm_elementwise(
+            _E2M1, "=r,=r,=r,=r,r,r", [unit, scale],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return _nibble(unit, 0, scale), _nibble(unit, 1, scale), _nibble(unit, 2, scale), _nibble(unit, 3, scale)
+
+
+@triton.jit
+def _query(q, row, inside, unit, pieces: tl.constexpr, piece: tl.constexpr, dim: tl.constexpr, dtype: tl.constexpr):
+    """One piece of Qᵀ, [units, rows]."""
+    column = unit * pieces + piece
+    mask = (column < dim)[:, None] & inside[None, :]
+    return tl.load(q + column[:, None] + row[None, :], mask=mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def _fetch_to_l2(pointers):
+    """Asks for cache lines without waiting for them; there, and not in L1, they are never out of date."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
+    """The page of a tile of tokens, or the page of each token where a tile has several."""
+    if page >= block_n:
+        return tl.load(table + tl.minimum(start, length - 1) // page)
+    else:
+        return tl.load(table + tl.minimum(start + tl.arange(0, block_n), length - 1) // page)
+
+
+@triton.jit(do_not_specialize=["table_stride", "kv_heads", "new", "splits", "window"])
+def attend_kernel(
+    q, k, v, k_scale, v_scale, k_blocks, v_blocks, table, lengths, out, lse,
+    q_batch, q_head, q_new, table_stride, kv_heads, new, splits, softmax_scale, softcap, window,
+    kind: tl.constexpr, per_token: tl.constexpr, capped: tl.constexpr, windowed: tl.constexpr, asm: tl.constexpr,
+    dim: tl.constexpr, width: tl.constexpr, group: tl.constexpr, page: tl.constexpr,
+    block_m: tl.constexpr, block_n: tl.constexpr, stages: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. `width`: units of a token's row, as a power of two; `out`: FP32 where `splits` > 1."""
+    if overlap:
+        start_next()
+    pieces: tl.constexpr = 1 if kind == "16bit" else 2 if kind == "fp8" else 4
+    units: tl.constexpr = dim // pieces
+    padded: tl.constexpr = width != units
+    dtype: tl.constexpr = k.dtype.element_ty if kind == "16bit" else tl.float16
+    unscale: tl.constexpr = 16384.0 if kind == "nvfp4" else 256.0 if kind == "fp8" and not asm else 1.0
+    part = tl.program_id(0)
+    kv_head = tl.program_id(1) % kv_heads
+    first = tl.program_id(1) // kv_heads * block_m
+    batch = tl.program_id(2)
+
+    row = first + tl.arange(0, block_m)
+    inside = row < new * group
+    head = kv_head * group + row % group
+    token_of_row = row // group
+    unit = tl.arange(0, width)
+    length = tl.load(lengths + batch)
+    # The last key that each row sees; a tile ends where its last row does.
+    last = length - new + token_of_row
+    end = tl.minimum(length - new + (first + block_m - 1) // group + 1, length)
+    begin = 0
+    if windowed:
+        begin = tl.maximum(length - new + first // group - window + 1, 0) // block_n * block_n
+    tiles = tl.cdiv(tl.cdiv(end - begin, block_n), splits)
+    begin += part * tiles * block_n
+    end = tl.minimum(end, begin + tiles * block_n)
+    table += batch.to(tl.int64) * table_stride
+    # The block table is read a tile ahead, for K and V wait for it.
+    pages = _pages(table, begin, length, page, block_n)
+    if overlap:
+        # Lengths and the block table are nothing that a step's kernels write, nor is any key but the last one.
+        ahead: tl.constexpr = 4
+        for start in range(begin, tl.minimum(end, begin + ahead * block_n), block_n):
+            read = tl.minimum(start + tl.arange(0, block_n), length - 1)
+            first_line = (_pages(table, start, length, page, block_n).to(tl.int64) * kv_heads + kv_head) * page
+            lines = (first_line + read % page)[:, None] * units
+            piece_of_line = tl.minimum(tl.arange(0, (width + 63) // 64) * 64, units - 1)[None, :]
+            _fetch_to_l2(k + lines + piece_of_line)
+            _fetch_to_l2(v + lines + piece_of_line)
+        wait_for_previous()
+
+    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row * q_new
+    q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
+    if pieces > 1:
+        q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)
+    if pieces == 4:
+        q2 = _query(q, q_row, inside, unit, pieces, 2, dim, dtype)
+        q3 = _query(q, q_row, inside, unit, pieces, 3, dim, dtype)
+
+    log2_scale = softmax_scale * unscale
+    v_factor = unscale
+    if not per_token and kind != "16bit":
+        log2_scale *= tl.load(k_scale + kv_head)
+        v_factor *= tl.load(v_scale + kv_head)
+    if not capped:
+        log2_scale *= 1.4426950408889634
+
+    row_max = tl.full([block_m], float("-inf"), tl.float32)
+    row_sum = tl.zeros([block_m], tl.float32)
+    v_ref = 1.0
+    o0 = tl.zeros([width, block_m], tl.float32)
+    o1 = o0
+    o2 = o0
+    o3 = o0
+    for start in tl.range(begin, end, block_n, num_stages=stages):
+        token = start + tl.arange(0, block_n)
+        # Tokens behind the end read the last one: no load needs a mask, and nothing unwritten is read.
+        read = tl.minimum(token, length - 1)
+        line = (pages.to(tl.int64) * kv_heads + kv_head) * page + read % page
+        pages = _pages(table, start + block_n, length, page, block_n)
+        k_at = k + line[:, None] * units + unit[None, :]
+        v_at = v + line[None, :] * units + unit[:, None]
+        if padded:
+            k_unit = tl.load(k_at, mask=(unit < units)[None, :], other=0)
+            v_unit = tl.load(v_at, mask=(unit < units)[:, None], other=0)
+        else:
+            k_unit = tl.load(k_at)
+            v_unit = tl.load(v_at)
+        if kind == "16bit":
+            scores = tl.dot(k_unit, q0)
+        elif kind == "fp8":
+            k0, k1 = _pair(k_unit, asm)
+            scores = tl.dot(k1, q1, tl.dot(k0, q0))
+        else:
+            block = tl.arange(0, width // 4)
+            ks = tl.load(k_blocks + line[:, None] * (dim // 16) + block[None, :],
+                         mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
+            ks = tl.broadcast_to(ks.to(tl.float16)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
+            k0, k1, k2, k3 = _quad(k_unit, ks, asm)
+            scores = tl.dot(k1, q1, tl.dot(k0, q0))
+            scores = tl.dot(k3, q3, tl.dot(k2, q2, scores))
+        scores *= log2_scale
+        if per_token:
+            scores *= tl.load(k_scale + line)[:, None]
+        if capped:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0)) * 1.4426950408889634
+        visible = (token[:, None] <= last[None, :]) & (token[:, None] < end)
+        if windowed:
+            visible &= token[:, None] > last[None, :] - window
+        scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.math.exp2(scores - shift[None, :])
+        decay = tl.math.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(p, 0)
+        row_max = new_max
+        if per_token:
+            # P · V scale in units of the largest V scale so far, so that FP16 holds it.
+            vs = tl.load(v_scale + line)
+            new_ref = tl.maximum(v_ref, tl.max(vs, 0))
+            p *= (vs / new_ref)[:, None]
+            decay *= v_ref / new_ref
+            v_ref = new_ref
+        p = p.to(dtype)
+        o0 = o0 * decay[None, :]
+        if pieces > 1:
+            o1 = o1 * decay[None, :]
+        if pieces == 4:
+            o2 = o2 * decay[None, :]
+            o3 = o3 * decay[None, :]
+        if kind == "16bit":
+            o0 = tl.dot(v_unit, p, o0)
+        elif kind == "fp8":
+            v0, v1 = _pair(v_unit, asm)
+            o0 = tl.dot(v0, p, o0)
+            o1 = tl.dot(v1, p, o1)
+        else:
+            vb = tl.load(v_blocks + line[None, :] * (dim // 16) + block[:, None],
+                         mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
+            vb = tl.broadcast_to(vb.to(tl.float16)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
+            v0, v1, v2, v3 = _quad(v_unit, vb, asm)
+            o0 = tl.dot(v0, p, o0)
+            o1 = tl.dot(v1, p, o1)
+            o2 = tl.dot(v2, p, o2)
+            o3 = tl.dot(v3, p, o3)
+
+    seen = row_sum > 0
+    factor = v_factor * v_ref / tl.where(seen, row_sum, 1.0)
+    # out [batch, splits, heads, new, dim], lse [batch, splits, heads, new]
+    line = ((batch * splits + part).to(tl.int64) * (kv_heads * group) + head) * new + token_of_row
+    at = out + line[None, :] * dim + unit[:, None] * pieces
+    mask = inside[None, :] & (unit < units)[:, None]
+    kept: tl.constexpr = out.dtype.element_ty
+    tl.store(at, (o0 * factor[None, :]).to(kept), mask=mask)
+    if pieces > 1:
+        tl.store(at + 1, (o1 * factor[None, :]).to(kept), mask=mask)
+    if pieces == 4:
+        tl.store(at + 2, (o2 * factor[None, :]).to(kept), mask=mask)
+        tl.store(at + 3, (o3 * factor[None, :]).to(kept), mask=mask)
+    if lse is not None:
+        value = (row_max + tl.math.log2(tl.where(seen, row_sum, 1.0))) * 0.6931471805599453
+        tl.store(lse + line, tl.where(seen, value, float("-inf")), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "splits"])
+def reduce_kernel(
+    parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr
+):
+    """Joins the parts `[batch, splits, rows, dim]` of one row; `rows` counts heads times new tokens.
+
+    `most`: `splits` as a power of two. Parts are read many at once, for this kernel is over when one read is.
+    """
+    if overlap:
+        start_next()
+        wait_for_previous()
+    at_once: tl.constexpr = most if most < 32 else 32
+    row = tl.program_id(0)
+    batch = tl.program_id(1)
+    column = tl.arange(0, width)
+    line = batch.to(tl.int64) * splits * rows + row
+    part = tl.arange(0, most)
+    top = tl.max(tl.load(lses + line + part * rows, mask=part < splits, other=float("-inf")), 0)
+    total = 0.0
+    value = tl.zeros([width], tl.float32)
+    for first in tl.static_range(0, most, at_once):
+        part = first + tl.arange(0, at_once)
+        there = part < splits
+        lse = tl.load(lses + line + part * rows, mask=there, other=float("-inf"))
+        weight = tl.math.exp2((lse - top) * 1.4426950408889634)
+        total += tl.sum(weight, 0)
+        at = (line + part * rows)[:, None] * dim + column[None, :]
+        values = tl.load(parts + at, mask=there[:, None] & (column < dim)[None, :], other=0.0)
+        value += tl.sum(weight[:, None] * values, 0)
+    at = (batch.to(tl.int64) * rows + row) * dim + column
+    tl.store(out + at, (value / total).to(out.dtype.element_ty), mask=column < dim)
+
+
+def launch(
+    q: torch.Tensor,
+    pages: KVPages,
+    table: torch.Tensor,
+    lengths: torch.Tensor,
+    softmax_scale: float,
+    window: int | None,
+    softcap: float | None,
+    tiles: DecodeTiles,
+    asm: bool = True,
+) -> torch.Tensor:
+    """Runs the kernels; `asm=False` decodes without inline assembly, as the interpreter must."""
+    q = q if q.stride(3) == 1 else q.contiguous()
+    table, lengths = table.contiguous(), lengths.contiguous()
+    batch, heads, new, dim = q.shape
+    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
+    per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
+    pieces = {"16bit": 1, "fp8": 2, "nvfp4": 4}[kind]
+    k, v = (pages.k, pages.v) if kind == "16bit" else (pages.k.view(torch.int16), pages.v.view(torch.int16))
+    splits, group = tiles.splits, heads // pages.kv_heads
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts, lses = out, None
+    if splits > 1:
+        parts = torch.empty((batch, splits, heads, new, dim), dtype=torch.float32, device=q.device)
+        lses = torch.empty((batch, splits, heads, new), dtype=torch.float32, device=q.device)
+    overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
+    scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
+    blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
+    attend_kernel[splits, pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
+        q, k, v, *scales, *blocks, table, lengths, parts, lses,
+        q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
+        softmax_scale, softcap or 0.0, window or 0,
+        kind=kind, per_token=per_token, capped=softcap is not None, windowed=window is not None, asm=asm,
+        dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
+        block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps, **overlap,
+    )  # fmt: skip
+    if splits > 1:
+        width, most = triton.next_power_of_2(dim), triton.next_power_of_2(splits)
+        reduce_kernel[heads * new, batch](
+            parts, lses, out, heads * new, splits,
+            dim=dim, width=width, most=most, num_warps=min(max(min(most, 32) * width // 1024, 1), 4), **overlap,
+        )  # fmt: skip
+    return out

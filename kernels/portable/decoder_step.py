@@ -1,0 +1,324 @@
+"""What stands between the matmuls of a decoder layer in 16 bit, each in one launch: few launches make a step short.
+
+    add_rmsnorm        h = x + residual, and h / rms(h) · weight
+    swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
+    gated_linear       that matmul and swiglu as one, where the weight has the rows of gate and up in turns
+    rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
+    greedy             the column of the largest logit of each row
+
+A step that decodes one token reads every weight once and is over in a millisecond or two, in which some hundreds of
+kernels start, each before the one before it has ended (`kernels/portable/dependent_launch.py`). Every intermediate is
+rounded to 16 bit where the modules of transformers round it, so the values are theirs but for the last bit of a
+reciprocal root or an exponential.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.attention.kv_cache import KVPages
+from quant.kernels.linear import dispatch
+from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
+from quant.kernels.tiles import GluonTiles
+
+MAX_HIDDEN = 32768
+
+
+@triton.jit
+def add_rmsnorm_kernel(
+    x, residual, weight, hidden, out, K, eps, add: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
+):
+    """One row."""
+    if overlap:
+        start_next()
+    row = tl.program_id(0).to(tl.int64) * K
+    column = tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = x.dtype.element_ty
+    scale = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    if overlap:
+        wait_for_previous()
+    value = tl.load(x + row + column, mask=inside, other=0.0).to(tl.float32)
+    if add:
+        value += tl.load(residual + row + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(dtype)
+        tl.store(hidden + row + column, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    normed = (value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)).to(dtype).to(tl.float32)
+    tl.store(out + row + column, (normed * scale).to(dtype), mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
+    """One piece of a row; `in_turns`: gate and up alternate, and are not one behind the other."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    inside = column < K
+    dtype: tl.constexpr = both.dtype.element_ty
+    start = both + row * 2 * K
+    if in_turns:
+        gate, up = tl.split(
+            tl.load(start + 2 * column[:, None] + tl.arange(0, 2)[None, :], mask=inside[:, None], other=0.0)
+        )
+    else:
+        gate = tl.load(start + column, mask=inside, other=0.0)
+        up = tl.load(start + K + column, mask=inside, other=0.0)
+    gate = gate.to(tl.float32)
+    up = up.to(tl.float32)
+    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(out + row * K + column, (gate * up).to(dtype), mask=inside)
+
+
+@triton.jit
+def rotate_kernel(
+    qkv, cos, sin, q, k, v, table, lengths, table_stride, heads, kv_heads,
+    page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """One head of one sequence. cos, sin: [batch, dim], the two halves alike."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    half: tl.constexpr = dim // 2
+    column = tl.arange(0, width)
+    inside = column < half
+    dtype: tl.constexpr = qkv.dtype.element_ty
+    source = qkv + (batch * (heads + 2 * kv_heads) + head) * dim + column
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if head < heads + kv_heads:
+        c = tl.load(cos + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(sin + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
+        # Each product is rounded before the sum, as the modules do.
+        turned = (low * c).to(dtype).to(tl.float32) - (high * s).to(dtype).to(tl.float32)
+        high = (high * c).to(dtype).to(tl.float32) + (low * s).to(dtype).to(tl.float32)
+        low = turned
+    if head < heads:
+        turned_query = q + (batch * heads + head) * dim
+        tl.store(turned_query + column, low.to(dtype), mask=inside)
+        tl.store(turned_query + half + column, high.to(dtype), mask=inside)
+    else:
+        last = tl.load(lengths + batch) - 1
+        of = tl.load(table + batch * table_stride + last // page).to(tl.int64)
+        kv_head = (head - heads) % kv_heads
+        place = ((of * kv_heads + kv_head) * page + last % page) * dim
+        if head < heads + kv_heads:
+            tl.store(k + place + column, low.to(dtype), mask=inside)
+            tl.store(k + place + half + column, high.to(dtype), mask=inside)
+        else:
+            tl.store(v + place + column, low.to(dtype), mask=inside)
+            tl.store(v + place + half + column, high.to(dtype), mask=inside)
+
+
+@triton.jit
+def _first_largest(value, place):
+    """The largest value and the first place of it; NaN counts as infinity."""
+    value = tl.where(value == value, value, float("inf"))
+    top = tl.max(value, axis=0)
+    return top, tl.min(tl.where(value == top, place, 2147483647), axis=0)
+
+
+@triton.jit
+def largest_of_pieces_kernel(logits, tops, places, K, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one piece of a row."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    value = tl.load(logits + row * K + column, mask=column < K, other=float("-inf")).to(tl.float32)
+    top, place = _first_largest(value, column)
+    tl.store(tops + row * pieces + tl.program_id(0), top)
+    tl.store(places + row * pieces + tl.program_id(0), place)
+
+
+@triton.jit
+def largest_of_row_kernel(tops, places, out, pieces, width: tl.constexpr, overlap: tl.constexpr):
+    """The largest of one row's pieces."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    row = tl.program_id(0).to(tl.int64)
+    piece = tl.arange(0, width)
+    value = tl.load(tops + row * pieces + piece, mask=piece < pieces, other=float("-inf"))
+    place = tl.load(places + row * pieces + piece, mask=piece < pieces, other=2147483647)
+    _, first = _first_largest(value, place)
+    tl.store(out + row, first.to(out.dtype.element_ty))
+
+
+def add_rmsnorm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
+
+    Args:
+        x: `[tokens, hidden]`, FP16 or BF16, contiguous.
+        residual: as `x`, or None.
+        weight: `[hidden]`.
+        eps: added to the mean square.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    _check("add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])})
+    columns = x.shape[-1]
+    if x.dim() != 2 or not 0 < columns <= MAX_HIDDEN:
+        raise ValueError(f"add_rmsnorm: x is {list(x.shape)}, expected [tokens, hidden], at most {MAX_HIDDEN} wide")
+    out, hidden = torch.empty_like(x), x if residual is None else torch.empty_like(x)
+    if len(x):
+        width = triton.next_power_of_2(columns)
+        add_rmsnorm_kernel[len(x),](
+            x, x if residual is None else residual, weight, hidden, out, columns, eps,
+            add=residual is not None, width=width, num_warps=min(max(width // 256, 1), 16), **overlap_options(x),
+        )  # fmt: skip
+    return out, hidden
+
+
+def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
+    """`silu(gate) · up`, `[tokens, intermediate]`.
+
+    Args:
+        both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
+        in_turns: gate and up alternate instead.
+
+    Raises:
+        ValueError: an odd width, another dtype, or not contiguous.
+    """
+    _check("swiglu", both, {"both": (both, both.shape)})
+    if both.dim() != 2 or both.shape[1] % 2:
+        raise ValueError(f"swiglu: both is {list(both.shape)}, expected [tokens, 2 · intermediate]")
+    tokens, columns = both.shape[0], both.shape[1] // 2
+    out = both.new_empty(tokens, columns)
+    if out.numel():
+        grid = (triton.cdiv(columns, 1024), tokens)
+        swiglu_kernel[grid](both, out, columns, in_turns=in_turns, width=1024, num_warps=4, **overlap_options(both))
+    return out
+
+
+def rows_in_turns(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`[2 · intermediate, in]`, gate first, as `gated_linear` wants it; in the layout of a checkpoint.
+
+    Raises:
+        ValueError: an odd number of rows, or rows that share a scale.
+    """
+    if weight.shape[0] % 2 or len(weight.scale) != weight.shape[0]:
+        raise ValueError(f"rows_in_turns: {weight.format} of {list(weight.shape)} has no scales for each of two halves")
+    codes, scale = (x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for x in (weight.codes, weight.scale))
+    return replace(weight, codes=codes.contiguous(), scale=scale.contiguous())
+
+
+def gated_linear(x: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
+    """`silu(gate) · up`, `[tokens, intermediate]`, where `x @ weight.T` has gate and up in turns.
+
+    Args:
+        x: `[tokens, in]`, FP16 or BF16, contiguous.
+        weight: `[2 · intermediate, in]`, of `rows_in_turns`, perhaps prepacked.
+
+    Raises:
+        ValueError: operands that do not fit each other.
+    """
+    _check("gated_linear", x, {"x": (x, x.shape)})
+    if x.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] % 2:
+        raise ValueError(f"gated_linear: x {list(x.shape)} by a weight of {list(weight.shape)}, gate and up in turns")
+    dispatch.check(x, weight, None)
+    choice = dispatch.choose(weight, x)
+    if isinstance(choice, GluonTiles):
+        from quant.kernels.hopper import matmul_few
+
+        return matmul_few.linear(x, weight, None, choice, gated=True)
+    return swiglu(dispatch.run(x, weight, None, choice), in_turns=True)
+
+
+def rotate_and_store(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pages: KVPages,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+) -> torch.Tensor:
+    """Rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
+
+    Args:
+        qkv: `[batch, (heads + 2 · kv_heads) · dim]`, contiguous, in the dtype of the pages.
+        cos, sin: `[batch, dim]`, in the dtype of `qkv`, the two halves alike.
+        pages: a layer's pages, in 16 bit.
+        block_table: int32 `[batch, most pages]`.
+        lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
+
+    Raises:
+        ValueError: an argument of another shape, dtype or device, or not contiguous.
+    """
+    batch, dim, kv_heads = qkv.shape[0], pages.dim, pages.kv_heads
+    heads, rest = divmod(qkv.shape[-1] - 2 * kv_heads * dim, dim)
+    if pages.format is not None or pages.k.dtype != qkv.dtype:
+        held = pages.format or pages.k.dtype
+        raise ValueError(f"rotate_and_store: the pages are in {held}, expected {qkv.dtype}, the dtype of qkv")
+    if qkv.dim() != 2 or rest or heads < 1:
+        raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
+    shape = (batch, dim)
+    wanted = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
+    _check("rotate_and_store", qkv, wanted)
+    for name, tensor in (("block_table", block_table), ("lengths", lengths)):
+        if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
+            raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
+    q = qkv.new_empty(batch, heads, 1, dim)
+    if batch:
+        # Unfused: an FMA would keep a product as it is that the modules round before they add it.
+        rotate_kernel[heads + 2 * kv_heads, batch](
+            qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
+            page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
+            **overlap_options(qkv),
+        )  # fmt: skip
+    return q
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The first column of the largest logit of each row, int64 `[tokens]`; NaN counts as infinity.
+
+    Args:
+        logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.
+
+    Raises:
+        ValueError: another shape or dtype, or not contiguous.
+    """
+    _check("greedy", logits, {"logits": (logits, logits.shape)})
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise ValueError(f"greedy: logits is {list(logits.shape)}, expected [tokens, vocabulary]")
+    tokens, columns = logits.shape
+    out = torch.empty(tokens, dtype=torch.int64, device=logits.device)
+    if tokens:
+        # At most 1024 pieces, which the second kernel reads at once.
+        width = max(1024, triton.next_power_of_2(triton.cdiv(columns, 1024)))
+        pieces = triton.cdiv(columns, width)
+        tops = torch.empty(tokens, pieces, dtype=torch.float32, device=logits.device)
+        places = torch.empty(tokens, pieces, dtype=torch.int32, device=logits.device)
+        overlap = overlap_options(logits)
+        largest_of_pieces_kernel[pieces, tokens](logits, tops, places, columns, pieces, width=width, **overlap)
+        wide = triton.next_power_of_2(pieces)
+        largest_of_row_kernel[(tokens,)](tops, places, out, pieces, width=wide, num_warps=1, **overlap)
+    return out
+
+
+def _check(name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
+    if x.dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
+    for what, (tensor, shape) in arguments.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != tuple(shape) or tensor.dtype != x.dtype or tensor.device != x.device:
+            raise ValueError(
+                f"{name}: {what} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, expected {list(shape)} "
+                f"{x.dtype} on {x.device}"
+            )
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: {what} is not contiguous (strides {tensor.stride()})")

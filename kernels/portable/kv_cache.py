@@ -1,0 +1,166 @@
+"""Writing into a paged KV cache: new keys and values rounded to its format and put in their places, in one pass.
+
+    program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes ─▶ page table[position / page_size]
+                                           V likewise
+
+The codes are those of `quant.kernels.attention.kv_cache.encode_kv`, bit for bit. And the way back, for what attends to
+values:
+
+    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.kernels.attention.kv_cache import CANDIDATES, KVPages
+from quant.kernels.portable.casts import encode_e2m1, encode_scale
+
+_FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
+
+
+@triton.jit
+def _e2m1(magnitude):
+    """Non-negative float32 to the nearest value of E2M1: to even, saturating. As `cast.encode_e2m1_of` does it."""
+    magnitude = tl.minimum(magnitude, 6.0)
+    power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
+    magic = (power + ((22 << 23) + 0x400000)).to(tl.float32, bitcast=True)
+    return magnitude + magic - magic
+
+
+@triton.jit
+def _best_scale(value, stored, scale):
+    """`quant.kernels.attention.kv_cache.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    # The code from the value's bits: those of `stored` itself came as zero for every other token on an H100.
+    first = stored.to(tl.float32)
+    bits = first.to(tl.int32, bitcast=True)
+    code = tl.where(first < 0.015625, (first * 512).to(tl.int32), (bits >> 20) - 960)
+    power = (bits & 0x7F800000).to(tl.float32, bitcast=True)
+    magnitude = tl.minimum(tl.abs(value) * tl.div_rn(1.0, scale), 32 * power[:, :, None])
+    unit = tl.div_rn(256.0, power)[:, :, None]
+    best, least = code, tl.full(code.shape, 0x7FFFFFFF, tl.int32)
+    for offset in tl.static_range(_FIRST, _LAST + 1):
+        candidate = tl.minimum(tl.maximum(code + offset, 1), 126)
+        step = candidate.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        rounded = _e2m1(magnitude * tl.div_rn(1.0, step)[:, :, None]) * step[:, :, None]
+        # 1.5 · 2^23 leaves the nearest whole number in the low bits of the sum.
+        steps = ((magnitude - rounded) * unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        error = tl.sum(steps * steps, 2)
+        best, least = tl.where(error < least, candidate, best), tl.minimum(error, least)
+    return best.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _write(
+    x, codes, scale, blocks, line, inside, kv_head,
+    kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
+):  # fmt: skip
+    """`x` [tokens, width] to rows `line` of the pages."""
+    column = tl.arange(0, width)
+    if kind == "16bit":
+        mask = inside[:, None] & (column < dim)[None, :]
+        tl.store(codes + line[:, None] * dim + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
+    elif kind == "fp8":
+        if per_token:
+            step = tl.div_rn(tl.max(tl.abs(x), 1), 448.0)
+            step = tl.where(step > 0, step, 1.0)
+            tl.store(scale + line, step, mask=inside)
+            step = tl.broadcast_to(step[:, None], (tokens, width))
+        else:
+            step = tl.broadcast_to(tl.load(scale + kv_head), (tokens, width))
+        steps = tl.clamp(tl.div_rn(x, step), -448.0, 448.0).to(tl.float8e4nv)
+        mask = inside[:, None] & (column < dim)[None, :]
+        tl.store(codes + line[:, None] * dim + column[None, :], steps, mask=mask)
+    else:
+        value = x.reshape(tokens, width // 16, 16)
+        global_scale = tl.load(scale + kv_head)
+        stored, step = encode_scale(tl.max(tl.abs(value), 2), global_scale, "e4m3", 6.0)
+        stored = _best_scale(value, stored, global_scale)
+        step = stored.to(tl.float32) * global_scale
+        block = tl.arange(0, width // 16)
+        mask = inside[:, None] & (block < dim // 16)[None, :]
+        tl.store(blocks + line[:, None] * (dim // 16) + block[None, :], stored, mask=mask)
+        steps = tl.div_rn(value, tl.broadcast_to(step[:, :, None], (tokens, width // 16, 16)))
+        low, high = tl.split(encode_e2m1(steps).reshape(tokens, width // 2, 2))
+        byte = tl.arange(0, width // 2)
+        mask = inside[:, None] & (byte < dim // 2)[None, :]
+        tl.store(codes + line[:, None] * (dim // 2) + byte[None, :], (low | high << 4).to(tl.uint8), mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride", "kv_heads", "new"])
+def write_kernel(
+    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, table, first,
+    k_batch, k_head, k_token, v_batch, v_head, v_token, table_stride, kv_heads, new,
+    kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
+    tokens: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring."""
+    token = tl.program_id(0) * tokens + tl.arange(0, tokens)
+    kv_head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    inside = token < new
+    column = tl.arange(0, width)
+    position = tl.load(first + batch) + token
+    index = tl.load(table + batch * table_stride + position // page, mask=inside, other=0).to(tl.int64)
+    line = (index * kv_heads + kv_head) * page + position % page
+    mask = inside[:, None] & (column < dim)[None, :]
+    at = token.to(tl.int64)[:, None]
+    x = tl.load(k + batch * k_batch + kv_head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), k_codes, k_scale, k_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    x = tl.load(v + batch * v_batch + kv_head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+
+
+def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
+    k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
+    batch, kv_heads, new, dim = k.shape
+    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
+    per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
+    scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
+    blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
+    write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
+        k, v, pages.k, pages.v, *scales, *blocks, table, first,
+        *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
+        kind=kind, per_token=per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
+        tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def read_kernel(codes, blocks, scale, out, tokens, dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr):
+    """NVFP4 to values; codes `[heads, tokens, dim / 2]`, `width`: `dim` as a power of two."""
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    head = tl.program_id(1)
+    line = head.to(tl.int64) * tokens + token
+    inside = (token < tokens)[:, None]
+    byte = tl.arange(0, width // 2)
+    mask = inside & (byte < dim // 2)[None, :]
+    code = tl.load(codes + line[:, None] * (dim // 2) + byte[None, :], mask=mask, other=0).to(tl.int32)
+    block = tl.arange(0, width // 16)
+    mask = inside & (block < dim // 16)[None, :]
+    step = tl.load(blocks + line[:, None] * (dim // 16) + block[None, :], mask=mask, other=0.0).to(tl.float32)
+    step *= tl.load(scale + head)
+    code = tl.join(code, code >> 4).reshape(rows, width // 16, 16)
+    # FP16 of sign, exponent and mantissa is the value · 2⁻¹⁴.
+    bits = ((code & 8) << 12) | ((code & 7) << 9)
+    element = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    value = (element * step[:, :, None]).reshape(rows, width)
+    column = tl.arange(0, width)
+    mask = inside & (column < dim)[None, :]
+    tl.store(out + line[:, None] * dim + column[None, :], value.to(out.dtype.element_ty), mask=mask)
+
+
+def read(codes: torch.Tensor, blocks: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of NVFP4 codes `[batch, kv_heads, tokens, dim / 2]` under scales `[batch, kv_heads]`, contiguous."""
+    batch, heads, tokens, half = codes.shape
+    out = torch.empty((batch, heads, tokens, 2 * half), dtype=dtype, device=codes.device)
+    width = triton.next_power_of_2(2 * half)
+    rows = 4096 // width
+    read_kernel[triton.cdiv(tokens, rows), batch * heads](
+        codes, blocks, scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4
+    )
+    return out

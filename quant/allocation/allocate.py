@@ -1,0 +1,286 @@
+"""Allocation: which format every layer gets, decided by scores, checked by measurement.
+
+    score      what each group would cost in each format                        `calibration.sensitivity_scores`
+    solve      the best choice within the budget by those scores                `calibration.allocate`
+    measure    quantize with that choice, all groups together: the joint KL
+    correct    one backward pass *at the quantized model* says what each change would gain there; the best few are
+               made, measured again, and kept if they did gain
+    search     changes and exchanges near that, each measured, until none helps       `quant.allocation.search`
+    report     predicted beside measured
+
+Scores are guesses that add up. They leave out that errors of different groups can cancel or amplify each other, and
+that a large error is not a large small one. So a limit on the loss is never taken from the sum: `--max-kl` searches
+for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
+
+The loop measures on a model whose layers change format at a word (`calibration.trial`), with the codes and scales
+that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
+before it; scores and loop then run with what it gives for each group alone (`calibration.alone`), and the outcome is
+quantized for real, measured, and corrected.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.allocation.loop import Bench, Effort, Found, Loop, Progress
+from quant.allocation.record import AllocationRecord, Chosen, Round
+from quant.allocation.space import Constraint, Goal, Run, Space
+from quant.api import quantize
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.divergence import divergence_of
+from quant.calibration.sensitivity.knapsack import SCORE, Infeasible
+from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.solved_groups import Form, Key, solve_alone
+from quant.calibration.sensitivity.switchable import Trial, measure_amax, prepared
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.solvers.solver import get_pipeline
+from quant.errors import UserError
+from quant.recipes.plan import Plan
+
+FORMATS = ("nvfp4", "fp8")
+_STAND_IN = "mse"
+_EFFORT = Effort()
+
+
+@dataclass(frozen=True, eq=False)
+class Allocation:
+    """What `allocate` gives.
+
+    Attributes:
+        plan: a format, a reason and a score for every layer.
+        record: how it came about.
+        sensitivity: the scores it started from.
+        quantized: a copy of the model that is quantized by the plan, where measuring took one.
+    """
+
+    plan: Plan
+    record: AllocationRecord
+    sensitivity: Sensitivity
+    quantized: quantize.Quantized | None = None
+
+
+def allocate(
+    model: nn.Module,
+    rows: torch.Tensor,
+    goal: Goal,
+    *,
+    formats: str | Sequence[str] = FORMATS,
+    method: str = "fisher",
+    solver: str = "rtn",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    constraints: Sequence[Constraint] = (),
+    kv_cache: str | None = None,
+    check: torch.Tensor | None = None,
+    effort: Effort = _EFFORT,
+    dtype: torch.dtype | None = torch.float32,
+    seed: int = 0,
+    path: Path | None = None,
+    run: Run | None = None,
+    provenance: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Allocation:
+    """Decides a format for every layer; the model is as before afterwards.
+
+    Args:
+        model: called as `model(rows)`.
+        rows: calibration token ids, int64 `[rows, seqlen]`. Ranges of inputs are measured on all of them, scores on
+            the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
+            those after them.
+        goal: budgets and limits.
+        formats: what may be chosen beside 16 bit; see `calibration.candidates`.
+        method: of the scores, see `calibration.sensitivity_scores`.
+        solver: that the plan will name.
+        include, exclude, run: as in `quantize`.
+        constraints: per glob.
+        kv_cache: format of the KV cache, or None for 16 bit.
+        check: rows on which a limit on the loss must hold; by default calibration rows after those for scores.
+        effort: how much is measured.
+        dtype: what 16-bit tensors are widened to while measuring; None leaves them.
+        seed: of what `fisher` draws.
+        path: where the sensitivity table is kept.
+        provenance: recorded in the plan.
+        progress: called as `progress(stage, done, total)`.
+
+    Raises:
+        Infeasible: no choice keeps the budgets; the message says the smallest feasible value.
+        UserError: an unknown format, or a target that runs none of them.
+    """
+    started = time.perf_counter()
+    home = next(model.parameters()).device
+    rows, check = rows.to(home), None if check is None else check.to(home)
+    space = Space.of(
+        model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
+    )
+    space.explain(goal, space.problem())
+    with prepared(model, None):
+        report = (lambda done, total: progress("calibrate", done, total)) if progress else None
+        amax = measure_amax(model, space.groups, space.candidates, rows, report)
+    scored = rows[: effort.score_rows]
+    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
+    scores = score_groups(
+        model, space.groups, space.allowed, scored, method=method, solver=stand_in, forms=forms, dtype=dtype,
+        seed=seed, amax=amax, path=path, progress=progress,
+    )  # fmt: skip
+    started += scores.seconds
+    rest = rows[effort.score_rows :]
+    if check is None:
+        check, rest = rest[: effort.check_rows], rest[effort.check_rows :]
+        check = check if len(check) else scored
+    searched = rest[: effort.search_rows] if len(rest) else scored
+    problem = space.problem(scores)
+    trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), forms)
+    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
+    bench = Bench(trial, space, divergence_of(model, rows), scored, check, searched, progress, expected)
+    loop = Loop(problem, space, bench, goal, effort)
+    with prepared(model, dtype), trial:
+        found = loop.run()
+        uniform = bench.uniform(problem)
+        curve = loop.curve()
+
+    def plan_of(choice: np.ndarray) -> Plan:
+        return space.plan(choice, problem, scores, goal, loop.corrected)
+
+    quantized = None
+    if stand_in != solver:
+        found, quantized = _with_real_solver(model, loop, found, plan_of, rows, dtype, progress)
+    record = AllocationRecord(
+        budget=goal.budget,
+        chosen=Chosen(
+            bits=space.bits(found.choice),
+            kl_predicted=problem.total(SCORE, found.choice),
+            kl_measured=found.measured,
+            bytes=space.bytes(found.choice),
+            memory=space.bytes(found.choice) + space.fixed_bytes,
+            seconds=space.seconds(found.choice, problem),
+            timing=space.timing_name,
+        ),
+        curve=curve,
+        uniform=uniform,
+        rounds=tuple(loop.rounds),
+        seconds=time.perf_counter() - started,
+        unit=bench.divergence.unit,
+    )
+    return Allocation(plan_of(found.choice), record, scores, quantized)
+
+
+def allocate_for_api(
+    model: nn.Module,
+    data: torch.Tensor,
+    recipe: Any,
+    bits: float | None,
+    max_kl: float | None,
+    formats: str | Sequence[str] | None,
+    solver: str | None,
+    changed: bool,
+    where: Mapping[str, Any],
+) -> Plan:
+    """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default.
+
+    `changed`: whether a guard or an observer was asked for, which would change what is measured here.
+    """
+    if recipe != "nvfp4":
+        raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
+    if changed:
+        raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
+    goal = Goal(bits=bits, max_kl=max_kl)
+    return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **where).plan
+
+
+def score(
+    model: nn.Module,
+    rows: torch.Tensor,
+    *,
+    formats: str | Sequence[str] = FORMATS,
+    method: str = "fisher",
+    solver: str = "rtn",
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    dtype: torch.dtype | None = torch.float32,
+    seed: int = 0,
+    path: Path | None = None,
+    run: Run | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
+    space = Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
+    rows = rows.to(next(model.parameters()).device)
+    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
+    return score_groups(
+        model, space.groups, space.allowed, rows, method=method, solver=stand_in, forms=forms, dtype=dtype, seed=seed,
+        path=path, progress=progress,
+    )  # fmt: skip
+
+
+def _forms(
+    model: nn.Module,
+    space: Space,
+    rows: torch.Tensor,
+    solver: str,
+    dtype: torch.dtype | None,
+    progress: Progress | None,
+) -> tuple[str, dict[Key, Form]]:
+    """The solver that a trial rounds with, and what it gets ready-made from one that works from data."""
+    if not get_pipeline(solver).needs_data:
+        return solver, {}
+    stored = stored_dtype(model)
+    report = (lambda done, total: progress("alone", done, total)) if progress else None
+    with prepared(model, dtype):
+        return _STAND_IN, solve_alone(model, space.groups, space.allowed, rows, solver, stored, report)
+
+
+def _with_real_solver(
+    model: nn.Module,
+    loop: Loop,
+    found: Found,
+    plan_of: Callable[[np.ndarray], Plan],
+    rows: torch.Tensor,
+    dtype: torch.dtype | None,
+    progress: Progress | None,
+) -> tuple[Found, quantize.Quantized]:
+    """Quantizes a copy with the solver that the plan names, measures it, and searches again while a limit is missed.
+
+    What is learned is one number: the loss of layers that are solved one after the other over that of layers solved
+    alone. Budgets of size need one turn, limits on the loss a few.
+    """
+    space, goal = loop.space, loop.goal
+    best: tuple[Found, quantize.Quantized] | None = None
+    for _ in range(loop.effort.solves):
+        quantized = quantize.quantize(copy.deepcopy(model), plan_of(found.choice), rows, progress=progress)
+        measured = _measured(quantized.model, loop.bench, dtype)
+        loop.rounds.append(Round(space.bits(found.choice), found.measured * loop.scale, measured))
+        if goal.max_kl is None:
+            return Found(found.choice, measured), quantized
+        if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best[0].choice)):
+            best = Found(found.choice, measured), quantized
+        loop.scale = measured / found.measured if found.measured else 1.0
+        with prepared(model, dtype), loop.bench.trial:
+            found = loop.run()
+        if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best[0].choice):
+            break
+    if best is None:
+        raise Infeasible(
+            f"--max-kl {goal.max_kl:g}: not reached after {loop.effort.solves} quantizations; allow a little more"
+        )
+    return best
+
+
+def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None) -> float:
+    """The joint loss of a model that is quantized for real."""
+    divergence = divergence_of(quantized, bench.check)
+    with prepared(quantized, dtype):
+        total = sum(
+            divergence.measure(part, reference)
+            for part, reference in zip(bench.checked.batches, bench.checked.references, strict=True)
+        )
+    return max(total, 0.0) / divergence.count(bench.check)

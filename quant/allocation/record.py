@@ -1,0 +1,138 @@
+"""What an allocation decided and how well it foresaw the result: data for the report and for `report.json`.
+
+The sensitivity table that it started from is `quant.calibration.sensitivity.table.Sensitivity`; `report.json` holds the
+two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine
+of the embeddings for an encoder; `unit` says which.
+
+Bits are counted over all weights that the allocator may choose a format for, those that it left in 16 bit included;
+codes, block scales, global scales and pads count, and embeddings, norms and output heads do not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What was asked for.
+
+    Attributes:
+        kind: `bits`, `bytes` (from --fit), `seconds` (from --latency), `kl` or `perplexity`.
+        value: bits per weight, bytes of weights, seconds, nats, or the relative increase of perplexity.
+    """
+
+    kind: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The allocation that the plan holds.
+
+    Attributes:
+        bits: bits per weight.
+        kl_predicted: sum of the scores.
+        kl_measured: measured with all groups quantized together.
+        bytes: of the weights that were allocated.
+        memory: bytes of those, of all other weights, and of the KV cache where --fit counted one.
+        seconds: of a decode step by the target's kernel times; None where there are none.
+        timing: where those are from, such as "h100, roofline".
+    """
+
+    bits: float
+    kl_predicted: float
+    kl_measured: float
+    bytes: int
+    memory: int | None = None
+    seconds: float | None = None
+    timing: str | None = None
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """The best allocation at one size by the scores; measured where the loop came past it."""
+
+    bits: float
+    kl_predicted: float
+    kl_measured: float | None = None
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """One format for every group, measured."""
+
+    name: str
+    bits: float
+    kl: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """One turn of the loop: an allocation that was quantized for real and measured.
+
+    Attributes:
+        bits: bits per weight.
+        predicted: the KL that was expected before measuring.
+        measured: the KL that was found.
+        changed: layers whose format differs from the round before; empty for the first.
+    """
+
+    bits: float
+    predicted: float
+    measured: float
+    changed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AllocationRecord:
+    """The whole story of one allocation.
+
+    Attributes:
+        budget: what was asked for.
+        chosen: what came out.
+        curve: predicted Pareto curve, by rising bits.
+        uniform: the single formats beside it.
+        rounds: in the order in which they were measured.
+        seconds: time of the loop, scoring not included.
+        unit: what `kl` means here.
+    """
+
+    budget: Budget
+    chosen: Chosen
+    curve: tuple[CurvePoint, ...]
+    uniform: tuple[Uniform, ...]
+    rounds: tuple[Round, ...]
+    seconds: float
+    unit: str = "nats: KL(base‖model) of the next token"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready form."""
+        fields = dataclasses.asdict(self)
+        for round_ in fields["rounds"]:
+            round_["changed"] = list(round_["changed"])
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> AllocationRecord:
+        """The inverse of `to_dict`.
+
+        Raises:
+            ValueError: an unknown or missing field.
+        """
+        try:
+            return cls(
+                **{
+                    **fields,
+                    "budget": Budget(**fields["budget"]),
+                    "chosen": Chosen(**fields["chosen"]),
+                    "curve": tuple(CurvePoint(**point) for point in fields["curve"]),
+                    "uniform": tuple(Uniform(**point) for point in fields["uniform"]),
+                    "rounds": tuple(Round(**{**r, "changed": tuple(r["changed"])}) for r in fields["rounds"]),
+                }
+            )
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"allocation record: {error}") from None

@@ -1,0 +1,150 @@
+"""Local search by measuring: from the choice that scores give to one that nothing near it improves.
+
+    flips    the joint loss with one group changed, for every group and format: what a change really adds *here*
+    steps    the knapsack over those, within a few changes of the present choice: errors of many changes do not add up,
+             so several sizes of step are measured and the best is taken
+    swaps    where no step helps: one group up and another down, most promising first, the first that helps is taken
+
+Every measurement starts at the first block that differs and multiplies what changed (`calibration.baseline`), so
+hundreds take a minute on a GPU. Where fewer are allowed than there are flips, those that scores find most promising
+are measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.knapsack import Infeasible, Near, Problem, solve
+
+_STEPS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
+# Of the swaps that flips promise to help, how many are measured before the search gives up.
+_SWAPS = 200
+# Losses on different devices and in different batches differ by rounding; a gain must be more than that.
+_LEAST_GAIN = 1e-4
+
+
+@dataclass(eq=False)
+class Search:
+    """One search, on one text.
+
+    Attributes:
+        problem: choices and what they take; its scores say which flips to measure first.
+        limits: budgets, by resource.
+        baseline: measures.
+        named: a choice by names.
+        measurements: how many are left.
+        tick: called after each.
+    """
+
+    problem: Problem
+    limits: Mapping[str, float]
+    baseline: Baseline
+    named: Callable[[np.ndarray], dict[str, str]]
+    measurements: int
+    tick: Callable[[], None] = lambda: None
+    known: dict[tuple[int, ...], float] = field(default_factory=dict)
+
+    def improve(self, choice: np.ndarray) -> np.ndarray:
+        """The best choice found; `choice` itself if none is better."""
+        present = self._start(choice)
+        while self.measurements > 0:
+            flips = self._flips(choice, present)
+            better = self._step(choice, present, flips)
+            if better is None:
+                better = self._swap(choice, present, flips)
+            if better is None:
+                break
+            choice = better
+            present = self._start(choice)
+        return choice
+
+    def loss_of(self, choice: np.ndarray) -> float:
+        """What a choice that the search came by measures on its text."""
+        return self.known[_key(choice)]
+
+    def _start(self, choice: np.ndarray) -> float:
+        self.measurements -= 1
+        loss = self.baseline.start(self.named(choice))
+        self.known[_key(choice)] = loss
+        self.tick()
+        return loss
+
+    def _loss(self, choice: np.ndarray) -> float:
+        key = _key(choice)
+        if key not in self.known:
+            self.measurements -= 1
+            self.known[key] = self.baseline.loss(self.named(choice))
+            self.tick()
+        return self.known[key]
+
+    def _flips(self, choice: np.ndarray, present: float) -> np.ndarray:
+        """What each change of one group adds to the loss, `[G, F]`; infinite where it was not measured."""
+        table = np.full(self.problem.scores.shape, np.inf)
+        table[np.arange(len(choice)), choice] = 0.0
+        for group, format_ in self._shortlist(choice):
+            table[group, format_] = self._loss(_changed(choice, [(group, format_)])) - present
+        return table
+
+    def _shortlist(self, choice: np.ndarray) -> list[tuple[int, int]]:
+        """Flips to measure: all, or as many as half of the measurements allow, by score per unit of cost."""
+        rows = np.arange(len(choice))
+        found = [(int(g), int(f)) for g, f in np.argwhere(self.problem.allowed) if choice[g] != f]
+        count = self.measurements // 2
+        if len(found) <= count:
+            return found
+        cost = sum(self.problem.costs[name] / max(abs(limit), 1e-300) for name, limit in self.limits.items())
+        scores = self.problem.scores
+        gain = scores - scores[rows, choice][:, None]
+        extra = cost - np.asarray(cost)[rows, choice][:, None]
+        rate = gain / np.where(extra == 0, 1e-12, np.abs(extra))
+        sides = [sorted((m for m in found if up == (extra[m] > 0)), key=lambda m: rate[m]) for up in (True, False)]
+        return [move for side in sides for move in side[: max(count // 2, 1)]]
+
+    def _step(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
+        """The best of the knapsack's answers near `choice`."""
+        local = Problem(self.problem.groups, self.problem.candidates, flips, self.problem.costs)
+        best, least = None, present * (1 - _LEAST_GAIN)
+        for changes in _STEPS:
+            try:
+                there = solve(local, self.limits, near=Near(choice, changes))
+            except Infeasible:
+                continue
+            loss = self._loss(there)
+            if loss < least:
+                best, least = there, loss
+        return best
+
+    def _swap(self, choice: np.ndarray, present: float, flips: np.ndarray) -> np.ndarray | None:
+        """The first exchange of two groups that helps."""
+        rows = np.arange(len(choice))
+        moves = np.argwhere(np.isfinite(flips) & (np.arange(flips.shape[1]) != choice[:, None]))
+        gain = flips[moves[:, 0], moves[:, 1]]
+        promised = gain[:, None] + gain[None]
+        fits = moves[:, :1] < moves[:, 0]  # each pair once, and never two formats of one group
+        for name, limit in self.limits.items():
+            table = self.problem.costs[name]
+            extra = (table - table[rows, choice][:, None])[moves[:, 0], moves[:, 1]]
+            fits &= self.problem.total(name, choice) + extra[:, None] + extra[None] <= limit
+        pairs = np.argwhere(fits)
+        for a, b in pairs[np.argsort(promised[fits], kind="stable")][:_SWAPS]:
+            if self.measurements <= 0:
+                break
+            there = _changed(choice, [moves[a], moves[b]])
+            if self._loss(there) < present * (1 - _LEAST_GAIN):
+                return there
+        return None
+
+
+def _key(choice: np.ndarray) -> tuple[int, ...]:
+    return tuple(int(j) for j in choice)
+
+
+def _changed(choice: np.ndarray, moves: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
+    there = np.array(choice)
+    for group, format_ in moves:
+        there[group] = format_
+    return there

@@ -1,0 +1,378 @@
+"""What an allocator may choose from: groups, formats, constraints, and what is fixed around them.
+
+Everything that can be refused is refused here, before anything is measured: a format that no layer can take, a
+runtime that has none of them, a constraint that leaves a group without a choice, a budget below the smallest model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.allocation.record import Budget
+from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
+from quant.calibration.sensitivity.costs import GPUS, Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
+from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.errors import UserError
+from quant.planning import make_plan
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import Recipe
+from quant.recipes.targets import TARGETS, get_target
+from quant.report import megabytes
+
+Run = Callable[[nn.Module], Any]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is asked for: budgets hold together; at most one limit on the loss.
+
+    Attributes:
+        bits: per weight, over all weights that formats are chosen for, every scale and pad counted.
+        fit: bytes for all weights and the KV cache of `context` × `batch` tokens.
+        context: tokens a sequence.
+        batch: sequences.
+        latency: seconds of one decoding step with that cache, on the GPU or table that `target` names.
+        target: runtimes (their formats alone are offered) and at most one GPU or table of kernel times.
+        max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
+        max_ppl_increase: largest relative increase of perplexity.
+    """
+
+    bits: float | None = None
+    fit: float | None = None
+    context: int = 4096
+    batch: int = 1
+    latency: float | None = None
+    target: tuple[str, ...] = ()
+    max_kl: float | None = None
+    max_ppl_increase: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_kl is not None and self.max_ppl_increase is not None:
+            raise UserError("give one limit on the loss: --max-kl or --max-ppl-increase")
+        if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
+            raise UserError("nothing to allocate for: give --bits, --fit, --latency, --max-kl or --max-ppl-increase")
+        timing = self.timing
+        if self.latency is not None and timing is None:
+            raise UserError("--latency needs the GPU or a table of kernel times: --target h100, or --target FILE.json")
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the loss is limited, and the size is what is minimized."""
+        return self.max_kl is not None or self.max_ppl_increase is not None
+
+    @property
+    def timing(self) -> Timing | None:
+        """Kernel times of the target."""
+        names = [name for name in self.target if name not in TARGETS]
+        unknown = [name for name in names if name not in GPUS and not name.endswith(".json")]
+        if unknown:
+            raise UserError(
+                f"unknown target {unknown[0]!r}; known runtimes: {', '.join(TARGETS)}; known GPUs: {', '.join(GPUS)}; "
+                "or a table of kernel times, FILE.json"
+            )
+        if len(names) > 1:
+            raise UserError(f"more than one GPU among the targets: {', '.join(names)}")
+        return get_timing(names[0]) if names else None
+
+    @property
+    def budget(self) -> Budget:
+        """For the record: the limit on the loss if there is one, else the first budget."""
+        named = (
+            ("kl", self.max_kl), ("perplexity", self.max_ppl_increase), ("bits", self.bits), ("bytes", self.fit),
+            ("seconds", self.latency),
+        )  # fmt: skip
+        return next(Budget(kind, value) for kind, value in named if value is not None)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """What a user says of the groups that a glob matches.
+
+    Attributes:
+        kind: `pin` (this format and no other), `forbid` (not this one) or `at_least` (no fewer bits than this one).
+        match: glob over layer names; a group is meant if any of its members is.
+        format: a candidate's name, or `keep`.
+    """
+
+    kind: str
+    match: str
+    format: str
+
+    @classmethod
+    def parse(cls, kind: str, text: str) -> Constraint:
+        """From `GLOB=FORMAT`."""
+        match, separator, format_ = text.rpartition("=")
+        if not separator or not match or not format_:
+            raise UserError(f"--{kind.replace('_', '-')} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
+        return cls(kind, match, format_)
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """The choices: groups, formats, what is allowed, what it takes, and what is fixed around it."""
+
+    base: Plan
+    groups: dict[str, list[LayerPlan]]
+    candidates: dict[str, Candidate]
+    allowed: dict[str, list[Candidate]]
+    unplanned_bytes: int
+    cache_bytes: int
+    fixed_bytes: int
+    fixed_seconds: float
+    timing: Timing | None
+    batch: int
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        candidates: Sequence[Candidate],
+        goal: Goal,
+        solver: str,
+        include: Sequence[str],
+        exclude: Sequence[str],
+        constraints: Sequence[Constraint],
+        kv_cache: str | None,
+        run: Run | None,
+        provenance: Mapping[str, Any] | None,
+    ) -> Space:
+        runtimes = [get_target(name) for name in goal.target if name in TARGETS]
+        plans: dict[str, Plan] = {}
+        refused: UserError | None = None
+        for candidate in candidates:
+            if candidate.weight is None:
+                continue
+            activation = candidate.activation.name if candidate.activation else "keep"
+            recipe = Recipe(candidate.name, candidate.weight.name, activation, solver, kv_cache=kv_cache or "keep")
+            try:
+                plans[candidate.name] = make_plan(
+                    model, recipe, include=include, exclude=exclude, run=run, provenance=dict(provenance or {})
+                )
+            except UserError as error:
+                refused = error
+        if not plans:
+            raise refused or UserError("no formats to choose from")
+        base = next(iter(plans.values()))
+        chosen = {layer.name for plan in plans.values() for layer in plan.quantized}
+        groups = groups_of([layer for layer in base.layers if layer.name in chosen])
+        by_name = {c.name: c for c in candidates}
+        allowed: dict[str, list[Candidate]] = {}
+        for group, members in groups.items():
+            fits = [
+                c for c in candidates
+                if c.weight is None or (c.name in plans and all(plans[c.name].by_name[m.name].weight for m in members))
+            ]  # fmt: skip
+            for runtime in runtimes:
+                fits = [c for c in fits if not any(runtime.problems(c.applied(m)) for m in members)]
+            allowed[group] = fits
+        for runtime in runtimes:
+            _check_runtime(runtime, allowed, candidates)
+        for constraint in constraints:
+            _constrain(constraint, groups, allowed, by_name)
+        rest = [layer for layer in base.layers if layer.name not in chosen]
+        planned = {id(p) for layer in base.layers for p in _parameters_of(model, layer)}
+        unplanned = sum(t.nbytes for t in _tensors(model) if id(t) not in planned)
+        cache = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
+        fixed = sum(layer.nbytes for layer in rest) + unplanned + cache
+        timing = goal.timing
+        seconds = 0.0
+        if timing is not None:
+            # A look-up reads one row of an embedding a token; everything else is read whole at every step.
+            read = [layer.nbytes for layer in rest if layer.kind != "embedding"]
+            heads = [2 * layer.numel for layer in rest if layer.kind == "head" and layer.tied_to is not None]
+            seconds = timing.read(sum(read) + sum(heads) + cache)
+        return cls(base, groups, by_name, allowed, unplanned, cache, fixed, seconds, timing, goal.batch)
+
+    def problem(self, scores: Sensitivity | None = None) -> Problem:
+        """As the solver takes it; before there are scores, with none, which is enough to check budgets."""
+        names = tuple(self.candidates)
+        shape = (len(self.groups), len(names))
+        loss = np.full(shape, np.inf)
+        tables = {"bytes": np.zeros(shape)} | ({"seconds": np.zeros(shape)} if self.timing is not None else {})
+        for i, (group, members) in enumerate(self.groups.items()):
+            for candidate in self.allowed[group]:
+                j = names.index(candidate.name)
+                loss[i, j] = scores.by_name[group].scores[candidate.name] if scores is not None else 0.0
+                tables["bytes"][i, j] = group_bytes(members, candidate)
+                if self.timing is not None:
+                    tables["seconds"][i, j] = sum(self.timing.linear(candidate.applied(m), self.batch) for m in members)
+        return Problem(tuple(self.groups), names, loss, tables)
+
+    @property
+    def numel(self) -> int:
+        """Weights that formats are chosen for."""
+        return sum(layer.numel for members in self.groups.values() for layer in members)
+
+    def named(self, choice: np.ndarray) -> dict[str, str]:
+        """A choice by names."""
+        names = list(self.candidates)
+        return {group: names[j] for group, j in zip(self.groups, choice, strict=True)}
+
+    def bytes(self, choice: np.ndarray) -> int:
+        """Bytes of the weights that formats are chosen for."""
+        return sum(
+            self.candidates[name].applied(layer).nbytes
+            for group, name in self.named(choice).items()
+            for layer in self.groups[group]
+        )
+
+    def bits(self, choice: np.ndarray) -> float:
+        """Effective bits per weight."""
+        return 8 * self.bytes(choice) / self.numel
+
+    def seconds(self, choice: np.ndarray, problem: Problem) -> float | None:
+        """Of a decode step, what is fixed included; None without kernel times."""
+        return None if self.timing is None else problem.total("seconds", choice) + self.fixed_seconds
+
+    @property
+    def timing_name(self) -> str | None:
+        """Whose kernel times they are, and whether they were measured."""
+        if self.timing is None:
+            return None
+        return f"{self.timing.name}, {'measured' if self.timing.measured else 'roofline'}"
+
+    def limits(self, goal: Goal) -> dict[str, float]:
+        """The budgets as limits on what the groups take.
+
+        Raises:
+            Infeasible: what is fixed alone is over the budget.
+        """
+        limits: dict[str, float] = {}
+        if goal.bits is not None:
+            limits["bytes"] = math.floor(goal.bits * self.numel / 8 + 1e-6)
+        if goal.fit is not None:
+            limits["bytes"] = min(limits.get("bytes", math.inf), math.floor(goal.fit) - self.fixed_bytes)
+        if goal.latency is not None:
+            limits["seconds"] = goal.latency - self.fixed_seconds
+        return limits
+
+    def explain(self, goal: Goal, problem: Problem) -> None:
+        """Raises Infeasible in the user's terms where a budget cannot be kept."""
+        least = smallest(problem, "bytes")
+        if goal.bits is not None and 8 * least / self.numel > goal.bits + 1e-9:
+            raise Infeasible(
+                f"--bits {goal.bits:g}: the smallest feasible value with these formats is "
+                f"{math.ceil(8e4 * least / self.numel) / 1e4:.4f}"
+            )
+        if goal.fit is not None and least + self.fixed_bytes > goal.fit:
+            raise Infeasible(
+                f"--fit {megabytes(goal.fit)}: the smallest feasible value is {least + self.fixed_bytes:,.0f} bytes "
+                f"({megabytes(least + self.fixed_bytes)}), of which {megabytes(self.cache_bytes)} are the KV cache "
+                f"(context {goal.context}, batch {goal.batch}) and "
+                f"{megabytes(self.fixed_bytes - self.cache_bytes)} weights that stay in 16 bit"
+            )
+        if goal.latency is not None:
+            quickest = smallest(problem, "seconds") + self.fixed_seconds
+            if quickest > goal.latency:
+                raise Infeasible(
+                    f"--latency {1e3 * goal.latency:g} ms: the smallest feasible value is {1e3 * quickest:.4g} ms"
+                )
+
+    def plan(
+        self, choice: np.ndarray, problem: Problem, scores: Sensitivity, goal: Goal, corrected: Mapping[str, str]
+    ) -> Plan:
+        """The plan of a choice, with a reason for every layer."""
+        layers = []
+        ranks = {g.name: i for i, g in enumerate(sorted(scores.groups, key=lambda g: -max(g.scores.values())), 1)}
+        for group, name in self.named(choice).items():
+            candidate, entry = self.candidates[name], scores.by_name[group]
+            reason = _reason(entry, name, ranks[group], len(ranks))
+            if group in corrected:
+                reason += f"; {corrected[group]}"
+            for layer in self.groups[group]:
+                new = candidate.applied(layer)
+                layers.append(replace(new, reason=reason, score=entry.scores[name], cost=new.nbytes))
+        plan = self.base.replace_layers(layers)
+        note = {
+            "method": scores.method, "formats": list(scores.formats), "goal": _goal_fields(goal),
+            "bits": self.bits(choice), "kv_cache_tokens": goal.context * goal.batch,
+        }  # fmt: skip
+        tokens = goal.context * goal.batch
+        note["memory"] = vars(memory_of(plan, unplanned=self.unplanned_bytes, kv_cache=self.cache_bytes, tokens=tokens))
+        if self.timing is not None:
+            note["seconds"] = self.seconds(choice, problem)
+            note["timing"] = self.timing_name
+        target = next((name for name in goal.target if name in TARGETS), None) or (goal.target or (None,))[0]
+        return replace(plan, target=target, provenance={**plan.provenance, "allocation": note})
+
+
+def _reason(entry: Any, name: str, rank: int, count: int) -> str:
+    """Why a group got its format, in one sentence."""
+    own = f"{name if name != KEPT.name else '16 bit'} at {entry.bits[name]:.2f} bits, score {entry.scores[name]:.3g}"
+    smaller = [c for c in entry.bytes if entry.bytes[c] < entry.bytes[name]]
+    larger = [c for c in entry.bytes if entry.bytes[c] > entry.bytes[name] and entry.scores[c] < entry.scores[name]]
+    clauses = [f"allocated {own} (sensitivity rank {rank} of {count})"]
+    if smaller:
+        c = max(smaller, key=lambda c: entry.bytes[c])
+        clauses.append(
+            f"{c} would save {(entry.bytes[name] - entry.bytes[c]) / 1e3:,.0f} kB but score {entry.scores[c]:.3g}"
+        )
+    if larger:
+        c = min(larger, key=lambda c: entry.bytes[c])
+        gain = f"{entry.scores[name] - entry.scores[c]:.3g} for {(entry.bytes[c] - entry.bytes[name]) / 1e3:,.0f} kB"
+        clauses.append(f"{c if c != KEPT.name else '16 bit'} would gain {gain}")
+    return "; ".join(clauses)
+
+
+def _goal_fields(goal: Goal) -> dict[str, Any]:
+    fields = {k: v for k, v in dataclasses.asdict(goal).items() if v not in (None, ())}
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+
+def _check_runtime(runtime: Any, allowed: Mapping[str, Sequence[Candidate]], candidates: Sequence[Candidate]) -> None:
+    if any(c.weight is not None for choices in allowed.values() for c in choices):
+        return
+    asked = ", ".join(c.name for c in candidates if c.weight is not None)
+    has = ", ".join(dict.fromkeys(map(str, runtime.pairs)))
+    raise UserError(f"{runtime.name} runs none of {asked} for this model's layers; it has {has}")
+
+
+def _constrain(
+    constraint: Constraint,
+    groups: Mapping[str, Sequence[LayerPlan]],
+    allowed: dict[str, list[Candidate]],
+    candidates: Mapping[str, Candidate],
+) -> None:
+    option = f"--{constraint.kind.replace('_', '-')} {constraint.match}={constraint.format}"
+    if constraint.format not in candidates:
+        raise UserError(f"{option}: {constraint.format!r} is none of the formats {', '.join(candidates)}")
+    meant = [g for g, members in groups.items() if any(fnmatchcase(m.name, constraint.match) for m in members)]
+    if not meant:
+        raise UserError(f"{option}: no layer that a format is chosen for matches {constraint.match!r}")
+    wanted = candidates[constraint.format]
+    for group in meant:
+        least = group_bytes(groups[group], wanted)
+        left = [
+            candidate
+            for candidate in allowed[group]
+            if {
+                "pin": candidate.name == wanted.name,
+                "forbid": candidate.name != wanted.name,
+                "at_least": group_bytes(groups[group], candidate) >= least,
+            }[constraint.kind]
+        ]
+        if not left:
+            has = ", ".join(c.name for c in allowed[group]) or "none"
+            raise UserError(f"{option}: {group} cannot take any such format; it can take {has}")
+        allowed[group] = left
+
+
+def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
+    if layer.kind == "experts":
+        return [model.get_parameter(layer.name)]
+    weight = getattr(model.get_submodule(layer.name), "weight", None)
+    return [weight] if isinstance(weight, torch.Tensor) else []
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())

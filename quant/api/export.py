@@ -1,0 +1,292 @@
+"""What `quant export` makes of a checkpoint: one function a kind, in `EXPORTERS`.
+
+    onnx              model.onnx, and decode.onnx with --decode: checked, every layer compared with PyTorch
+    tensorrt          an engine, built and audited; the ONNX file on the way is checked like the above
+    triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
+    aoti              a .pt2 package of AOTInductor
+    torch-tensorrt    the module lowered through torch-tensorrt's quantize ops
+    modelopt, compressed-tensors
+                      the same checkpoint in the other layout, which other servers load
+
+Each takes a `Job` and gives what is to be reported. What it needs is imported there, so that one missing package
+stops one kind of export. Nothing appears under the destination's name before everything is written and compared.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quant.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quant.calibration.kv_cache import AttentionScales
+    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.formats.tensor import BlockScaledTensor
+    from quant.recipes.plan import Plan
+
+RECEIPT_FILE = "receipt.json"
+LAYOUTS = ("modelopt", "compressed-tensors")
+SUFFIXES = {
+    "onnx": "-onnx",
+    "tensorrt": ".engine",
+    "triton-server": "-triton",
+    "aoti": ".pt2",
+    "torch-tensorrt": ".pt2",
+    "modelopt": "-modelopt",
+    "compressed-tensors": "-compressed-tensors",
+}
+"""What the default destination ends in, by kind."""
+
+_GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
+_ENGINE = {"decode", "target", "backend", "allow_fallback"}
+OPTIONS: dict[str, set[str]] = {
+    "onnx": {*_GRAPH, "decode"},
+    "tensorrt": {*_GRAPH, *_ENGINE},
+    "triton-server": {*_GRAPH, *_ENGINE},
+    "aoti": _GRAPH,
+    "torch-tensorrt": {"inputs", "attention"},
+    "modelopt": set(),
+    "compressed-tensors": set(),
+}
+"""Names of the options that a kind of export looks at, beside those that all do."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A loaded checkpoint and the options of `quant export`, as its help describes them."""
+
+    kind: str
+    directory: Path
+    model: nn.Module
+    plan: Plan | None
+    out: Path
+    overwrite: bool
+    shapes: tuple[str, ...]
+    inputs: Mapping[str, GraphInput] | None
+    attention: str
+    attention_scales: Mapping[str, AttentionScales] | None
+    decode: bool
+    target: str | None
+    backend: str | None
+    allow_fallback: bool
+    progress: Callable[[str, int, int], None]
+
+    def onnx_options(self, decode: bool) -> dict[str, Any]:
+        """What an ONNX file of the job is written with: the graph of one decoding step, or the other one."""
+        return {
+            "shapes": self._shapes_of(decode) or None,
+            "inputs": self.inputs,
+            "attention": self.attention,
+            "attention_scales": self.attention_scales,
+            "plan": self.plan,
+        }
+
+    def _shapes_of(self, decode: bool) -> list[str]:
+        """The ranges, without those of the dimension that only the other of two files has."""
+        if self.kind != "onnx" or not self.decode:
+            return list(self.shapes)
+        foreign = "sequence=" if decode else "past="
+        parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
+        return [",".join(kept) for kept in parts]
+
+    def stored(self, name: str) -> BlockScaledTensor:
+        """A layer's weight as the checkpoint's files hold it."""
+        from quant.api.checkpoint import open_tensors
+        from quant.export.checkpoint import read_layer
+
+        assert self.plan is not None
+        return read_layer(open_tensors(self.directory, self.model), self.plan.by_name[name])[0]
+
+
+def export_onnx_files(job: Job) -> dict[str, Any]:
+    """`--to onnx`: a directory with the files, the plan and the receipt."""
+    from quant.export.checkpoint import new_directory
+    from quant.export.onnx_graph.export import export_onnx
+    from quant.recipes.plan import PLAN_FILE
+
+    receipts = {}
+    with new_directory(job.out, overwrite=job.overwrite) as folder:
+        for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
+            decode = file == "decode.onnx"
+            kept = job.decode and not decode
+            export_onnx(job.model, folder / file, **job.onnx_options(decode), decode=decode, cache=kept)
+            receipts[file] = _verified(job, folder / file)
+        receipt = next(iter(receipts.values()))
+        if job.plan is not None:
+            job.plan.save(folder / PLAN_FILE)
+        (folder / RECEIPT_FILE).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+    return {"out": str(job.out), "files": files, **receipt}
+
+
+def export_tensorrt(job: Job) -> dict[str, Any]:
+    """`--to tensorrt`: an engine file and its receipt beside it."""
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
+        return _engine(job, Path(folder) / "model.onnx", job.out)
+
+
+def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
+    """Builds and audits the engine `out`, by way of the ONNX file `path`; its receipt."""
+    from quant.export.engine.build import export_engine
+    from quant.export.onnx_graph.export import export_onnx
+
+    assert job.target is not None
+    export_onnx(job.model, path, **job.onnx_options(job.decode), decode=job.decode)
+    receipt = _verified(job, path)
+    return export_engine(
+        path,
+        out,
+        target=job.target,
+        plan=job.plan,
+        shapes=job.shapes or None,
+        attention=job.attention,
+        allow_fallback=job.allow_fallback,
+        backend=job.backend,
+        progress=job.progress,
+        layers=receipt["layers"],
+    )
+
+
+def export_aoti_package(job: Job) -> dict[str, Any]:
+    """`--to aoti`: a `.pt2` package."""
+    from quant.export.aoti import export_aoti
+    from quant.export.onnx_graph.decoder import model_inputs
+    from quant.export.onnx_graph.export import dimension_ranges
+
+    given = job.inputs or model_inputs(job.model, decode=False)
+    dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in given.items()}
+    examples = {name: x.example for name, x in given.items()}
+    export_aoti(
+        job.model,
+        job.out,
+        examples,
+        dims=dims,
+        ranges=dimension_ranges(given, job.shapes),
+        attention_scales=job.attention_scales,
+    )
+    return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
+
+
+def export_torch_tensorrt(job: Job) -> dict[str, Any]:
+    """`--to torch-tensorrt`: the lowered module as a `.pt2` program."""
+    from quant.export.onnx_graph.decoder import model_inputs
+
+    try:
+        lower = importlib.import_module("quant.export.torch_tensorrt").lower
+    except ImportError as error:
+        raise UserError(f"export to torch-tensorrt is not available: {error}") from error
+    given = job.inputs or model_inputs(job.model, decode=False)
+    lower(job.model, job.out, {name: x.example for name, x in given.items()})
+    return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
+
+
+def export_triton_server(job: Job) -> dict[str, Any]:
+    """`--to triton-server`: an engine in a model repository, and `serve.md`."""
+    from quant.export.onnx_graph.decoder import is_decoder
+    from quant.export.serving import publish
+    from quant.export.serving_guide import SERVE_FILE, serving_text
+
+    if job.attention == "plugin":
+        raise UserError(
+            "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
+        )
+    job.out.parent.mkdir(parents=True, exist_ok=True)
+    name = job.directory.resolve().name
+    with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
+        path, engine = Path(folder) / "model.onnx", Path(folder) / "engine"
+        receipt = _engine(job, path, engine)
+        bundle = publish(engine, receipt, path, job.out, name=name, overwrite=job.overwrite)
+    guide = serving_text(job.directory, job.plan, bundle, receipt, text=is_decoder(job.model))
+    (job.out / SERVE_FILE).write_text(guide, encoding="utf-8")
+    version = job.out / name / str(bundle.version)
+    files = [job.out / name / "config.pbtxt", *sorted(version.iterdir()), job.out / SERVE_FILE]
+    return {
+        **receipt,
+        "out": str(job.out),
+        "files": {str(file.relative_to(job.out)): file.stat().st_size for file in files},
+        "config_checked": bundle.checked,
+    }
+
+
+def export_layout(job: Job) -> dict[str, Any]:
+    """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
+    from quant.api.checkpoint import convert
+
+    done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
+    return {"out": str(job.out), **done, "passed": True}
+
+
+def check_request(kind: str, out: Path, overwrite: bool, target: str | None, backend: str | None) -> None:
+    """What can be refused before a model is loaded.
+
+    Raises:
+        UserError: an engine without a target.
+        ValueError: a target that nothing here builds for.
+        FileExistsError: the destination is taken.
+    """
+    if kind in ("tensorrt", "triton-server"):
+        from quant.export.engine.targets import choose_backend, resolve_target
+
+        if target is None:
+            raise UserError(
+                "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
+            )
+        choose_backend(resolve_target(target), backend)
+    if kind in ("onnx", *LAYOUTS):
+        from quant.export.checkpoint import check_destination
+
+        check_destination(out, overwrite=overwrite)
+    elif kind == "triton-server":
+        if out.exists() and not out.is_dir():
+            raise FileExistsError(f"{out} is a file; name a model repository with --out")
+    elif out.is_dir():
+        raise FileExistsError(f"{out} is a directory; name a file with --out")
+    elif out.exists() and not overwrite:
+        raise FileExistsError(f"{out} exists; pass --overwrite to replace it, or choose another --out")
+
+
+EXPORTERS: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "onnx": export_onnx_files,
+    "tensorrt": export_tensorrt,
+    "aoti": export_aoti_package,
+    "torch-tensorrt": export_torch_tensorrt,
+    "triton-server": export_triton_server,
+    "modelopt": export_layout,
+    "compressed-tensors": export_layout,
+}
+
+
+def _verified(job: Job, path: Path) -> dict[str, Any]:
+    """The receipt of an ONNX file.
+
+    Raises:
+        UserError: a layer in it differs from PyTorch's.
+    """
+    from quant.export.onnx_graph.verify import check_file, verify, worst_layer
+
+    check_file(path)
+    receipt = verify(
+        job.model,
+        path,
+        checkpoint=job.stored if job.plan is not None else None,
+        progress=lambda done, total: job.progress("compare", done, total),
+    )
+    if not receipt["passed"]:
+        worst = worst_layer(receipt)
+        assert worst is not None
+        failed = sum(not layer["passed"] for layer in receipt["layers"])
+        raise UserError(
+            f"{failed} of {counted(len(receipt['layers']), 'exported layer')} differ from PyTorch; the worst is "
+            f"{worst['name']}: relative error {worst['onnx']:.2g} of its ONNX nodes. "
+            "This is a defect of the export; nothing was written"
+        )
+    return receipt

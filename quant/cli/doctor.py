@@ -1,0 +1,100 @@
+"""`quant doctor`: what this machine has, and how to get what it lacks."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from quant.extras import versions
+
+# What each optional package is for, and the extra that installs it.
+_EXTRAS = {
+    "transformers": ("hf", "Hugging Face and GGUF models"),
+    "gguf": ("hf", "GGUF files"),
+    "accelerate": ("hf", "loading checkpoints without initialising them"),
+    "datasets": ("data", "calibration text from data sets"),
+    "onnx": ("onnx", "ONNX export"),
+    "onnxscript": ("onnx", "ONNX export"),
+    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
+    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
+    "transformer_engine": ("te", "FP8 training"),
+    "modelopt": ("modelopt", "comparisons with ModelOpt"),
+    "triton": ("", "GPU kernels; comes with a CUDA build of torch"),
+}
+
+
+def examine() -> dict[str, Any]:
+    """What is here, JSON-ready: versions, CPU, GPUs, and each optional package with its extra."""
+    import torch
+
+    from quant.cli.doctor_gpu import driver_version, examine_gpus, examine_links
+
+    return {
+        "versions": versions(),
+        "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cuda": torch.version.cuda,
+        "nccl": _nccl(),
+        "driver": driver_version(),
+        "gpus": examine_gpus(),
+        "links": examine_links(),
+        "packages": {
+            name: {"installed": find_spec(name) is not None, "extra": extra, "for": purpose}
+            for name, (extra, purpose) in _EXTRAS.items()
+        },
+    }
+
+
+def _nccl() -> str | None:
+    import torch
+
+    if not torch.cuda.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def print_findings(findings: dict[str, Any]) -> None:
+    """Prints `examine()`."""
+    out = Console(markup=False)
+    for name, version in findings["versions"].items():
+        out.print(f"{name} {version}", highlight=False)
+    cpu = findings["cpu"]
+    out.print(f"CPU: {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads")
+    if findings["driver"] or findings["cuda"]:
+        words = {"driver": findings["driver"], "CUDA": findings["cuda"], "NCCL": findings["nccl"]}
+        out.print(", ".join(f"{name} {value or 'none'}" for name, value in words.items()), highlight=False)
+    for gpu in findings["gpus"]:
+        _print_gpu(out, gpu)
+    for pair, link in findings["links"].items():
+        out.print(f"GPUs {pair}: {link}")
+    if not findings["gpus"]:
+        out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
+    table = Table("package", "for", "here")
+    for name, entry in findings["packages"].items():
+        how = f"pip install 'blockscale[{entry['extra']}]'" if entry["extra"] else "no"
+        table.add_row(name, entry["for"], "yes" if entry["installed"] else how)
+    out.print(table)
+
+
+def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
+    out.print(
+        f"GPU: {gpu['name']}, sm_{gpu['compute_capability'].replace('.', '')}, {gpu['multiprocessors']} SMs, "
+        f"{gpu['l2_bytes'] >> 20} MiB L2, {gpu['memory_bytes'] >> 30} GiB"
+    )
+    if gpu["tflops"]:
+        rates = ", ".join(f"{name} {rate:g}" for name, rate in gpu["tflops"].items())
+        out.print(f"  by its data sheet: {gpu['memory_bandwidth'] / 1e12:.2f} TB/s; TFLOP/s {rates}")
+    out.print(f"  multiplies as they are: {', '.join(gpu['native_formats'])}; {gpu['tuned_shapes']} tuned shapes")
+    now = gpu["readings"]
+    if now:
+        out.print("  now: " + ", ".join(_reading(name, value) for name, value in now.items()))
+
+
+def _reading(name: str, value: float) -> str:
+    """`power_watts` and 123.4 as "power 123 W"."""
+    units = {"watts": "W", "celsius": "°C", "mhz": "MHz", "bytes": "GiB"}
+    what, _, unit = name.rpartition("_")
+    return f"{what.replace('_', ' ')} {value / 2**30 if unit == 'bytes' else value:.0f} {units[unit]}"

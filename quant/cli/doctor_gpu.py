@@ -1,0 +1,122 @@
+"""The GPUs for `quant doctor`: what they are and can do, and what NVML says of driver, power, clocks and links.
+
+NVML comes with the driver and its Python binding, `pynvml`, with many packages; where either is missing, what it
+would have told is absent and everything else is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from quant.kernels.hardware import Hardware, current
+from quant.kernels.linear import tuning
+
+
+def examine_gpus() -> list[dict[str, Any]]:
+    """Every GPU that PyTorch sees, JSON-ready: facts, rates by dtype, native formats, and NVML's readings."""
+    found = []
+    with _nvml() as nvml:
+        for index in range(torch.cuda.device_count()):
+            name = torch.cuda.get_device_properties(index).name
+            found.append({**facts(current(index)), "name": name, "readings": _readings(nvml, index)})
+    return found
+
+
+def facts(gpu: Hardware) -> dict[str, Any]:
+    """What a GPU is and can do, JSON-ready. Rates are the vendor's; null for a part that is not in the tables."""
+    return {
+        "name": gpu.name,
+        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+        "multiprocessors": gpu.sms,
+        "l2_bytes": gpu.l2,
+        "memory_bytes": gpu.memory,
+        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
+        "tflops": gpu.tflops if gpu.known else None,
+        "native_formats": list(gpu.native_formats),
+        "tuned_shapes": tuning.count_entries(gpu),
+    }
+
+
+def examine_links() -> dict[str, str]:
+    """How each pair of GPUs is connected: NVLink, or the PCIe path between them; empty where NVML cannot say."""
+    count = torch.cuda.device_count()
+    links = {}
+    with _nvml() as nvml:
+        if nvml is not None:
+            for a in range(count):
+                for b in range(a + 1, count):
+                    links[f"{a}-{b}"] = _link(nvml, a, b)
+    return links
+
+
+def driver_version() -> str | None:
+    """The driver's version, or None without NVML."""
+    with _nvml() as nvml:
+        return None if nvml is None else str(nvml.nvmlSystemGetDriverVersion())
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The initialised module, or None where it or the driver's library is missing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # ImportError, or the binding's own error for a machine without a driver
+        yield None
+        return
+    try:
+        yield pynvml
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handle(nvml: Any, index: int) -> Any:
+    """NVML counts GPUs in its own order; PyTorch's are found by their UUID."""
+    uuid = str(torch.cuda.get_device_properties(index).uuid)
+    return nvml.nvmlDeviceGetHandleByUUID((uuid if uuid.startswith("GPU-") else f"GPU-{uuid}").encode())
+
+
+def _readings(nvml: Any, index: int) -> dict[str, float]:
+    """Power and clocks now and at most; a reading that a machine refuses is left out."""
+    if nvml is None:
+        return {}
+    queries: dict[str, Callable[[Any], float]] = {
+        "power_watts": lambda h: nvml.nvmlDeviceGetPowerUsage(h) / 1000,
+        "power_limit_watts": lambda h: nvml.nvmlDeviceGetEnforcedPowerLimit(h) / 1000,
+        "temperature_celsius": lambda h: nvml.nvmlDeviceGetTemperature(h, nvml.NVML_TEMPERATURE_GPU),
+        "sm_clock_mhz": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_SM),
+        "sm_clock_max_mhz": lambda h: nvml.nvmlDeviceGetMaxClockInfo(h, nvml.NVML_CLOCK_SM),
+        "memory_clock_mhz": lambda h: nvml.nvmlDeviceGetClockInfo(h, nvml.NVML_CLOCK_MEM),
+        "memory_used_bytes": lambda h: nvml.nvmlDeviceGetMemoryInfo(h).used,
+    }
+    found = {}
+    for name, query in queries.items():
+        try:
+            found[name] = query(_handle(nvml, index))
+        except nvml.NVMLError:
+            continue
+    return found
+
+
+def _link(nvml: Any, a: int, b: int) -> str:
+    first, second = _handle(nvml, a), _handle(nvml, b)
+    try:
+        if nvml.nvmlDeviceGetP2PStatus(first, second, nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK:
+            return "NVLink"
+        level = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)
+    except nvml.NVMLError as error:
+        return f"unknown ({error})"
+    names = {
+        nvml.NVML_TOPOLOGY_INTERNAL: "same board",
+        nvml.NVML_TOPOLOGY_SINGLE: "PCIe, one switch",
+        nvml.NVML_TOPOLOGY_MULTIPLE: "PCIe, several switches",
+        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe, host bridge",
+        nvml.NVML_TOPOLOGY_NODE: "PCIe, one NUMA node",
+        nvml.NVML_TOPOLOGY_SYSTEM: "PCIe, across NUMA nodes",
+    }
+    return names.get(level, f"topology level {level}")

@@ -1,0 +1,214 @@
+"""`quant export`: a quantized checkpoint as something that a runtime runs. The work is done by `quant.api.export`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quant.api.export import EXPORTERS, LAYOUTS, OPTIONS, SUFFIXES, Job, check_request
+from quant.cli.base import DEBUG, JSON, QUIET, Command
+from quant.errors import UserError, counted
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from quant.calibration.kv_cache import AttentionScales
+    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.recipes.plan import Plan
+
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "int64"}
+
+
+@click.command("export", cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--to", "kind", required=True, type=click.Choice(list(EXPORTERS)), help="What to make.")
+@click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: beside DIRECTORY]")
+@click.option("--overwrite", is_flag=True, help="Replace what is at --out; of triton-server, all versions there.")
+@click.option(
+    "--shapes",
+    multiple=True,
+    metavar="TEXT",
+    help="Ranges of the dynamic dimensions: batch=1:1:4,sequence=32:128:512. Repeatable: a profile each.",
+)
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="NAME:DTYPE:DIMS",
+    help="An input of a module that is no transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
+)
+@click.option(
+    "--attention",
+    type=click.Choice(["native", "plugin", "none"]),
+    default="native",
+    show_default=True,
+    help="What runs attention where the plan has it in FP8: TensorRT, our plugin, or nothing (16 bit).",
+)
+@click.option("--decode", is_flag=True, help="The graph of one decoding step, with the KV cache as inputs.")
+@click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …")
+@click.option("--backend", help="Insist on tensorrt_rtx or tensorrt.")
+@click.option("--allow-fallback", is_flag=True, help="Pass although layers run in half precision; they are named.")
+@click.option("--calib", metavar="SOURCE", help="Calibration text, for FP8 attention; as `quantize` takes it.")
+@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens a row.")
+@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Builds the module, without config.json.")
+@QUIET
+@JSON
+@DEBUG
+def export_command(
+    directory: Path,
+    kind: str,
+    out: Path | None,
+    inputs: tuple[str, ...],
+    calib: str | None,
+    calib_samples: int,
+    seqlen: int,
+    model_factory: str | None,
+    quiet: bool,
+    as_json: bool,
+    debug: bool,
+    **options: Any,
+) -> None:
+    """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine or a package.
+
+    Every layer of the exported file is compared with PyTorch, and a file that differs is not written. What was found
+    goes into the report of DIRECTORY as well.
+
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM, and --to compressed-tensors
+    those of a checkpoint of ModelOpt.
+    """
+    from quant.api import checkpoint
+    from quant.cli import console
+    from quant.models.files import describe
+    from quant.recipes.plan import PLAN_FILE
+    from quant.report import rewrite
+
+    quiet = quiet or as_json
+    given = _parse_inputs(inputs) or None
+    _check_options(kind)
+    if not checkpoint.is_checkpoint(directory):
+        raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
+    out = out or directory.parent / f"{directory.name}{SUFFIXES[kind]}"
+    check_request(kind, out, options["overwrite"], options["target"], options["backend"])
+    with console.status(f"loading {directory}", quiet):
+        model = checkpoint.outline(directory) if kind in LAYOUTS else _load(directory, model_factory)
+        plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+    with console.stages(quiet) as progress:
+        scales = None
+        uses = "attention" in OPTIONS[kind] and options["attention"] != "none"
+        if plan is not None and plan.attention is not None and uses:
+            scales = _attention_scales(model, plan, directory, calib, calib_samples, seqlen, progress)
+        job = Job(
+            kind=kind,
+            directory=directory,
+            model=model,
+            plan=plan,
+            out=out,
+            inputs=given,
+            attention_scales=scales,
+            progress=progress,
+            **options,
+        )
+        found = EXPORTERS[kind](job)
+    if "layers" in found and (directory / "report.json").is_file():
+        rewrite(directory, found)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    elif not quiet:
+        _print(found, out)
+
+
+def _check_options(kind: str) -> None:
+    """Raises UserError for an option that was given and that this kind of export would not look at."""
+    context = click.get_current_context()
+    everywhere = {"directory", "kind", "out", "overwrite", "model_factory", "quiet", "as_json", "debug"}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        known = parameter.name in everywhere | OPTIONS[kind]
+        if source is click.core.ParameterSource.COMMANDLINE and not known:
+            takers = ", ".join(name for name, taken in OPTIONS.items() if parameter.name in taken)
+            raise UserError(f"--to {kind} has no use for {parameter.opts[0]}; it is for --to {takers}")
+
+
+def _load(directory: Path, factory: str | None) -> nn.Module:
+    from quant.api import checkpoint
+    from quant.models.state_dict import call_factory
+
+    return checkpoint.load(directory, call_factory(factory) if factory else None)
+
+
+def _attention_scales(
+    model: nn.Module,
+    plan: Plan,
+    directory: Path,
+    calib: str | None,
+    samples: int,
+    seqlen: int,
+    progress: Callable[[str, int, int], None],
+) -> Mapping[str, AttentionScales]:
+    """FP8 scales of attention's operands: the plan has their format, a checkpoint has no place for the scales."""
+    from quant.api import quantize
+    from quant.calibration.kv_cache import collect_attention_scales
+    from quant.calibration.texts.rows import calibration_rows
+    from quant.models.huggingface import load_tokenizer
+
+    if calib is None or calib == "self":
+        rows = quantize.own_text(model, plan, progress=progress)
+    else:
+        rows = calibration_rows(calib, load_tokenizer(directory), samples=samples, seqlen=seqlen)
+    return collect_attention_scales(
+        model,
+        rows,
+        kv_format=plan.attention,
+        attention_format=plan.attention,
+        progress=lambda done, total: progress("calibrate", done, total),
+    )
+
+
+def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
+    """`x:fp32:batch,3,224,224`: a name, a dtype, and dimensions, of which those with a name are dynamic."""
+    import torch
+
+    from quant.export.onnx_graph.decoder import GraphInput
+
+    found = {}
+    for text in texts:
+        name, dtype, dims = [*text.split(":"), "", ""][:3]
+        if dtype not in _DTYPES or not name or not dims:
+            raise UserError(f"--input {text!r}: expected NAME:DTYPE:DIMS with DTYPE one of {', '.join(_DTYPES)}")
+        sizes = tuple(int(dim) if dim.isdigit() else dim for dim in dims.split(","))
+        example = torch.zeros(
+            [dim if isinstance(dim, int) else 2 for dim in sizes], dtype=getattr(torch, _DTYPES[dtype])
+        )
+        found[name] = GraphInput(example, sizes)
+    return found
+
+
+def _print(found: Mapping[str, Any], out: Path) -> None:
+    from quant.cli.console import CONSOLE
+    from quant.export.engine.build import summary
+    from quant.export.onnx_graph.verify import worst_layer
+
+    layers = [layer for layer in found.get("layers", ()) if layer["onnx"] is not None]
+    if layers:
+        worst = worst_layer({"layers": layers})
+        assert worst is not None
+        said = f"the worst, {worst['name']}, differs by {worst['onnx']:.1e}" if worst["onnx"] else "all are the same"
+        CONSOLE.print(f"{len(layers)} layers compared with PyTorch; {said}")
+    if audit := found.get("audit"):
+        CONSOLE.print(f"{sum(row['passed'] for row in audit)} of {len(audit)} layers run in the engine as planned")
+    for line in summary(found):
+        CONSOLE.print(line)
+    for name, size in found.get("files", {}).items():
+        CONSOLE.print(f"{size / 1e6:12,.1f} MB  {name}")
+    if rounded := found.get("rounded_scales"):
+        CONSOLE.print(
+            f"{counted(rounded, 'second-level scale')}: the nearest float32, at most 6e-8 away; exact in the metadata"
+        )
+    if found.get("config_checked") is False:
+        CONSOLE.print("config.pbtxt was not compared with the server's schema: that needs the package tritonclient")
+    CONSOLE.print(f"written to {out}")

@@ -1,0 +1,140 @@
+"""GGUF files: one file with config, vocabulary and block-quantized weights, as llama.cpp reads it.
+
+transformers' loader does the work, and every weight is dequantized into a plain model: what is quantized next starts
+from the values that the blocks stand for.
+
+The loader parses the file anew for the config, the weights and the tokenizer, each time with
+`gguf.GGUFReader`, whose every access slices an `np.memmap`; that subclass makes slices about ten times as dear as an
+array's, and a vocabulary of 49,152 tokens takes 300,000 of them. It also builds the table of tensor names once per
+submodule, which is hundreds of times the same. `shared_parsing` replaces the two for the time of a `with` block by
+versions that do the same once, and on a plain view of the mapped file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.models import huggingface
+from quant.models.huggingface import one_line, quiet
+
+_LOADER = "transformers.modeling_gguf_pytorch_utils"
+
+
+def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
+    """The model in a GGUF file, dequantized, in evaluation mode, with a config like any other model's.
+
+    Args:
+        path: the file.
+        dtype: of the dequantized weights.
+        meta: builds on the meta device from the file's header, reading no weights.
+
+    Raises:
+        UserError: damaged, or of an architecture that transformers' loader does not know.
+    """
+    transformers = require("transformers", "hf")
+    require("accelerate", "hf")
+    options: dict[str, Any] = {"gguf_file": path.name}
+    if hasattr(transformers, "GgufConfig"):  # transformers that can keep the blocks do so unless told otherwise
+        options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    with quiet(), shared_parsing():
+        config = _read_config(path)
+        cls = huggingface.model_class(config, str(path))
+        if meta:
+            options = {}
+        model = huggingface.build(cls, config, dtype, meta, path.parent, **options)
+    _clean(model)
+    return model
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer whose vocabulary a GGUF file holds.
+
+    Raises:
+        UserError: the file has none that transformers can use.
+    """
+    require("gguf", "hf")
+    with shared_parsing():
+        return huggingface.load_tokenizer(path.parent, gguf_file=path.name)
+
+
+@contextlib.contextmanager
+def shared_parsing() -> Iterator[None]:
+    """While it lasts, a GGUF file is parsed once however often `gguf.GGUFReader` is asked for it.
+
+    The results are the same, and the memory of the parsed file is given back at the end. transformers' GGUF progress
+    bar, which knows nothing of transformers' own switch for progress bars, obeys it meanwhile.
+    """
+    gguf = require("gguf", "hf")
+    logging = require("transformers.utils.logging", "hf")
+    read = cache(_plain_reader())
+
+    def reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
+        return read(os.path.realpath(path), mode)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(gguf, "GGUFReader", reader))
+        stack.enter_context(_replaced(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map)))
+        if find_spec(_LOADER):
+            stack.enter_context(_replaced(require(_LOADER, "hf"), "tqdm", logging.tqdm))
+        yield
+
+
+@cache
+def _plain_reader() -> Callable[..., Any]:
+    """`gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices."""
+    from gguf import GGUFReader
+
+    class PlainReader(GGUFReader):  # type: ignore[misc]
+        @property
+        def data(self) -> np.ndarray[Any, Any]:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: np.ndarray[Any, Any]) -> None:
+            self._data = mapped.view(np.ndarray)
+
+    return PlainReader
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
+
+
+def _read_config(path: Path) -> Any:
+    """The transformers config that the file's metadata describe; the first parse, so damage shows here."""
+    gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
+    try:
+        gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
+        raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
+    try:
+        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
+        raise UserError(f"{path}: transformers cannot load this GGUF file: {one_line(error)}") from error
+
+
+def _clean(model: Any) -> None:
+    """Makes the config what the original model's would be: its architecture, and no trace of the file it was in."""
+    config = model.config
+    config.architectures = [type(model).__name__]
+    config._name_or_path = ""
+    if hasattr(config, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
+        del config._model_name_or_path

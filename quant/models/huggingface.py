@@ -1,0 +1,213 @@
+"""Hugging Face directories: `config.json`, the weights in one or several shards, and the tokenizer.
+
+transformers does the loading. What is added here: the checks that make a bad directory one clear line before
+anything heavy starts, the exact class that `architectures` names (`AutoModel` would drop the heads of a model that
+is not a causal language model), and an error where transformers would fill missing weights with random numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.models.files import read_header
+from quant.models.state_dict import open_safetensors
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+def load(path: Path, dtype: torch.dtype | None, meta: bool) -> nn.Module:
+    """The model in a directory, in evaluation mode.
+
+    Args:
+        path: the directory.
+        dtype: of the weights; None takes the config's, or else the first shard's.
+        meta: builds on the meta device from the config, reading no weights.
+
+    Raises:
+        UserError: a file is missing or damaged, the model is already quantized, or transformers does not know it.
+    """
+    _check_config(path)
+    shards = _find_shards(path)
+    transformers = require("transformers", "hf")
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        except (ValueError, KeyError, TypeError, OSError) as error:
+            raise UserError(f"{path / 'config.json'}: {one_line(error)}") from error
+        dtype = dtype or config.dtype or _first_dtype(shards[0])
+        return build(model_class(config, str(path)), config, dtype, meta, path)
+
+
+def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **options: Any) -> nn.Module:
+    """Makes the model, on the meta device or with its weights.
+
+    Args:
+        cls: model class of transformers.
+        config: its config.
+        dtype: of the weights.
+        meta: builds on the meta device.
+        path: directory of the checkpoint, and what errors name.
+        options: go to `from_pretrained`.
+    """
+    if meta:
+        with torch.device("meta"):
+            return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
+    try:
+        model, info = cls.from_pretrained(
+            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+        )
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path}: its weights are a damaged pickle, or hold more than tensors and would run code; get the model "
+            "as safetensors"
+        ) from error
+    except (ValueError, RuntimeError, KeyError, IndexError, TypeError, ImportError, OSError) as error:
+        raise UserError(f"{path}: transformers cannot load it: {one_line(error)}") from error
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing:
+        raise UserError(
+            f"{path}: the checkpoint lacks {_listed(missing)}; is a shard missing, or the config another's?"
+        )
+    if unexpected:
+        warnings.warn(f"{path}: {cls.__name__} has no use for {_listed(unexpected)}; left out", stacklevel=2)
+    return model  # type: ignore[no-any-return]
+
+
+def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
+    """The tokenizer in a directory, or in a GGUF file in it.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    transformers = require("transformers", "hf")
+    options = {"gguf_file": gguf_file} if gguf_file else {}
+    with quiet():
+        try:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
+        except Exception as error:  # the tokenizers library raises nothing more specific
+            remedy = (
+                "convert the file again, with its vocabulary"
+                if gguf_file
+                else "put the model's tokenizer.json and tokenizer_config.json there"
+            )
+            raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
+    for key in ("local_files_only", "is_local"):  # how it was read is no property of the tokenizer that is saved
+        tokenizer.init_kwargs.pop(key, None)
+    return tokenizer
+
+
+def model_class(config: Any, where: str) -> Any:
+    """The class that `config.architectures` names; without any, the fullest that fits the config.
+
+    Raises:
+        UserError: the installed transformers has no such class.
+    """
+    transformers = require("transformers", "hf")
+    for name in config.architectures or ():
+        if (found := getattr(transformers, name, None)) is not None:
+            return found
+    if not config.architectures:
+        for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
+            if type(config) in (mapping := getattr(transformers, kind)):
+                return mapping[type(config)]
+    wanted = config.architectures or config.model_type
+    raise UserError(
+        f"{where}: transformers {transformers.__version__} has no class for {wanted}; "
+        "upgrade it, or build the module yourself and pass it to quant.quantize"
+    )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silences transformers' warnings and progress bars, unless its verbosity was set to info or debug."""
+    logging = require("transformers.utils.logging", "hf")
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    if verbosity <= logging.INFO:
+        yield
+        return
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_config(path: Path) -> None:
+    file = path / "config.json"
+    if not file.is_file():
+        others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
+        hint = f"to open a file in it, pass {path / others[0]}" if others else "pass the directory that has one"
+        raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
+    config = _read_json(file)
+    method = config.get("quantization_config", {}).get("quant_method")
+    if method or "quantization_config" in config or (path / "hf_quant_config.json").is_file():
+        raise UserError(
+            f"{path}: already quantized ({method or 'modelopt'}); quant.load({str(path)!r}) reads it back, and only "
+            "the original model can be quantized"
+        )
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{file}: not valid JSON ({one_line(error)}); download it again") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: expected a JSON object; download it again")
+    return content
+
+
+def _find_shards(path: Path) -> list[Path]:
+    """The weight files, each there, none empty, and safetensors files complete."""
+    for name in _WEIGHTS:
+        index = path / f"{name}.index.json"
+        if (path / name).is_file():
+            shards = [path / name]
+        elif index.is_file():
+            weights = _read_json(index).get("weight_map")
+            if not isinstance(weights, dict) or not weights:
+                raise UserError(f"{index}: has no weight_map; download it again")
+            shards = [path / shard for shard in sorted(set(weights.values()))]
+        else:
+            continue
+        for shard in shards:
+            if not shard.is_file() or not shard.stat().st_size:
+                raise UserError(f"{shard}: this weight file is missing or empty; download it again")
+            if shard.suffix == ".safetensors":
+                read_header(shard)
+        return shards
+    raise UserError(
+        f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
+    )
+
+
+def _first_dtype(shard: Path) -> torch.dtype:
+    """The dtype of the first floating-point tensor, for configs that do not say."""
+    if shard.suffix == ".safetensors":
+        for tensor in open_safetensors(shard, None, meta=True).values():
+            if tensor.dtype.is_floating_point:
+                return tensor.dtype
+    return torch.float32
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,188 @@
+"""Opening a model, whatever it is stored in.
+
+    source = open_model("smollm2-135m")          # or a directory, a file, an nn.Module
+    source.model, source.load_tokenizer()
+
+What a path holds is decided by its first bytes and not by its suffix:
+
+    directory             config.json and weights              -> huggingface   model
+    "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized to 16 bit
+    length + "{"          names, dtypes, offsets, then bytes   -> safetensors   state dict, read tensor by tensor
+    zip of pickle+bytes   torch.save                           -> torch         state dict, mapped
+    zip with a graph      torch.export.save                    -> exported      model
+
+A bare state dict becomes a model when `model_factory` builds the module for it. With `meta=True` only configs and
+headers are read, and every tensor is on the meta device: enough to plan with, in no time, at any size.
+
+Nothing is downloaded. A model on the Hugging Face hub has to be fetched first; the error for its name says how.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.models import gguf, huggingface, state_dict, torch_files
+from quant.models.files import find_model
+
+
+@dataclass(eq=False, kw_only=True)
+class Source:
+    """An opened model.
+
+    Attributes:
+        name: what the user typed; for a module, the name of its class.
+        kind: "huggingface", "gguf", "safetensors", "torch", "exported" or "module".
+        model: the module; None for a bare state dict without a factory.
+        state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
+        config: transformers config, or None.
+        path: directory or file it came from.
+        load_tokenizer: makes the transformers tokenizer; raises UserError with the way out where there is none.
+        dtype: that most of the weights have.
+    """
+
+    name: str
+    kind: str
+    model: nn.Module | None
+    state_dict: Mapping[str, torch.Tensor] | None
+    config: Any = None
+    path: Path | None = None
+    load_tokenizer: Callable[[], Any]
+    dtype: torch.dtype
+
+    @property
+    def is_causal_lm(self) -> bool:
+        """Whether the model predicts the next token: its class is one that transformers lists as such."""
+        # A model of transformers cannot exist while its library is not loaded.
+        if self.model is None or "transformers" not in sys.modules:
+            return False
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+        names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        return any(c.__name__ in names for c in type(self.model).__mro__)
+
+
+def open_model(
+    source: str | Path | nn.Module,
+    *,
+    model_factory: str | None = None,
+    unsafe_load: bool = False,
+    dtype: torch.dtype | str = "auto",
+    meta: bool = False,
+) -> Source:
+    """Opens a model.
+
+    Args:
+        source: directory or file, an alias such as "smollm2-135m", or a module, which is taken as it is.
+        model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
+        unsafe_load: also unpickles whole modules, which runs whatever code the file holds.
+        dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
+        meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
+            layout and an exported program are read all the same, and a module stays what it is.
+
+    Raises:
+        UserError: `source` cannot be used: one line that names the file and the way out.
+    """
+    wanted = _parse_dtype(dtype)
+    if isinstance(source, nn.Module):
+        _refuse_factory(model_factory, f"a module ({type(source).__name__})")
+        return _open_module(source, wanted)
+    name = str(source)
+    path = find_model(name)
+    kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
+    if kind not in ("safetensors", "torch"):
+        _refuse_factory(model_factory, f"{path} ({kind})")
+    model, tensors, config = None, None, None
+    if kind == "huggingface":
+        model = huggingface.load(path, wanted, meta)
+    elif kind == "gguf":
+        model = gguf.load(path, wanted or torch.bfloat16, meta)
+    elif kind == "exported":
+        model = torch_files.load_exported(path, wanted, unsafe_load)
+    elif kind == "safetensors":
+        tensors = state_dict.open_safetensors(path, wanted, meta)
+    else:
+        model, tensors = torch_files.load(path, wanted, unsafe_load, meta)
+    if tensors is not None and model_factory is not None:
+        model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
+    if model is not None:
+        config = getattr(model, "config", None)
+        found = _main_dtype(model.parameters())
+    else:
+        # With a dtype to cast to, asking the tensors would read them all.
+        found = wanted or _main_dtype((tensors or {}).values())
+    return Source(
+        name=name,
+        kind=kind,
+        model=model,
+        state_dict=tensors,
+        config=config,
+        path=path,
+        load_tokenizer=_tokenizer_loader(kind, path),
+        dtype=found,
+    )
+
+
+def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
+    found = _main_dtype(model.parameters())
+    if dtype not in (None, found):
+        raise UserError(f"{type(model).__name__} is in {found}; cast it with model.to({dtype}) before opening it")
+    config = getattr(model, "config", None)
+    directory = Path(getattr(config, "_name_or_path", None) or "")
+    home = directory if (directory / "config.json").is_file() else None
+    return Source(
+        name=type(model).__name__,
+        kind="module",
+        model=model,
+        state_dict=None,
+        config=config,
+        path=home,
+        load_tokenizer=_tokenizer_loader("huggingface" if home else "module", home or type(model).__name__),
+        dtype=found,
+    )
+
+
+def _tokenizer_loader(kind: str, path: Path | str) -> Callable[[], Any]:
+    if kind == "huggingface":
+        return lambda: huggingface.load_tokenizer(Path(path))
+    if kind == "gguf":
+        return lambda: gguf.load_tokenizer(Path(path))
+
+    def refuse() -> NoReturn:
+        raise UserError(
+            f"{path}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory of the model"
+        )
+
+    return refuse
+
+
+def _refuse_factory(model_factory: str | None, what: str) -> None:
+    if model_factory is not None:
+        raise UserError(f"--model-factory {model_factory} is for a bare state dict; {what} brings its own module")
+
+
+def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The dtype asked for; None for "auto"."""
+    if dtype == "auto":
+        return None
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found.itemsize == 1:
+        raise UserError(f"unknown dtype {dtype!r}; known dtypes: auto, bfloat16, float16, float32, float64")
+    return found
+
+
+def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+    """The floating-point dtype that most elements have; float32 where there are none."""
+    elements: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.dtype.is_floating_point:
+            elements[tensor.dtype] += tensor.numel()
+    return elements.most_common(1)[0][0] if elements else torch.float32

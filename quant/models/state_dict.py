@@ -1,0 +1,201 @@
+"""State dicts: names and tensors without a module, and the module that a factory builds for them.
+
+A safetensors file is eight bytes of header length, a JSON header `{"name": {"dtype", "shape", "data_offsets"}}`,
+and the bytes of all tensors. The header alone gives every shape, and an offset beyond the end of the file betrays a
+download that broke off, before anything is read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from quant.errors import UserError
+from quant.models.files import read_header
+
+_KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
+_DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+
+class LazyStateDict(Mapping[str, torch.Tensor]):
+    """A state dict whose tensors are read when asked for, and cast then if that is wanted.
+
+    Args:
+        names: of the tensors, in the order of the file.
+        read: gives one tensor by name.
+        dtype: that floating-point tensors are cast to; None keeps theirs.
+    """
+
+    def __init__(
+        self, names: Iterable[str], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None
+    ) -> None:
+        self._names = dict.fromkeys(names)
+        self._read = read
+        self._dtype = dtype
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        tensor = self._read(name)
+        # FP8 values mean nothing without their scales, so they are never cast.
+        castable = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+        return tensor.to(self._dtype) if self._dtype is not None and castable else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def sniff(path: Path) -> str:
+    """What the first bytes of a file say it is: "gguf", "safetensors", "torch" or "exported".
+
+    Raises:
+        UserError: empty, unreadable, a TorchScript archive, or nothing that is known.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(16)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    if not size:
+        raise UserError(f"{path}: the file is empty; expected {_KNOWN}")
+    if head[:4] == b"GGUF":
+        return "gguf"
+    if head[:4] == b"PK\x03\x04":
+        return _sniff_zip(path)
+    if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):  # pickle protocols
+        return "torch"
+    if head[8:9] == b"{" or path.suffix == ".safetensors":
+        return "safetensors"
+    raise UserError(f"{path}: unknown file type (it starts with {head[:8]!r}); expected {_KNOWN}")
+
+
+def _sniff_zip(path: Path) -> str:
+    try:
+        members = zipfile.ZipFile(path).namelist()
+    except zipfile.BadZipFile:
+        raise UserError(f"{path}: a truncated or damaged archive; copy or download it again") from None
+    tails = {member.partition("/")[2] or member for member in members}
+    if "archive_format" in tails or "serialized_exported_program.json" in members:
+        return "exported"
+    if "constants.pkl" in tails:
+        raise UserError(
+            f"{path}: a TorchScript archive, which has no modules to quantize; save the original model's "
+            "state_dict() with torch.save, or the model with torch.export.save"
+        )
+    if "data.pkl" in tails:
+        return "torch"
+    raise UserError(f"{path}: a zip archive, but not one that torch wrote; expected {_KNOWN}")
+
+
+def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
+    """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header."""
+    header = read_header(path)
+    if meta:
+        return LazyStateDict(header, lambda name: _meta_tensor(header[name], name, path), dtype)
+    try:
+        handle = safe_open(path, framework="pt")
+    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
+        raise UserError(f"{path}: this safetensors file cannot be opened: {error}") from None
+    return LazyStateDict(header, handle.get_tensor, dtype)
+
+
+def _meta_tensor(entry: Mapping[str, Any], name: str, path: Path) -> torch.Tensor:
+    if entry["dtype"] not in _DTYPES:
+        raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which torch has no name for; exclude the tensor")
+    return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+
+
+def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
+    """The module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
+
+    Parameters that the factory ties stay tied; the file needs only one of their names.
+
+    Args:
+        factory: "package.module:function".
+        tensors: state dict.
+        where: how errors call the state dict.
+        meta: builds on the meta device.
+
+    Raises:
+        UserError: no such function, it fails, or its module does not fit the state dict.
+    """
+    model = call_factory(factory, meta=meta)
+    shared: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(parameter), []).append(name)
+    ties = {name: names for names in shared.values() for name in names}
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    stored = {name: next((n for n in ties.get(name, [name]) if n in tensors), None) for name in expected}
+    _refuse(f"{where} lacks", [name for name, found in stored.items() if found is None], factory)
+    _refuse(f"{where} has, and the module has not:", [name for name in tensors if name not in expected], factory)
+    values = {name: tensors[found] for name, found in stored.items() if found is not None}
+    for name, shape in expected.items():
+        if values[name].shape != shape:
+            raise UserError(f"{where}: {name} is {list(values[name].shape)}, and {factory} makes it {list(shape)}")
+        if name in tensors and stored[name] != name and not meta and not torch.equal(tensors[name], values[name]):
+            raise UserError(f"{where}: {factory} ties {name} to {stored[name]}, but the file's tensors differ")
+    model.load_state_dict(values, assign=True)
+    for first, *others in shared.values():
+        for name in others:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, model.get_parameter(first))
+    return model.eval()
+
+
+def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
+    """The module that "package.module:function" builds, on the meta device if asked.
+
+    Raises:
+        UserError: it cannot be imported, or gives no module.
+    """
+    module_name, _, function = factory.partition(":")
+    if not module_name or not function:
+        raise UserError(f"--model-factory {factory!r}: expected package.module:function")
+    try:
+        make = getattr(importlib.import_module(module_name), function)
+    except ImportError as error:
+        raise UserError(
+            f"--model-factory {factory}: cannot import {module_name} ({error}); is it on PYTHONPATH?"
+        ) from error
+    except AttributeError:
+        raise UserError(f"--model-factory {factory}: {module_name} has no function {function}") from None
+    with torch.device("meta" if meta else "cpu"):
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise UserError(f"--model-factory {factory} returned a {type(model).__name__}; expected an nn.Module")
+    return model
+
+
+def _refuse(problem: str, names: list[str], factory: str) -> None:
+    if names:
+        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        raise UserError(f"{problem} {listed} (module from {factory}); make the factory's module match the file")

@@ -1,0 +1,167 @@
+"""Files that torch itself writes: `torch.save` checkpoints and exported programs.
+
+A pickle is a program. `torch.load(weights_only=True)` runs only the few instructions that tensors need, so it is
+the only way a file is read unless the user asks for the unsafe one. `torch.export.load` has no such mode: an archive
+may hold pickles that it loads without asking (sample inputs, weights of unusual layout, custom constants). They are
+tried here first by the safe reader, and one that needs more is refused.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.models.exported_linears import restore_linears
+from quant.models.state_dict import LazyStateDict
+
+_WRAPPERS = ("state_dict", "model_state_dict", "model")
+_EXPORT_PAYLOADS = ("weight_", "tensor_")
+
+
+def load(
+    path: Path, dtype: torch.dtype | None, unsafe: bool, meta: bool
+) -> tuple[nn.Module | None, LazyStateDict | None]:
+    """The module or the state dict in a `torch.save` file; exactly one of the two.
+
+    Args:
+        path: the file.
+        dtype: that floating-point weights are cast to; None keeps theirs.
+        unsafe: unpickles whatever the file holds.
+        meta: gives tensors on the meta device.
+
+    Raises:
+        UserError: damaged, not only tensors, or no state dict.
+    """
+    content = _unwrap(_read(path, unsafe))
+    if isinstance(content, nn.Module):
+        return (content.to("meta") if meta else content).to(dtype).eval(), None
+    tensors = _state_dict_of(content, path)
+    if meta:
+        tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    return None, LazyStateDict(tensors, tensors.__getitem__, dtype)
+
+
+def _read(path: Path, unsafe: bool) -> Any:
+    # Only the zip layout can be mapped; the layout before torch 1.6 is one stream of pickles. A path that ends in
+    # .safetensors torch.load would take at its word.
+    mapped = zipfile.is_zipfile(path) and path.suffix != ".safetensors"
+    try:
+        with path.open("rb") as file:
+            return torch.load(path if mapped else file, map_location="cpu", mmap=mapped, weights_only=not unsafe)
+    except pickle.UnpicklingError:
+        if unsafe:
+            raise UserError(f"{path}: a damaged pickle; copy or download it again") from None
+        raise UserError(
+            f"{path}: holds more than tensors, and unpickling it would run its code; save model.state_dict() instead, "
+            "or, if you trust whoever made it, pass --unsafe-load"
+        ) from None
+    except (AttributeError, ImportError) as error:
+        raise UserError(f"{path}: its classes cannot be imported ({error}); save model.state_dict() instead") from None
+    except Exception as error:  # a damaged pickle makes the unpickler stumble over anything
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{path}: truncated or damaged ({reason}); copy or download it again") from None
+
+
+def _unwrap(content: Any) -> Any:
+    """What a training checkpoint `{"model": …, "optimizer": …}` keeps its weights in."""
+    while isinstance(content, Mapping):
+        inner = next((content[k] for k in _WRAPPERS if isinstance(content.get(k), Mapping | nn.Module)), None)
+        if inner is None:
+            break
+        content = inner
+    return content
+
+
+def _state_dict_of(content: Any, path: Path) -> dict[str, torch.Tensor]:
+    if not isinstance(content, Mapping):
+        raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
+    strange = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    if strange or not content:
+        what = f"{', '.join(strange[:3])} is no tensor" if strange else "it is empty"
+        raise UserError(f"{path}: not a state dict ({what}); save model.state_dict(), or wrap it as {_WRAPPERS[0]!r}")
+    return {str(name): tensor.detach() for name, tensor in content.items()}
+
+
+def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Module:
+    """The module of a `torch.export.save` archive, with its linear layers as modules again.
+
+    Args:
+        path: the file.
+        dtype: None, or the dtype that it has: the graph of an exported program has its casts built in.
+        unsafe: loads archives with pickles that hold more than tensors.
+
+    Raises:
+        UserError: damaged, unsafe, or of another dtype.
+    """
+    if not unsafe:
+        _check_pickles(path)
+    try:
+        model = torch.export.load(path).module()
+    except Exception as error:  # whatever a damaged archive makes the deserializer stumble over
+        reason = str(error).partition("\n")[0]
+        raise UserError(
+            f"{path}: not a readable exported program ({reason}); export it again with this torch"
+        ) from error
+    if dtype is not None and any(p.dtype != dtype for p in model.parameters() if p.is_floating_point()):
+        raise UserError(f"{path}: an exported program cannot be cast to {dtype}; export the model in that dtype")
+    restore_linears(model)
+    # Its graph does what it did when it was exported; torch refuses to be asked even for that.
+    model.eval = MethodType(_stay, model)  # type: ignore[method-assign]
+    return model
+
+
+def _stay(model: nn.Module) -> nn.Module:
+    return model
+
+
+def _check_pickles(path: Path) -> None:
+    """Raises UserError where loading the archive would unpickle more than tensors."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+        # torch finds members by name whatever their case.
+        if len({name.lower() for name in names}) != len(names):
+            raise UserError(f"{path}: a damaged archive: two members have one name; export it again")
+        suspects = [name for name in names if name.lower().endswith(".pt")]
+        for name in names:
+            if name.lower().endswith("_config.json"):
+                suspects += _pickled_payloads(archive, name, path)
+        for name in dict.fromkeys(suspects):
+            try:
+                torch.load(io.BytesIO(archive.read(name)), map_location="cpu", weights_only=True)
+            except Exception as error:  # damaged or unsafe: the safe reader cannot tell which
+                raise _unsafe(path, name) from error
+
+
+def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list[str]:
+    """Members that the loader unpickles, as an archive's table of weights or constants lists them."""
+    try:
+        entries = json.loads(archive.read(config))["config"].values()
+        pickled = []
+        for entry in entries:
+            member = f"{config.rpartition('/')[0]}/{entry['path_name']}"
+            if not entry["path_name"].startswith(_EXPORT_PAYLOADS):
+                raise _unsafe(path, member)
+            if entry["use_pickle"]:
+                pickled.append(member)
+    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: damaged: {config} cannot be read; export it again") from None
+    return pickled
+
+
+def _unsafe(path: Path, member: str) -> UserError:
+    return UserError(
+        f"{path}: {member} is damaged or holds more than tensors, and loading it would run its code; "
+        "if you trust whoever made it, pass --unsafe-load"
+    )

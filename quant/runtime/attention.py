@@ -1,0 +1,336 @@
+"""Quantized attention in transformers models: FP8 operands, a quantized KV cache, or both.
+
+    with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
+        evaluate(model, rows)
+
+    register(); AutoModelForCausalLM.from_pretrained(…, attn_implementation="quant_fp8")
+
+transformers 5 asks `AttentionInterface` for the function that attends, by name, and hands it q, k and v as they are
+used. Two names are ours:
+
+    quant_fp8     q, k, v and the probabilities in E4M3
+    quant_16bit   attention in 16 bit, over a quantized cache
+
+Keys and values are first rounded to the format of the KV cache, if there is one: by a `QuantizedKVCache` that the
+model was called with, or, in a forward pass without a cache, by the config's `quant_kv_cache`. So a forward pass over
+a whole text sees the same keys and values as decoding token by token. What attends:
+
+    a sequence from its start     `quant.kernels.attention.forward`: FP8 or 16 bit, causal, windows, soft cap
+    behind what is in a cache     `quant.kernels.attention.decode`, on the pages; queries in 16 bit, as its dots are
+    padding or another mask       plain PyTorch on the rounded operands
+
+Queries and keys are first turned alike (`quant.runtime.rotation`), which leaves their softmax and makes rounding them
+to E4M3 cost a third as much KL. Scales are one a KV head. That of the values comes from the model's `v_scale`, which
+`quantize --kv-cache fp8` calibrates and a checkpoint keeps; those of turned keys, and of values where nothing was
+calibrated, are what the first tokens give. Where attention itself stays in 16 bit, a checkpoint with calibrated FP8
+scales is not turned, and `k_scale` is used, too: that is how other runtimes will read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.formats.format import Format
+from quant.formats.number import E4M3
+from quant.formats.rounding import encode
+from quant.formats.scaling import divided
+from quant.kernels.attention.forward import DIMS, attention
+from quant.kernels.attention.kv_cache import HEADROOM, first_scale, kv_format, round_kv
+from quant.kernels.attention.quantize import quantize_attention
+from quant.kernels.attention.ring import quantize_blocks
+from quant.kernels.attention_reference import SCALE_BLOCK, reference
+from quant.runtime.rotation import turning
+
+FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
+IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
+"""Names under which transformers finds our attention."""
+ATTENTIONS = ("fp8", "16bit")
+"""What --attention takes."""
+KV_CACHES = ("fp8", "nvfp4", "16bit")
+"""What --kv-cache takes where a model runs."""
+
+KVScales = tuple[torch.Tensor, torch.Tensor]
+
+
+def register() -> None:
+    """Makes `attn_implementation="quant_fp8"` and `"quant_16bit"` known to transformers.
+
+    Raises:
+        UserError: transformers is not installed.
+    """
+    modeling = require("transformers.modeling_utils", "hf")
+    masking = require("transformers.masking_utils", "hf")
+    for name, function in ((FP8, _fp8), (SIXTEEN_BIT, _sixteen_bit)):
+        modeling.AttentionInterface.register(name, function)
+        masking.AttentionMaskInterface.register(name, _mask)
+
+
+@contextmanager
+def quantized_attention(
+    model: nn.Module, *, attention: str | None = None, kv_cache: str | None = None
+) -> Iterator[None]:
+    """While open, `model` attends in FP8, or over keys and values rounded to a cache format, or both.
+
+    Args:
+        model: of transformers.
+        attention: one of `ATTENTIONS`; None is "16bit".
+        kv_cache: one of `KV_CACHES`; None is "16bit".
+
+    Raises:
+        UserError: an unknown name, or a model whose attention cannot be replaced.
+    """
+    attention, format = _named(attention, kv_cache)
+    if attention == "16bit" and format is None:
+        yield
+        return
+    config = _config(model)
+    register()
+    before = config._attn_implementation
+    model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        raise UserError(f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)")
+    config.quant_kv_cache = None if format is None else format.name
+    try:
+        yield
+    finally:
+        del config.quant_kv_cache
+        model.set_attn_implementation(before)  # type: ignore[operator]
+
+
+def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
+    attention = attention or "16bit"
+    if attention not in ATTENTIONS:
+        raise UserError(f"--attention {attention}: unknown; known: {', '.join(ATTENTIONS)}")
+    try:
+        return attention, kv_format(kv_cache)
+    except ValueError:
+        raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
+
+
+def _config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    if config is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is no transformers model; --attention and --kv-cache act on transformers' own "
+            "attention interface"
+        )
+    return config.get_text_config()
+
+
+def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
+    """Whether attention over a cache in `format` turns queries and keys; `fp8` says whether it is in FP8 itself."""
+    return fp8 or (format is not None and not _is_calibrated(module, format))
+
+
+def scales_of(
+    module: nn.Module, format: Format, kv_heads: int, turned: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Calibrated scales of K and V that fit a cache in `format`, float32 `[kv_heads]`; None for what has none.
+
+    Those of K are of keys that are not turned. Where these are, values get the room that a measured scale leaves:
+    saturating what calibration did not meet costs SmolLM2 0.2% of perplexity, and a power of two moves no code.
+    """
+    if not _is_calibrated(module, format):
+        return None, None
+    found = []
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(module, name)
+        if scale.numel() not in (1, kv_heads):
+            raise UserError(f"{name} {list(scale.shape)} of an attention with {kv_heads} KV heads: one, or one a head")
+        found.append(scale.float().flatten().expand(kv_heads))
+    return (None, found[1] * HEADROOM) if turned else (found[0], found[1])
+
+
+def _is_calibrated(module: nn.Module, format: Format) -> bool:
+    """Whether a module has scales for a cache in `format`: checkpoints keep those of FP8."""
+    return format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Any = None,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """None where the mask is causal, perhaps with a window, which our functions know; else bool, True where seen."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
+    if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
+        return None
+    options["allow_is_causal_skip"] = False
+    mask: torch.Tensor | None = sdpa_mask(
+        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+        mask_function=mask_function or causal_mask_function, attention_mask=attention_mask, local_size=local_size,
+        **options,
+    )  # fmt: skip
+    return mask
+
+
+def _is_window(mask_function: Any, size: int | None) -> bool:
+    """Whether this is the causal window of `size` keys: it is asked about the keys at both ends, for two queries."""
+    if size is None:
+        return False
+    seen = [
+        bool(mask_function(torch.tensor(0), torch.tensor(0), torch.tensor(query), torch.tensor(key)))
+        for query in (2 * size, 2 * size + 1)
+        for key in (query - size, query - size + 1, query, query + 1)
+    ]
+    return seen == [False, True, True, False] * 2
+
+
+def _fp8(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return _attend(module, q, k, v, mask, fp8=True, **options), None
+
+
+def _sixteen_bit(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    return _attend(module, q, k, v, mask, fp8=False, **options), None
+
+
+def _attend(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    fp8: bool,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """q `[batch, heads, new, dim]`; k and v `[batch, kv_heads, …, dim]`, or what a `QuantizedKVCache` gave in place."""
+    if s_aux is not None:
+        raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    options = {"softmax_scale": scaling, "softcap": softcap}
+    layer = getattr(k, "quant_layer", None)
+    if layer is not None:
+        q = layer.write(q, k, v, **options)
+        if layer.length > k.shape[2] and mask is None:
+            out = layer.attend(q, window=sliding_window, **options)
+            return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+        (k, v), scales = layer.read_turned(k.dtype), layer.scales
+    else:
+        q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
+    if mask is not None:
+        out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
+    else:
+        # A window is a causal mask's; what is not causal sees everything.
+        window = sliding_window if causal else None
+        out = _dense(q, k, v, scales if fp8 else None, fp8, causal=causal, window=window, **options)
+    return out.transpose(1, 2).contiguous()
+
+
+def _rounded(
+    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
+    """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
+    format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
+    turned = turns(module, format, fp8)
+    if turned:
+        turn = turning(q, k, **options)
+        q, k = turn.q(q), turn.k(k)
+    if format is None:
+        return q, k, v, None
+    k_scale, v_scale = scales_of(module, format, k.shape[1], turned)
+    k_scale = first_scale(k, format) if k_scale is None else k_scale
+    v_scale = first_scale(v, format) if v_scale is None else v_scale
+    k, v = round_kv(k, format, k_scale), round_kv(v, format, v_scale)
+    return q, k, v, (k_scale, v_scale) if format.name == "fp8" and k_scale is not None and v_scale is not None else None
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scales: KVScales | None,
+    fp8: bool,
+    *,
+    softmax_scale: float | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8.
+
+    `scales` are those of k and v that are in E4M3 already: their codes are found again, and nothing is rounded twice.
+    Nor are a float32 model's operands on a GPU, whose quantizer takes 16 bit: they are rounded as on a CPU.
+    """
+    dim, dtype = q.shape[3], q.dtype
+    options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
+    room = next((known for known in DIMS if known >= dim), None)
+    if room is None:
+        raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
+    kernel = q.is_cuda and (fp8 or dtype is not torch.float32)
+    if kernel and room != dim:
+        q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
+    out: torch.Tensor
+    if kernel and dtype is not torch.float32:
+        given = None if scales is None else _scales_of_heads(q, *scales)
+        attend = quantize_attention(q, k, v, scales=given).attend if fp8 else partial(attention, q, k, v)
+        out = attend(**options, dtype=dtype)
+        return out[..., :dim]
+    if fp8 and scales is not None:
+        found = _scales_of_heads(q, *scales)
+        q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), found, strict=True))
+        options |= zip(("q_scale", "k_scale", "v_scale"), found, strict=True)
+    elif fp8:
+        (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
+    if kernel:
+        out = attention(q, k, v, **options, dtype=dtype)
+        return out[..., :dim]
+    out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
+    return out
+
+
+def _scales_of_heads(
+    q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scales `[batch, heads]` of q, measured, and of k and v, as they are."""
+    q_scale = divided(q.abs().amax((2, 3)).float(), E4M3.max)
+    q_scale = torch.where(q_scale > 0, q_scale, torch.ones_like(q_scale))
+    return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
+
+
+def _masked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    fp8: bool,
+    *,
+    softmax_scale: float | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities left as they are."""
+    dtype = q.dtype
+    if fp8:
+        q, k, v = (_dequantized(x) for x in (q, k, v))
+    grouped = q.float().unflatten(1, (k.shape[1], -1))
+    scores = grouped @ k.float()[:, :, None].mT * (q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask.bool()[:, :, None], -torch.inf)
+    out: torch.Tensor = scores.softmax(-1).nan_to_num(0.0) @ v.float()[:, :, None]
+    return out.flatten(1, 2).to(dtype)
+
+
+def _dequantized(x: torch.Tensor) -> torch.Tensor:
+    codes, scale = quantize_blocks(x)
+    return codes.float() * scale.repeat_interleave(SCALE_BLOCK, 2)[:, :, : x.shape[2], None]

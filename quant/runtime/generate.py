@@ -1,0 +1,236 @@
+"""Text from a model, quantized or not: the likeliest token each time, with its key-value cache.
+
+Greedy decoding is the plainest check of a quantized model that a person can read, and it is repeatable: the same
+machine gives the same tokens. Two machines do as far as the likeliest two tokens lie further apart than rounding moves
+their logits, in the mean of SmolLM2's:
+
+    float32                              0       sums differ in their last bits, and nothing rounds them away
+    BF16                                 0.1
+    FP8 attention and an FP8 cache       0.1     in either dtype
+    FP8 attention and an NVFP4 cache     0.3
+
+A key that falls to the other side of a step by its last bit changes a code, which changes the keys of the layers above
+by a thousand times as much; fifteen layers on, all has come apart that the format leaves open.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError, counted
+from quant.recipes.layers import output_head
+from quant.runtime.attention import quantized_attention
+
+_HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
+DTYPES = ("bfloat16", "float16", "float32")
+"""What --dtype takes."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a model wrote.
+
+    Attributes:
+        prompt: the text before.
+        text: the text that was added.
+        prompt_tokens: ids of the prompt.
+        tokens: ids that were added, an end-of-text token included.
+        seconds: of generating, loading excluded.
+        device: where the model ran.
+        kernels: what multiplied by the quantized weights.
+        attention: "fp8" or "16bit".
+        kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
+        kv_cache_bytes: what the pages of a quantized KV cache take; None for one in 16 bit.
+    """
+
+    prompt: str
+    text: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    seconds: float
+    device: str
+    kernels: str
+    attention: str = "16bit"
+    kv_cache: str = "16bit"
+    kv_cache_bytes: int | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens added a second, the prompt's own pass included."""
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    attention: str | None = None,
+    kv_cache: str | None = None,
+) -> Generation:
+    """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
+
+    Args:
+        model: a causal language model of transformers; it is moved to `device`, and on a GPU its weights are put in
+            the layout of the kernels.
+        tokenizer: of transformers.
+        prompt: text.
+        max_new_tokens: at least 1.
+        device: "cpu", "cuda", "cuda:1", …; None takes the GPU where there is one.
+        dtype: one of `DTYPES`, what is not quantized is computed in it; None leaves it as the model has it.
+        attention: "fp8" or "16bit".
+        kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
+
+    Raises:
+        UserError: an empty prompt, too many tokens for the model, or a device that is not there.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+    _check(model, ids, max_new_tokens, device)
+    if dtype is not None:
+        _cast(model, dtype)
+    model.eval().to(device)
+    kernels = _prepare(model, device)
+    ids = ids.to(device)
+    cache = _cache(model, kv_cache)
+    started = time.perf_counter()
+    with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
+        out = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            num_beams=1,
+            temperature=None,
+            top_p=None,
+            top_k=None,
+            pad_token_id=_pad_token(model, tokenizer),
+        )
+    tokens = out[0, ids.shape[1] :].tolist()
+    seconds = time.perf_counter() - started
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    return Generation(
+        prompt,
+        text,
+        tuple(ids[0].tolist()),
+        tuple(tokens),
+        seconds,
+        device,
+        kernels,
+        attention or "16bit",
+        kv_cache or "16bit",
+        None if cache is None else cache.nbytes,
+    )
+
+
+def _cache(model: nn.Module, kv_cache: str | None) -> Any:
+    """The quantized cache that was asked for; None leaves the cache to transformers."""
+    if kv_cache in (None, "16bit"):
+        return None
+    from quant.runtime.kv_cache import QuantizedKVCache
+
+    return QuantizedKVCache(model, str(kv_cache))
+
+
+@contextmanager
+def _wide_logits(model: nn.Module) -> Iterator[None]:
+    """While open, a 16-bit head gives the logits of one position in float32, as its sums are.
+
+    Rounded to BF16, the two largest logits of SmolLM2 are equal at 1 position in 20, and order decides.
+    """
+    head = output_head(model)
+    if type(head) is not nn.Linear or head.weight.dtype not in (torch.bfloat16, torch.float16):
+        yield
+        return
+    narrow = head.forward
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() > 1:
+            return narrow(x)
+        row = x.flatten(0, -2)
+        logits = _widened_product(row, head.weight)
+        if head.bias is not None:
+            logits = logits + head.bias.float()
+        wide: torch.Tensor = logits.unflatten(0, x.shape[:-1])
+        return wide
+
+    head.forward = forward  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del head.forward
+
+
+def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`row @ weight.T` of 16-bit operands in float32."""
+    if row.is_cuda:
+        return torch.mm(row, weight.T, out_dtype=torch.float32)
+    return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
+
+
+def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str) -> None:
+    if not ids.numel():
+        raise UserError("the prompt holds no token; give some text with --prompt")
+    if max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens is {max_new_tokens}; expected 1 or more")
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and ids.shape[1] + max_new_tokens > limit:
+        raise UserError(
+            f"the prompt has {ids.shape[1]} tokens and {max_new_tokens} more are wanted, but the model takes {limit}; "
+            "shorten the prompt or lower --max-new-tokens"
+        )
+    try:
+        kind = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"--device {device} is no device; expected cpu, cuda or cuda:N") from None
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        seen = counted(torch.cuda.device_count(), "GPU")
+        raise UserError(f"--device {device}: PyTorch sees {seen} here; use --device cpu")
+
+
+def _cast(model: nn.Module, dtype: str) -> None:
+    """Puts `model` in a dtype; what it keeps in float32 itself, such as the frequencies of positions, stays that."""
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: unknown; known: {', '.join(DTYPES)}")
+    wide = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.dtype is torch.float32 and buffer.numel()
+    ]
+    model.to(getattr(torch, dtype))
+    for module, name, buffer in wide:
+        setattr(module, name, buffer)
+
+
+def _prepare(model: nn.Module, device: str) -> str:
+    """Puts weights in the layout of the kernels; says what will multiply by them."""
+    if not device.startswith("cuda"):
+        return "PyTorch reference"
+    from quant.kernels.hardware import current
+    from quant.kernels.layout import prepack_model
+    from quant.kernels.linear.tuning import has_triton
+
+    if not has_triton():
+        return "PyTorch reference (Triton is not installed)"
+    if current(torch.device(device).index or 0).has_wgmma and next(model.parameters()).dtype is torch.bfloat16:
+        prepack_model(model)
+    return "Triton"
+
+
+def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:
+    """transformers wants one although a single row is never padded."""
+    end = getattr(model.config, "eos_token_id", None)
+    end = end[0] if isinstance(end, list) else end
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else end

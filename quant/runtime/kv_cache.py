@@ -1,0 +1,252 @@
+"""A quantized, paged KV cache for transformers' `generate()`.
+
+    cache = QuantizedKVCache(model, "nvfp4")
+    with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
+        model.generate(ids, past_key_values=cache)
+
+Each layer keeps its pages (`quant.kernels.attention.kv_cache`). Under an attention of ours (`quant.runtime.attention`),
+a layer hands the new keys and values on as they are, marked with itself; attention, which has the queries, lets it
+write them, and reads the pages. Under any other attention it writes at once and hands out the whole cache, dequantized,
+as other quantized caches of transformers do: slower, and without what turning keys (`quant.runtime.rotation`) gains.
+
+Beam search and `num_return_sequences` fork sequences, so what they share is stored once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from quant.errors import UserError
+from quant.formats.format import Format
+from quant.kernels.attention.kv_cache import PagedKVCache, kv_format
+from quant.runtime.attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
+from quant.runtime.rotation import Turn, turning
+
+
+class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's pages.
+
+    Args:
+        config: of the model; its attention implementation decides what `update` hands out.
+        module: the attention module, for its calibrated scales.
+        format: of the cache.
+        page_size: tokens of a page.
+    """
+
+    is_sliding = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, config: Any, module: nn.Module, format: Format, page_size: int) -> None:
+        super().__init__()
+        self._config = config
+        self._module = module
+        self._page_size = page_size
+        self._pages: PagedKVCache | None = None
+        self._sequences: list[int] = []
+        self._waiting = False
+        self._turns = False
+        self._turn: Turn | None = None
+        self.format = format
+        self.length = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pages."""
+        return self._pages.nbytes if self._pages is not None else 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Makes the pages for heads and sequences as many as `key_states` has."""
+        batch, kv_heads, new, dim = key_states.shape
+        if value_states.shape != key_states.shape:
+            raise UserError(
+                f"keys {list(key_states.shape)} and values {list(value_states.shape)} differ in shape; such a cache "
+                "stays in 16 bit (--kv-cache 16bit)"
+            )
+        assert self.format is not None
+        name = self._config._attn_implementation
+        self._turns = name in IMPLEMENTATIONS and turns(self._module, self.format, fp8=name == FP8)
+        k_scale, v_scale = scales_of(self._module, self.format, kv_heads, self._turns)
+        self._pages = PagedKVCache(
+            1,
+            kv_heads,
+            dim,
+            format=self.format,
+            pages=batch * (new // self._page_size + 4),
+            page_size=self._page_size,
+            k_scale=None if k_scale is None else k_scale[None],
+            v_scale=None if v_scale is None else v_scale[None],
+            device=key_states.device,
+        )
+        self._sequences = [self._pages.add() for _ in range(batch)]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rounds and writes the new keys and values; hands out what the model's attention needs."""
+        if self._pages is None:
+            self.lazy_initialization(key_states, value_states)
+        assert self._pages is not None
+        if self._waiting:
+            raise UserError(
+                f"{type(self._module).__name__} changes keys between cache and attention, which then did not see the "
+                "cache; generate with --attention 16bit --kv-cache 16bit"
+            )
+        self.length += key_states.shape[2]
+        if self._config._attn_implementation not in IMPLEMENTATIONS:
+            keys = key_states if self._turn is None else self._turn.k(key_states)
+            self._pages.append(0, self._sequences, keys, value_states)
+            return self.read(key_states.dtype)
+        self._waiting = True
+        marked = key_states.view_as(key_states)
+        marked.quant_layer = self  # type: ignore[attr-defined]
+        return marked, value_states
+
+    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: float | None) -> torch.Tensor:
+        """Writes the new keys and values, turned as queries will be; gives the new queries, turned.
+
+        Args:
+            q, k, v: of the new tokens.
+            options: softmax scale and soft cap of the attention, as `turning` takes them.
+        """
+        assert self._pages is not None
+        self._waiting = False
+        if self._turns and self._turn is None:
+            self._turn = turning(q, k, **options)
+        if self._turn is not None:
+            q, k = self._turn.q(q), self._turn.k(k)
+        self._pages.append(0, self._sequences, k, v)
+        return q
+
+    @property
+    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Of K and V, where they are in FP8 with one a head."""
+        assert self._pages is not None and self.format is not None
+        if self.format.name != "fp8":
+            return None
+        pages = self._pages.layer(0)
+        assert pages.k_scale is not None and pages.v_scale is not None
+        return pages.k_scale, pages.v_scale
+
+    def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Causal attention of the newest tokens over the pages."""
+        assert self._pages is not None
+        return self._pages.attend(0, self._sequences, q, **options)
+
+    def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
+        k, v = self.read_turned(dtype)
+        return k if self._turn is None else self._turn.back(k), v
+
+    def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, keys as they are multiplied by what `write` gives."""
+        assert self._pages is not None
+        read = [self._pages.read(0, sequence) for sequence in self._sequences]
+        return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the next `query_length` tokens may see, and the position of the first."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens that are cached."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """No limit but memory."""
+        return -1
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._pages, self._sequences, self.length, self._turn = None, [], 0, None
+        self.is_initialized = self._waiting = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens; their number is negative, as transformers has it."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative one")
+        if self._pages is not None:
+            self.length = max(0, self.length + tokens_to_remove)
+            for sequence in self._sequences:
+                self._pages.crop(sequence, self.length)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on from what row `beam_idx[i]` has."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only the named rows."""
+        rows = torch.arange(len(self._sequences))
+        self._select(rows[indices.cpu()].tolist())
+
+    def offload(self) -> None:
+        """Refused: pages stay where they are."""
+        raise UserError("a quantized KV cache stays on its device; generate without offloading")
+
+    def _select(self, rows: list[int]) -> None:
+        if self._pages is None:
+            return
+        chosen = [self._pages.fork(self._sequences[row]) for row in rows]
+        for sequence in self._sequences:
+            self._pages.drop(sequence)
+        self._sequences = chosen
+
+
+class QuantizedKVCache(Cache):  # type: ignore[misc]
+    """The cache of a causal language model in FP8 or NVFP4.
+
+    Args:
+        model: of transformers; its calibrated scales are used where it has any.
+        kv_cache: "fp8" or "nvfp4"; "fp8_token" has a scale for each token and head.
+        page_size: tokens of a page: 16, 32 or 64.
+
+    Raises:
+        UserError: an unknown format, or a model whose layers keep more than keys and values.
+    """
+
+    def __init__(self, model: nn.Module, kv_cache: str, *, page_size: int = 64) -> None:
+        try:
+            format = kv_format(kv_cache)
+        except ValueError:
+            format = None
+        if format is None:
+            known = ", ".join(name for name in KV_CACHES if name != "16bit")
+            raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {known}")
+        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        modules = _attention_modules(model)
+        super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages."""
+        return sum(layer.nbytes for layer in self.layers)
+
+
+def _attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The attention modules of a decoder, by their `layer_idx`."""
+    config: Any = model.config
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", None)
+    if getattr(config, "is_encoder_decoder", False) or shared or kinds - {"full_attention", "sliding_attention"}:
+        raise UserError(
+            f"{type(model).__name__}: layers that share or keep something other than keys and values "
+            f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"
+        )
+    found: dict[int, nn.Module] = {}
+    for module in model.modules():
+        index = getattr(module, "layer_idx", None)
+        if isinstance(index, int) and hasattr(module, "is_causal"):
+            found[index] = module
+    if sorted(found) != list(range(text.num_hidden_layers)):
+        raise UserError(f"{type(model).__name__}: found attention of {len(found)} of {text.num_hidden_layers} layers")
+    return [found[index] for index in range(text.num_hidden_layers)]

@@ -1,0 +1,152 @@
+"""Bytes against the tensors that are really stored, cache bytes against a real cache, times by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
+from quant.calibration.sensitivity.costs import (
+    GPUS,
+    LatencyTable,
+    get_timing,
+    group_bytes,
+    kv_cache_bytes,
+    memory_of,
+    parse_quantity,
+)
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.recipes.plan import LayerPlan, Plan
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4a16", "mxfp8", "fp8", "fp8_channel", "int4a16", "mxfp6a16"])
+@pytest.mark.parametrize("shape", [(48, 128), (33, 96), (2, 16, 64)])
+def test_bytes_are_those_of_the_tensors(name: str, shape: tuple[int, ...]) -> None:
+    candidate = parse_candidates(name)[0]
+    layer = LayerPlan("l", "experts" if len(shape) == 3 else "linear", shape)
+    stored = quantize(torch.randn(shape), candidate.weight)  # type: ignore[arg-type]
+    scale_bytes = stored.scale.numel() * candidate.weight.scale.bits // 8  # type: ignore[union-attr]
+    expected = stored.codes.nbytes + scale_bytes
+    expected += 0 if stored.global_scale is None else stored.global_scale.nbytes
+    assert group_bytes([layer], candidate) == expected
+    assert group_bytes([layer], KEPT) == torch.zeros(shape, dtype=torch.bfloat16).nbytes
+
+
+@pytest.mark.parametrize("heads", [4, 2, 1])
+def test_cache_is_what_a_model_holds(heads: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=heads,
+        vocab_size=20, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    cache = model(torch.zeros(2, 11, dtype=torch.long), use_cache=True).past_key_values
+    held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    assert kv_cache_bytes(config, 11, 2) == held
+    fp8 = kv_cache_bytes(config, 11, 2, FORMATS["fp8"])
+    assert fp8 == held // 2 + 3 * 2 * 4  # one FP32 scale for the keys and one for the values of each layer
+
+
+def test_cache_of_windows_latents_and_encoders() -> None:
+    base = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    decoder = {**base, "architectures": ["XForCausalLM"]}
+    full = kv_cache_bytes(SimpleNamespace(**decoder), 1000, 3)
+    assert full == 4 * 2 * 3 * 1000 * 2 * 16 * 2
+    kinds = ["sliding_attention", "full_attention", "linear_attention", "sliding_attention"]
+    mixed = SimpleNamespace(**decoder, layer_types=kinds, sliding_window=100)
+    assert kv_cache_bytes(mixed, 1000, 3) == (100 + 1000 + 100) * 3 * 2 * 2 * 16 * 2
+    latent = SimpleNamespace(**decoder, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert kv_cache_bytes(latent, 1000, 3) == 4 * 3 * 1000 * (512 + 64) * 2
+    assert kv_cache_bytes(SimpleNamespace(**base, architectures=["BertModel"]), 1000, 3) == 0
+    assert kv_cache_bytes(None, 1000, 3) == 0
+
+
+def test_memory_adds_up_to_the_plan() -> None:
+    layers = (
+        LayerPlan("embed", "embedding", (50, 32)),
+        LayerPlan("a", "linear", (48, 64), FORMATS["nvfp4"]),
+        LayerPlan("b", "linear", (48, 64)),
+        LayerPlan("norm", "norm", (32,)),
+        LayerPlan("head", "head", (50, 32), tied_to="embed"),
+    )
+    plan = Plan(layers)
+    memory = memory_of(plan, unplanned=10, kv_cache=1000, tokens=5)
+    assert (memory.codes, memory.scales) == (48 * 32, 48 * 4 + 4)
+    assert memory.embeddings == 50 * 32 * 2
+    assert memory.rest == 48 * 64 * 2 + 64 + 10
+    assert memory.total == plan.nbytes + 10 + 1000
+
+
+def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
+    h100 = GPUS["h100"]
+    kept = LayerPlan("l", "linear", (4096, 4096))
+    fp8 = LayerPlan("l", "linear", (4096, 4096), FORMATS["fp8"], FORMATS["fp8"])
+    assert h100.linear(kept, 1) == pytest.approx(2 * 4096**2 / 3.35e12)
+    assert h100.linear(fp8, 1) == pytest.approx((4096**2 + 4) / 3.35e12)
+    assert h100.linear(kept, 8192) == pytest.approx(2 * 8192 * 4096**2 / 989e12)
+    assert h100.linear(fp8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 1979e12)
+    w4a4 = LayerPlan("l", "linear", (4096, 4096), FORMATS["nvfp4"], FORMATS["nvfp4"])
+    w4a16 = LayerPlan("l", "linear", (4096, 4096), FORMATS["nvfp4"])
+    # No FP4 units on Hopper: the codes are widened to FP8, with 16-bit inputs to 16 bit.
+    assert h100.linear(w4a4, 8192) == h100.linear(fp8, 8192)
+    assert h100.linear(w4a16, 8192) == h100.linear(kept, 8192)
+    assert GPUS["b200"].linear(w4a4, 8192) == pytest.approx(2 * 8192 * 4096**2 / 9000e12)
+
+
+def test_latency_table(tmp_path: Path) -> None:
+    row = {"weight": "nvfp4", "activation": None, "out": 8, "in": 16}
+    times = [{**row, "tokens": 1, "seconds": 1e-6}, {**row, "tokens": 9, "seconds": 5e-6}]
+    path = tmp_path / "gpu.json"
+    path.write_text(json.dumps({"name": "mine", "bandwidth": 1e9, "times": times}))
+    table = get_timing(str(path))
+    layer = LayerPlan("l", "linear", (8, 16), FORMATS["nvfp4"])
+    assert isinstance(table, LatencyTable) and table.measured
+    assert table.linear(layer, 5) == pytest.approx(3e-6)
+    assert table.linear(layer, 18) == pytest.approx(10e-6)
+    assert table.read(500) == 500e-9
+    with pytest.raises(ValueError, match=r"l \[8, 16\]: table 'mine' has no time for 16 bit with inputs in 16 bit"):
+        table.linear(LayerPlan("l", "linear", (8, 16)), 1)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"gpu\.json: not a table of kernel times"):
+        get_timing(str(path))
+    with pytest.raises(ValueError, match="unknown target 'h1000'; known GPUs: a100"):
+        get_timing("h1000")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "value"),
+    [
+        ("24GB", "size", 24e9), ("1.5 GiB", "size", 1.5 * 2**30), ("500mb", "size", 5e8), ("32k", "count", 32768),
+        ("4096", "count", 4096), ("12ms", "time", 0.012), ("0.5s", "time", 0.5), ("1%", "ratio", 0.01),
+        ("0.02", "ratio", 0.02),
+    ],
+)  # fmt: skip
+def test_quantities(text: str, kind: str, value: float) -> None:
+    assert parse_quantity(text, kind) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"), [("24", "time"), ("x", "size"), ("-1GB", "size"), ("0", "count"), ("1kg", "size")]
+)
+def test_bad_quantities(text: str, kind: str) -> None:
+    with pytest.raises(ValueError, match="write it like"):
+        parse_quantity(text, kind)
+
+
+def test_candidates_by_name() -> None:
+    names = {c.name: (str(c.weight), str(c.activation)) for c in parse_candidates("nvfp4, fp8a16,nvfp4@fp8,keep")}
+    assert names == {
+        "nvfp4": ("nvfp4", "nvfp4"), "fp8a16": ("fp8", "None"), "nvfp4@fp8": ("nvfp4", "fp8"), "keep": ("None", "None"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"unknown format 'nvfp5'; known formats: .*nvfp4"):
+        parse_candidates("nvfp5")
+    with pytest.raises(ValueError, match="'nvfp4' and 'nvfp4@nvfp4' are the same"):
+        parse_candidates(["nvfp4", "nvfp4@nvfp4"])
+    with pytest.raises(ValueError, match="no formats to choose from"):
+        parse_candidates("keep")

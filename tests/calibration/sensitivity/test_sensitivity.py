@@ -1,0 +1,442 @@
+"""Scores against what they stand for: quantizing one group for real, plain autograd, and float64."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from samples import ROOT
+from torch import nn
+
+from quant.api import quantize
+from quant.calibration.sensitivity.baseline import Baseline
+from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.divergence import divergence_of
+from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.switchable import Trial, measure_amax, prepared
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.calibration.sensitivity.units import run_units, total
+from quant.evaluation import evaluate
+from quant.formats.tensor import fake_quantize
+from quant.planning import make_plan
+from quant.recipes.plan import LayerPlan
+
+ROWS, SEQLEN, VOCABULARY = 6, 24, 61
+
+
+def _llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
+    return model.to(dtype)
+
+
+def _experts() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, vocab_size=VOCABULARY, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
+    return model
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight") and parameter.dim() == 2:
+            parameter.data.mul_(4)
+    return model
+
+
+def _rows(count: int = ROWS) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, SEQLEN), generator=torch.Generator().manual_seed(3))
+
+
+def _groups(model: nn.Module) -> dict[str, list[LayerPlan]]:
+    return groups_of(make_plan(model, "fp8").quantized)
+
+
+def _score(
+    model: nn.Module, formats: str, method: str, rows: torch.Tensor | None = None, **options: Any
+) -> Sensitivity:
+    groups = _groups(model)
+    candidates = parse_candidates(formats)
+    return score_groups(
+        model, groups, dict.fromkeys(groups, candidates), _rows() if rows is None else rows, method=method, **options
+    )
+
+
+def _really_quantized(model: nn.Module, members: list[LayerPlan], preset: str, rows: torch.Tensor) -> nn.Module:
+    """A copy with one group quantized through the public way."""
+    model = copy.deepcopy(model)
+    candidate = parse_candidates(preset)[0]
+    plan = make_plan(model, "fp8")
+    only = {layer.name for layer in members}
+    layers = [
+        candidate.applied(m) if m.name in only else parse_candidates("fp8")[-1].applied(m) for m in plan.quantized
+    ]
+    quantize.quantize(model, plan.replace_layers(layers), rows)
+    return model
+
+
+@pytest.mark.parametrize("make", [_llama, _experts])
+def test_kl_is_that_of_quantizing_one_group_for_real(make: Any) -> None:
+    model = make()
+    rows = _rows(2)
+    table = _score(model, "nvfp4,fp8a16", "kl", rows)
+    groups = _groups(model)
+    for name in list(groups)[1::3]:
+        for preset in ("nvfp4", "fp8a16"):
+            real = evaluate(_really_quantized(model, groups[name], preset, rows), rows, model).kl
+            assert table.by_name[name].scores[preset] == pytest.approx(real, rel=1e-3, abs=1e-7)
+
+
+def test_fisher_is_what_plain_autograd_gives() -> None:
+    model = _llama(torch.float32)
+    rows = _rows(2)
+    groups = _groups(model)
+    table = _score(model, "nvfp4,fp8a16", "fisher", rows, seed=5)
+    layers = {m.name: model.get_submodule(m.name) for members in groups.values() for m in members}
+    candidates = parse_candidates("nvfp4,fp8a16")[:-1]
+    amax = measure_amax(model, groups, {c.name: c for c in candidates}, rows)
+    trial = Trial(model, groups, {c.name: c for c in candidates}, amax)
+    sums = {(g, c.name): 0.0 for g in groups for c in candidates}
+    with trial:
+        quantized = {
+            (m.name, c.name): trial.solved(g, c)[m.name].dequantize()
+            for g, members in groups.items() for m in members for c in candidates
+        }  # fmt: skip
+        scales = {(g, c.name): trial.input_scale(g, c) for g in groups for c in candidates}
+    for index in range(2):
+        seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        handles = [layer.register_forward_hook(_keeper(name, seen)) for name, layer in layers.items()]
+        logp = model(rows[index : index + 1]).logits[0, :-1].log_softmax(-1)
+        chances = torch.rand(SEQLEN - 1, 1, generator=torch.Generator().manual_seed(5 * 1_000_003 + index))
+        upto = logp.detach().exp().double().cumsum(-1)
+        drawn = (upto / upto[:, -1:] < chances).sum(-1, keepdim=True)
+        (-logp.gather(1, drawn).sum()).backward()
+        for handle in handles:
+            handle.remove()
+        for group, members in groups.items():
+            for c in candidates:
+                product: Any = 0.0
+                for m in members:
+                    x, out = seen[m.name]
+                    scale = scales[group, c.name]
+                    x_q = fake_quantize(x, c.activation, global_scale=scale) if c.activation else x
+                    error = (x_q @ quantized[m.name, c.name].T - out.detach()).double()
+                    product = product + (error * out.grad.double()).sum(-1)  # type: ignore[union-attr]
+                sums[group, c.name] += float(product.square().sum())
+    for (group, name), value in sums.items():
+        expected = 0.5 * value / (2 * (SEQLEN - 1))
+        # Products with changes of weights run in BF16 where that is fast.
+        assert table.by_name[group].scores[name] == pytest.approx(expected, rel=4e-3)
+
+
+def _keeper(name: str, seen: dict[str, Any]) -> Any:
+    def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        out.retain_grad()
+        seen[name] = (args[0].detach(), out)
+
+    return hook
+
+
+# A gradient does not see a router change its mind, which is a jump; the order of the groups survives it.
+@pytest.mark.parametrize(("make", "least"), [(_llama, 0.8), (_bert, 0.8), (_experts, 0.3)])
+def test_fisher_estimates_kl(make: Any, least: float) -> None:
+    """Errors of eight bits are small enough for the second order; what is left is the noise of what is drawn."""
+    model, rows = make(), _rows(24)
+    fisher, kl = (_score(model, "fp8_channel,mxfp8", method, rows) for method in ("fisher", "kl"))
+    for name in ("fp8_channel", "mxfp8"):
+        guess, found = (sum(g.scores[name] for g in table.groups) for table in (fisher, kl))
+        assert least < guess / found < 1.2
+        pairs = torch.tensor([[a.scores[name], b.scores[name]] for a, b in zip(fisher.groups, kl.groups, strict=True)])
+        assert torch.corrcoef(pairs.T)[0, 1] > 0.9
+
+
+def test_output_is_the_relative_error_in_float64() -> None:
+    model, rows = _llama(torch.float32), _rows(2)
+    table = _score(model, "mxfp8", "output", rows)
+    groups = _groups(model)
+    name, members = next((g, m) for g, m in groups.items() if len(m) == 2)
+    inputs: list[torch.Tensor] = []
+    handle = model.get_submodule(members[0].name).register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    model(rows)
+    handle.remove()
+    (candidate, _) = parse_candidates("mxfp8")
+    error = signal = 0.0
+    trial = Trial(model, groups, {"mxfp8": candidate}, {})
+    with trial:
+        solved = trial.solved(name, candidate)
+    x = inputs[0].detach().double()
+    x_q = fake_quantize(inputs[0].detach(), candidate.activation).double()  # type: ignore[arg-type]
+    for m in members:
+        weight = model.get_submodule(m.name).weight.detach().double()
+        out = x @ weight.T
+        error += float((x_q @ solved[m.name].dequantize().double().T - out).square().sum())
+        signal += float(out.square().sum())
+    assert table.by_name[name].scores["mxfp8"] == pytest.approx(error / signal, rel=1e-4)
+
+
+def test_bits_and_bytes_of_the_table() -> None:
+    table = _score(_llama(), "nvfp4", "output", _rows(1))
+    group = next(g for g in table.groups if "gate_proj" in g.name)
+    assert group.numel == 2 * 96 * 64 and len(group.layers) == 2
+    assert group.bytes == {"nvfp4": 2 * (96 * 32 + 96 * 4 + 4), "keep": 2 * group.numel}
+    assert group.bits["nvfp4"] == 8 * group.bytes["nvfp4"] / group.numel
+    assert group.scores["keep"] == 0.0
+
+
+@pytest.mark.parametrize("make", [_llama, _experts])
+def test_the_model_is_as_before(make: Any) -> None:
+    model = make()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    modules = [type(module) for module in model.modules()]
+    model.train()
+    for method in ("fisher", "kl", "output"):
+        _score(model, "nvfp4", method, _rows(1))
+    with pytest.raises(RuntimeError, match="planted"):
+        _score(model, "nvfp4", "kl", _rows(1), progress=_failing)
+    assert [type(module) for module in model.modules()] == modules
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    after = model.state_dict()
+    assert list(after) == list(before) or set(after) == set(before)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def _failing(stage: str, done: int, total_: int) -> None:
+    if stage == "score":
+        raise RuntimeError("planted")
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
+    model, path = _llama(), tmp_path / "scores.json"
+    whole = _score(model, "nvfp4,fp8", "fisher")
+    done = 0
+
+    def stop_after_three(stage: str, at: int, of: int) -> None:
+        nonlocal done
+        if stage == "score":
+            done = at
+            if at == 3:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _score(model, "nvfp4,fp8", "fisher", path=path, progress=stop_after_three)
+    assert done == 3 and not path.exists()
+    seen: list[int] = []
+    resumed = _score(
+        model, "nvfp4,fp8", "fisher", path=path, progress=lambda s, d, t: seen.append(d) if s == "score" else None
+    )
+    assert seen == [4, 5, 6]
+    assert [g.scores for g in resumed.groups] == [g.scores for g in whole.groups]
+    assert [p.name for p in tmp_path.iterdir()] == ["scores.json"]
+    # A third call reads the table and measures nothing.
+    seen.clear()
+    again = _score(model, "nvfp4,fp8", "fisher", path=path, progress=lambda s, d, t: seen.append(d))
+    assert seen == [] and again == resumed
+
+
+def test_scores_of_another_text_are_not_used(tmp_path: Path) -> None:
+    model, path = _llama(), tmp_path / "scores.json"
+    first = _score(model, "nvfp4", "output", _rows(1), path=path)
+    other = _score(model, "nvfp4", "output", _rows(2)[1:], path=path)
+    assert first.key != other.key
+    assert [g.scores for g in first.groups] != [g.scores for g in other.groups]
+    assert Sensitivity.load(path) == other
+
+
+def test_a_broken_table_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    path.write_text('{"method": "kl"}')
+    with pytest.raises(ValueError, match=r"scores\.json: not a sensitivity table"):
+        Sensitivity.load(path)
+
+
+def test_unknown_method() -> None:
+    with pytest.raises(ValueError, match="unknown method 'magic'; known methods: kl, fisher, output"):
+        _score(_llama(), "nvfp4", "magic")
+
+
+def test_layers_that_nothing_depends_on_score_zero() -> None:
+    table = _score(_bert(), "nvfp4", "fisher", _rows(1))
+    assert table.unit.endswith("cosine similarity of the embeddings")
+    assert table.by_name["pooler.dense"].scores == {"nvfp4": 0.0, "keep": 0.0}
+    assert all(g.scores["nvfp4"] > 0 for g in table.groups if g.name != "pooler.dense")
+
+
+def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _llama(torch.float32)
+            self.config = self.inner.config
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.inner.lm_head
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return 30 * torch.tanh(self.inner(rows).logits / 3)
+
+    model, rows = Scaled(), _rows(2)
+    plain = divergence_of(model.inner, rows)
+    other = divergence_of(model, rows)
+    reference = other.reference(rows)
+    with torch.no_grad():
+        base = model(rows)[:, :-1].log_softmax(-1)
+        changed = copy.deepcopy(model)
+        changed.inner.lm_head.weight.mul_(1.1)
+        expected = (base.exp() * (base - changed(rows)[:, :-1].log_softmax(-1))).sum()
+        model.inner.lm_head.weight.mul_(1.1)
+    assert other.measure(rows, reference) == pytest.approx(float(expected), rel=1e-4)
+    plain.reference(rows)
+    assert plain.split is True and other.split is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [_llama, _bert])
+def test_recomputing_blocks_changes_no_score(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = make(), _rows(2)
+    plain = _score(model, "nvfp4,fp8", "fisher", rows)
+    monkeypatch.setattr("quant.calibration.sensitivity.scores._ACTIVATION_BYTES", 0)
+    bounded = _score(model, "nvfp4,fp8", "fisher", rows)
+    for a, b in zip(plain.groups, bounded.groups, strict=True):
+        assert b.scores == pytest.approx(a.scores, rel=1e-5)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_units_add_up_in_one_order() -> None:
+    values = {str(i): 10.0 ** ((-1) ** i * i) for i in range(12)}
+    results = run_units(list(values), lambda name: {"g": {"f": values[name]}})
+    expected = 0.0
+    for value in values.values():
+        expected += value
+    assert total(results) == {"g": {"f": expected}}
+
+
+_RANK = """
+import json, sys, time, torch
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from quant.calibration.units import run_units, total
+from quant.calibration.sensitivity_scores import score_groups
+from quant.calibration.baseline import Baseline
+from quant.calibration.candidates import groups_of, parse_candidates
+from quant.planning import make_plan
+import os
+if "WORLD_SIZE" in os.environ:
+    torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(32, 64), torch.nn.Linear(64, 32)
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(40, 32), torch.nn.Linear(32, 40, bias=False)
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(3))
+    def get_output_embeddings(self):
+        return self.head
+    def forward(self, rows):
+        x = self.embed(rows)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+model = Model().eval()
+rows = torch.randint(0, 40, (5, 12))
+groups = groups_of(make_plan(model, "fp8").quantized)
+allowed = dict.fromkeys(groups, parse_candidates("nvfp4,fp8"))
+found = {}
+for method in ("fisher", "kl", "output"):
+    if os.environ.get("RANK") == "1":
+        time.sleep(0.5)  # the other rank would have written its first results
+    path = Path(sys.argv[2]) / f"{method}.json"
+    found[method] = [g.scores for g in score_groups(model, groups, allowed, rows, method=method, path=path).groups]
+if os.environ.get("RANK", "0") == "0":
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow
+def test_one_rank_and_two_give_the_same_bits(tmp_path: Path) -> None:
+    root = str(ROOT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    script = [sys.executable, "-c", _RANK, root]
+    one, two = [*script, str(tmp_path / "one")], [*script, str(tmp_path / "two")]
+    alone = subprocess.run(one, capture_output=True, text=True, check=True, env=environment)
+    ranks = [
+        subprocess.Popen(
+            two, stdout=subprocess.PIPE, text=True, env={**environment, "RANK": str(rank), "WORLD_SIZE": "2"}
+        )
+        for rank in range(2)
+    ]
+    outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert json.loads(outputs[0]) == json.loads(alone.stdout)
+
+
+def test_a_trial_in_16_bit_is_the_model() -> None:
+    model, rows = _experts(), _rows(1)
+    groups = _groups(model)
+    with torch.no_grad(), prepared(model, None):
+        expected = model(rows).logits
+        with Trial(model, groups, {}, {}):
+            assert torch.allclose(model(rows).logits, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [_llama, _experts, _bert])
+@pytest.mark.parametrize("budget", [1 << 30, 20_000])
+def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole runs of a trial, which tests above compare with quantizing for real, against runs that begin halfway."""
+    monkeypatch.setattr("quant.calibration.sensitivity.baseline._ACTIVATIONS", {"cpu": budget})
+    monkeypatch.setattr("quant.calibration.sensitivity.baseline._BATCH_TOKENS", 2 * SEQLEN)
+    model, rows = make(), _rows(5)
+    groups = _groups(model)
+    candidates = parse_candidates("nvfp4,fp8a16")
+    by_name = {c.name: c for c in candidates}
+    names = list(groups)
+    base = dict(zip(names, ["nvfp4", "fp8a16", "keep"] * len(names), strict=False))
+    near = [{**base, names[-1]: "nvfp4"}, {**base, names[0]: "keep", names[3]: "fp8a16"}, base]
+    with prepared(model, torch.float32):
+        amax = measure_amax(model, groups, by_name, rows)
+        with Trial(model, groups, by_name, amax, stored=torch.bfloat16) as trial:
+            whole, resumed = (Baseline(trial, divergence_of(model, rows), rows) for _ in range(2))
+            assert len(resumed.batches) == 3 and len(resumed.chain) == 2
+            assert resumed.start(base) == pytest.approx(whole.loss(base), rel=1e-6)
+            # A changed bit of an input is rounded the other way now and then, as an expert is routed.
+            for choice in near:
+                assert resumed.loss(choice) == pytest.approx(whole.loss(choice), rel=1e-2)
+    assert all("forward" not in vars(module) for module in model.modules())

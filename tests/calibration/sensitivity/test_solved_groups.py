@@ -1,0 +1,153 @@
+"""Groups solved alone against quantizing one group through the public way, where nothing stands before it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quant.api import quantize
+from quant.calibration.sensitivity import solved_groups
+from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.solved_groups import Form, Key, digest_of, solve_alone
+from quant.calibration.sensitivity.switchable import Trial
+from quant.evaluation import evaluate
+from quant.planning import make_plan
+from quant.recipes.plan import LayerPlan
+
+VOCABULARY, SEQLEN, ROWS = 61, 24, 8
+
+
+def _llama(dtype: torch.dtype = torch.float32) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCABULARY, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
+    return model.to(dtype)
+
+
+def _rows() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (ROWS, SEQLEN), generator=torch.Generator().manual_seed(3))
+
+
+def _groups(model: nn.Module) -> dict[str, list[LayerPlan]]:
+    return groups_of(make_plan(model, "fp8").quantized)
+
+
+def _forms(model: nn.Module, formats: str, solver: str) -> dict[Key, Form]:
+    groups = _groups(model)
+    return solve_alone(model, groups, dict.fromkeys(groups, parse_candidates(formats)), _rows(), solver, torch.float32)
+
+
+def _loss_for_real(model: nn.Module, members: list[LayerPlan], preset: str, solver: str) -> float:
+    """KL of a copy in which `quantize` solved these layers and no other."""
+    quantized = copy.deepcopy(model)
+    plan = make_plan(model, "fp8", solver=solver)
+    chosen, kept = parse_candidates(preset)
+    only = {layer.name for layer in members}
+    layers = [(chosen if m.name in only else kept).applied(m) for m in plan.quantized]
+    quantize.quantize(quantized, plan.replace_layers(layers), _rows())
+    return evaluate(quantized, _rows(), model).kl
+
+
+@pytest.mark.parametrize(
+    ("solver", "formats"),
+    [("gptq", "nvfp4,fp8a16"), ("awq+gptq", "nvfp4,mxfp4a16"), ("awq", "nvfp4a16,mxfp8"), ("local_hessian", "nvfp4")],
+)
+def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -> None:
+    model = _llama()
+    groups = _groups(model)
+    candidates = parse_candidates(formats)
+    table = score_groups(
+        model, groups, dict.fromkeys(groups, candidates), _rows(), method="kl", forms=_forms(model, formats, solver)
+    )
+    plain = score_groups(model, groups, dict.fromkeys(groups, candidates), _rows(), method="kl", solver="mse")
+    better = 0
+    for group in (g for g in groups if "o_proj" not in g):  # whose scale is tied to rows of v_proj, for real
+        for name in (c.name for c in candidates[:-1]):
+            found = table.by_name[group].scores[name]
+            assert found == pytest.approx(_loss_for_real(model, groups[group], name, solver), rel=0.03)
+            better += found < plain.by_name[group].scores[name]
+    assert better >= 4  # of 6 or 12: the solver's own weights, and no others
+
+
+def test_parts_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _llama()
+    seen: list[tuple[int, int]] = []
+    whole = _forms(model, "nvfp4,fp8a16", "gptq")
+    monkeypatch.setitem(solved_groups._MOMENTS, "cpu", 3 * 4 * 64**2)
+    groups = _groups(model)
+    parts = solve_alone(
+        model, groups, dict.fromkeys(groups, parse_candidates("nvfp4,fp8a16")), _rows(), "gptq", torch.float32,
+        lambda done, all_: seen.append((done, all_)),
+    )  # fmt: skip
+    assert digest_of(parts) == digest_of(whole) and len(whole) == 2 * len(groups)
+    for key, form in whole.items():
+        for name, weight in form.weights.items():
+            assert torch.equal(weight.codes, parts[key].weights[name].codes)
+    assert seen == [(i + 1, len(groups)) for i in range(len(groups))]
+    other = _forms(model, "nvfp4,fp8a16", "local_hessian")
+    assert digest_of(other) != digest_of(whole)
+
+
+def test_products_are_those_of_the_scaled_layer() -> None:
+    """Q(x / s) s times Q(W s) / s, as a trial has it, against Q(x / s) times Q(W s)."""
+    model = _llama()
+    groups = _groups(model)
+    forms = _forms(model, "nvfp4", "awq+gptq")
+    (candidate, _) = parse_candidates("nvfp4")
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 1, 64)
+    with Trial(model, groups, {"nvfp4": candidate}, {}, "mse", torch.float32, forms) as trial:
+        for group, members in groups.items():
+            form = forms[group, "nvfp4"]
+            assert form.divisor is not None and form.input_scale is not None
+            if members[0].shape[-1] != 64:
+                continue
+            trial.set({group: "nvfp4"})
+            divided = api_round(x / form.divisor, form.input_scale)
+            for m in members:
+                with torch.no_grad():
+                    found = trial.layers[m.name].compute(x, None)
+                expected = divided.double() @ form.weights[m.name].dequantize().double().T
+                torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def api_round(x: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """NVFP4 by the oracle: codes and scales, and back."""
+    from quant.formats.format import get_format
+    from quant.formats.tensor import quantize
+
+    return quantize(x, get_format("nvfp4"), global_scale=global_scale).dequantize()
+
+
+def test_what_cannot_be_solved_alone_is_left_out() -> None:
+    """Experts, and formats that the solver's rounding does not know, are the stand-in's; a key says so."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config: Any = Qwen3MoeConfig(
+        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY, head_dim=32,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    forms = _forms(model, "nvfp4,fp8", "local_hessian")
+    assert {name for _, name in forms} == {"nvfp4"}
+    assert not any("experts" in group for group, _ in forms) and any("self_attn" in group for group, _ in forms)
+
+
+def test_a_sample_keeps_no_more_than_itself() -> None:
+    """As a view it kept all inputs of all layers: 6 GB of SmolLM2-135M's."""
+    inputs = solved_groups._Inputs(keep=True, every=16)
+    inputs.add("group", torch.ones(64, 8))
+    (sample,) = inputs.sample["group"]
+    assert sample.shape == (4, 8) and sample.untyped_storage().nbytes() == sample.nbytes

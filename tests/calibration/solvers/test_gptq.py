@@ -1,0 +1,223 @@
+"""GPTQ against brute force over all codes, closed forms in float64, and itself without its parts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from quant.calibration.solvers.block_search import round_with_feedback, search_block
+from quant.calibration.solvers.gptq import block_factors, corrected_weight, factorize, gptq
+from quant.calibration.solvers.local_hessian import local_hessian
+from quant.calibration.solvers.solver import Gptq, get_solver, solve_group
+from quant.calibration.statistics import LayerStats, MomentSum, token_weights
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3, INT4
+from quant.formats.tensor import quantize, quantize_with_scale
+
+NVFP4 = FORMATS["nvfp4"]
+
+
+def _moment(columns: int, tokens: int = 64, outlier: float = 4.0) -> torch.Tensor:
+    x = torch.randn(tokens, columns) @ torch.randn(columns, columns)
+    x[:, 0] *= outlier
+    return x.t() @ x / tokens
+
+
+def _loss(values: torch.Tensor, weight: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """The output error of each row, in float64."""
+    error = values.double() - weight.double()
+    return ((error @ moment.double()) * error).sum(1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_feedback_is_no_worse_than_nearest_and_near_the_optimum_of_all_codes(seed: int) -> None:
+    torch.manual_seed(seed)
+    columns, rows = 4, 6
+    moment = _moment(columns)
+    weight = torch.randn(rows, columns)
+    grid = torch.unique(torch.cat([E2M1.grid(), -E2M1.grid()]))
+    every = torch.tensor(list(itertools.product(grid.tolist(), repeat=columns)))
+    best = torch.stack([_loss(every, row.expand_as(every), moment).min() for row in weight])
+    factor = factorize(moment, 0.0)
+    values, errors = round_with_feedback(weight.t(), factor.inverse, torch.ones(1, 1, rows), E2M1)
+    found = _loss(values[:, 0].t(), weight, moment)
+    nearest = _loss(weight.round(), weight, moment)
+    # The loss that the errors claim is the loss there is.
+    torch.testing.assert_close(errors[:, 0].square().sum(0).double(), found, rtol=1e-3, atol=1e-6)
+    assert bool((found >= best - 1e-6).all())
+    assert found.sum() <= 1.5 * best.sum() < 1.5 * nearest.sum()
+
+
+def test_feedback_is_the_closed_form_of_optimal_brain_surgery() -> None:
+    """Rounding a column by d moves the free ones by d · C⁻¹[j, free] / C⁻¹[j, j], C the inverse of what is free."""
+    columns = 6
+    moment = _moment(columns).double()
+    weight = torch.randn(3, columns, dtype=torch.float64)
+    factor = factorize(moment, 0.0)
+    values, _ = round_with_feedback(weight.t(), factor.inverse, torch.full((1, 1, 3), 0.25, dtype=torch.float64), INT4)
+    left = weight.clone()
+    for j in range(columns):
+        rounded = (left[:, j] / 0.25).round().clamp(-7, 7) * 0.25
+        torch.testing.assert_close(values[j, 0], rounded, rtol=0, atol=1e-6)
+        inverse = torch.linalg.inv(moment[j:, j:])
+        left[:, j:] -= torch.outer(left[:, j] - rounded, inverse[0] / inverse[0, 0])
+
+
+def test_corrected_weight_is_the_least_squares_answer() -> None:
+    x, r = torch.randn(200, 8, dtype=torch.float64), torch.randn(200, 8, dtype=torch.float64)
+    weight = torch.randn(5, 8, dtype=torch.float64)
+    factor = factorize(x.t() @ x / 200, 0.0)
+    found = corrected_weight(weight, (r - x).t() @ x / 200, factor)
+    expected = torch.linalg.lstsq(x, r @ weight.t()).solution.t()
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "format", [FORMATS[name] for name in ("nvfp4", "mxfp4", "mxfp8", "int4", "fp8", "fp8_channel")]
+)
+def test_every_format_gains_over_its_searched_scales_and_stays_on_its_grid(format: Format) -> None:
+    columns = 256
+    moment = _moment(columns, 1024)
+    weight = torch.randn(24, columns) * 0.02
+    plain = solve_group({"w": weight}, {}, format, get_solver("mse"))["w"]
+    ours = solve_group({"w": weight}, {"w": LayerStats(1024, moment)}, format, get_solver("gptq"))["w"]
+    before, after = (_loss(q.dequantize(), weight, moment).sum() for q in (plain, ours))
+    assert after < 0.5 * before
+    again = quantize_with_scale(
+        ours.dequantize(), format, ours.scale.float() if format.scale is E4M3 else _scale(ours), ours.global_scale
+    )
+    assert torch.equal(again.dequantize(), ours.dequantize())
+
+
+def _scale(tensor: object) -> torch.Tensor:
+    from quant.formats.rounding import decode
+
+    return decode(tensor.scale, tensor.format.scale)  # type: ignore[attr-defined]
+
+
+def test_descent_never_raises_the_loss() -> None:
+    moment = _moment(64, 256)
+    weight = torch.randn(32, 64) * 0.02
+    factor = factorize(moment)
+    scale = weight.abs().amax() / (6 * 256)
+    losses = [
+        _loss(gptq(weight, factor, NVFP4, scale, sweeps=sweeps).dequantize(), weight, factor.moment).sum()
+        for sweeps in (0, 1, 2, 5)
+    ]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+def test_a_block_gets_the_best_of_all_scales_without_feedback() -> None:
+    """Against all 126 positive E4M3 scales, with the loss computed from the moment in float64."""
+    weight = torch.randn(40, 16) * 0.02
+    moment = _moment(16, 400, outlier=2.0)
+    scale = weight.abs().amax() / (6 * 256)
+    moments = moment[None]
+    damped = moment + 0.01 * moment.diagonal().mean() * torch.eye(16)
+    ours = local_hessian(weight, moments, NVFP4, scale, feedback=False)
+    grid = E4M3.grid()[1:]
+    every = []
+    for s in grid:
+        q = quantize_with_scale(weight, NVFP4, s.expand(40, 1).contiguous(), scale)
+        every.append(_loss(q.dequantize(), weight, damped))
+    best = torch.stack(every).min(0).values
+    torch.testing.assert_close(_loss(ours.dequantize(), weight, damped), best, rtol=1e-4, atol=0)
+
+
+def test_search_with_feedback_is_the_best_single_scale_tried_with_feedback() -> None:
+    block = torch.randn(16, 20) * 0.02
+    _, uppers = block_factors(_moment(16, 100)[None])
+    second = block.abs().amax() / (6 * 256)
+    _, _, scales = search_block(block, uppers[0], NVFP4, second, shortlist=16)
+    losses = []
+    for s in E4M3.grid()[1:]:
+        _, errors = round_with_feedback(block, uppers[0], (s * second).expand(1, 1, 20), E2M1)
+        losses.append(errors[:, 0].square().sum(0))
+    _, mine = round_with_feedback(block, uppers[0], (scales * second)[None, None], E2M1)
+    reached = mine[:, 0].square().sum(0)
+    # Sixteen neighbouring codes are searched; greedy feedback leaves no proof that a far one cannot win by luck.
+    assert (reached <= torch.stack(losses).min(0).values * 1.0001).float().mean() > 0.9
+
+
+def test_a_singular_moment_is_damped_and_says_so() -> None:
+    x = torch.randn(3, 16)
+    factor = factorize(x.t() @ x / 3, 0.0)
+    assert factor.damping > 0
+    eye = factor.inverse.t() @ factor.inverse @ factor.moment
+    torch.testing.assert_close(eye, torch.eye(16), atol=0.05, rtol=0)
+    with pytest.raises(ValueError, match=r"layer\.x: .*NaN"):
+        Gptq()(
+            torch.ones(2, 16),
+            LayerStats(1, torch.full((16, 16), torch.nan)),
+            NVFP4,
+            global_scale=torch.ones(()),
+            name="layer.x",
+        )
+
+
+def test_a_channel_that_is_never_active_keeps_its_nearest_value() -> None:
+    moment = _moment(32, 64)
+    moment[5], moment[:, 5] = 0, 0
+    weight = torch.randn(8, 32) * 0.02
+    found = gptq(weight, factorize(moment), NVFP4, weight.abs().amax() / (6 * 256)).dequantize()
+    assert bool(torch.isfinite(found).all())
+    assert float((found - weight)[:, 5].abs().max()) < 0.02
+
+
+def test_the_same_twice() -> None:
+    moment, weight = _moment(64), torch.randn(16, 64)
+    a, b = (solve_group({"w": weight}, {"w": LayerStats(64, moment)}, NVFP4, get_solver("gptq"))["w"] for _ in range(2))
+    assert torch.equal(a.codes, b.codes) and torch.equal(a.scale.view(torch.uint8), b.scale.view(torch.uint8))
+
+
+def test_solvers_say_what_they_need() -> None:
+    weight = torch.randn(8, 64)
+    with pytest.raises(ValueError, match=r"w: solver 'gptq' needs calibration data.*'mse'"):
+        solve_group({"w": weight}, {}, NVFP4, get_solver("gptq"))
+    with pytest.raises(ValueError, match=r"w: solver 'local_hessian' .* fp8_channel has none; use 'gptq'"):
+        solve_group(
+            {"w": weight}, {"w": LayerStats(1, torch.eye(64))}, FORMATS["fp8_channel"], get_solver("local_hessian")
+        )
+    with pytest.raises(ValueError, match=r"unknown solver 'awk'.*gptq.*awq"):
+        get_solver("awk+gptq")
+    with pytest.raises(ValueError, match=r"'awq' comes too late; the order is scaling"):
+        get_solver("gptq+awq")
+
+
+@pytest.mark.parametrize("columns", [40, 600])
+def test_moments_in_float64(columns: int) -> None:
+    x = torch.randn(300, columns)
+    r = x + 0.1 * torch.randn_like(x)
+    total, blocks = MomentSum(), MomentSum(width=16)
+    for start in range(0, 300, 100):
+        total.add(x[start : start + 100], (r - x)[start : start + 100])
+        blocks.add(x[start : start + 100])
+    stats = total.stats()
+    assert stats is not None and stats.second_moment is not None and stats.drift is not None
+    exact = x.double().t() @ x.double() / 300
+    torch.testing.assert_close(stats.second_moment.double(), exact, rtol=0, atol=1e-5)
+    torch.testing.assert_close(stats.drift.double(), (r - x).double().t() @ x.double() / 300, rtol=0, atol=1e-5)
+    found = blocks.stats()
+    assert found is not None
+    torch.testing.assert_close(found.blocks(16)[1].double(), exact[16:32, 16:32], rtol=0, atol=1e-5)
+    if columns % 16 == 0:
+        torch.testing.assert_close(stats.blocks(16), found.blocks(16), rtol=0, atol=1e-5)
+
+
+def test_a_massive_token_counts_as_much_as_the_limit() -> None:
+    x = torch.randn(101, 32)
+    x[7] *= 1000
+    norm = x.square().sum(1)
+    weighted = token_weights(x, 4.0) * norm
+    assert float(weighted.max()) <= 4.0 * float(norm.median()) * 1.0001
+    ordinary = norm <= 4 * norm.median()
+    assert torch.equal(token_weights(x, 4.0)[ordinary], torch.ones(int(ordinary.sum())))
+
+
+def test_rounding_to_nearest_is_unchanged_by_the_registry() -> None:
+    weight = torch.randn(8, 64)
+    ours = solve_group({"w": weight}, {}, FORMATS["mxfp4"], get_solver("rtn"))["w"]
+    assert torch.equal(ours.codes, quantize(weight, FORMATS["mxfp4"]).codes)

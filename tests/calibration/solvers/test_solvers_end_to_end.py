@@ -1,0 +1,324 @@
+"""Every solver by its name: from the command line, from Python, and back from the checkpoint, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from samples import BASE
+from torch import nn
+
+from quant.api.checkpoint import load
+from quant.api.quantize import quantize
+from quant.calibration.observers import get_observer
+from quant.calibration.solvers.solver import get_pipeline, solve_group
+from quant.calibration.statistics import MomentSum, round_activation
+from quant.cli.main import quantize_command
+from quant.formats.format import FORMATS
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.models.open import open_model
+from quant.recipes.plan import Plan
+
+transformers = pytest.importorskip("transformers")
+
+IDS = torch.randint(0, 256, (6, 24), generator=torch.Generator().manual_seed(0))
+NVFP4 = FORMATS["nvfp4"]
+
+CASES = [
+    ("nvfp4a16", "rtn"),
+    ("nvfp4a16", "mse"),
+    ("nvfp4a16", "four_over_six"),
+    ("nvfp4a16", "local_hessian"),
+    ("nvfp4a16", "gptq"),
+    ("nvfp4", "awq+gptq"),
+    ("nvfp4", "smoothquant"),
+    ("nvfp4a16", "smoothquant+gptq"),
+    ("nvfp4a16", "rotation:32+gptq"),
+    ("nvfp4", "awq+rotation:16+mse"),
+    ("nvfp4", "awq+lowrank:4+gptq"),
+    ("nvfp4a16", "lowrank:4+mse"),
+    ("nvfp4a16", "autoround:2"),
+    ("nvfp4", "awq+autoround:2"),
+    ("nvfp4a16", "rotation:32+lowrank:2+gptq+autoround:2"),
+    ("fp8", "gptq"),
+    ("fp8_channel", "awq+gptq"),
+    ("fp8_block", "gptq"),
+    ("mxfp8", "gptq+autoround:2"),
+    ("int8", "smoothquant+gptq"),
+    ("int4a16", "awq+gptq"),
+    ("mxfp4", "local_hessian"),
+]
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokens") / "ids.safetensors"
+    save_file({"ids": IDS}, path)
+    return path
+
+
+def _buffers(model: nn.Module) -> dict[str, tuple[int, dict[str, torch.Tensor]]]:
+    return {
+        name: (module.hadamard, {k: v for k, v in module.named_buffers() if v is not None})
+        for name, module in model.named_modules()
+        if isinstance(module, QuantLinear)
+    }
+
+
+@pytest.mark.parametrize(("preset", "solver"), CASES)
+def test_command_python_and_reload_agree(preset: str, solver: str, tokens: Path, tmp_path: Path) -> None:
+    model = open_model(BASE).model
+    done = quantize(model, preset, IDS, solver=solver)
+    arguments = [BASE, "--format", preset, "--solver", solver, "--calib", tokens, "--calib-samples", 6, "--seqlen", 24]
+    told = CliRunner().invoke(quantize_command, [str(a) for a in [*arguments, "--out", tmp_path / "out", "--quiet"]])
+    assert told.exit_code == 0, told.output
+    loaded = load(tmp_path / "out")
+    ours, theirs = _buffers(model), _buffers(loaded)
+    assert set(ours) == set(theirs) == {layer.name for layer in done.plan.quantized}
+    for name, (hadamard, buffers) in ours.items():
+        assert hadamard == theirs[name][0], name
+        assert set(buffers) == set(theirs[name][1]), name
+        for key, buffer in buffers.items():
+            other = theirs[name][1][key]
+            assert torch.equal(buffer.float(), other.float()), (name, key)
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, loaded(IDS).logits)
+    assert Plan.load(tmp_path / "out" / "plan.json").layers == done.plan.layers
+
+
+@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:32+gptq", "lowrank:8+gptq", "local_hessian"])
+def test_second_order_solvers_lose_less_than_rounding(solver: str) -> None:
+    """On the text they were calibrated on, in the logits of a model of random weights."""
+    base = open_model(BASE).model.float()
+    losses = {}
+    for name in ("rtn", solver):
+        model = copy.deepcopy(base)
+        quantize(model, "nvfp4a16", IDS, solver=name)
+        with torch.no_grad():
+            losses[name] = float((model(IDS).logits - base(IDS).logits).double().square().sum())
+    assert losses[solver] < losses["rtn"]
+
+
+def test_branches_are_counted_in_the_plan() -> None:
+    done = quantize(open_model(BASE).model, "nvfp4a16", IDS, solver="lowrank:4+gptq")
+    layer = done.plan.quantized[0]
+    rows, columns = layer.shape
+    assert layer.rank == 4
+    assert layer.bits_per_weight == pytest.approx(
+        NVFP4.bits_per_weight(layer.shape) + 16 * 4 * (rows + columns) / (rows * columns)
+    )
+
+
+def test_unsupported_formats_name_layer_solver_and_way_out() -> None:
+    model = open_model(BASE).model
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"q_proj: solver 'local_hessian' does not support fp8; those that do: .*gptq"):
+        quantize(model, "fp8", IDS, solver="local_hessian")
+    with pytest.raises(ValueError, match=r"q_proj: solver 'awq\+four_over_six' does not support mxfp4"):
+        quantize(model, "mxfp4", IDS, solver="awq+four_over_six")
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("solver", "message"),
+    [
+        ("gptq+awq", "'awq' comes too late"),
+        ("lowrank+rotation", "'rotation' comes too late"),
+        ("autoround:0", "whole one from 1"),
+        ("gptq:3", "only rotation, lowrank, autoround take a number"),
+        ("gptq+gptq", "'gptq' comes too late"),
+        ("magic", "unknown solver 'magic'"),
+    ],
+)
+def test_names_that_make_no_sense(solver: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_pipeline(solver)
+
+
+def _held_out_error(model: nn.Module, base: nn.Module, name: str, ids: torch.Tensor) -> float:
+    """Relative error of one layer on the inputs that the quantized model gives it."""
+    caught: list[torch.Tensor] = []
+    handle = model.get_submodule(name).register_forward_pre_hook(lambda _, args: caught.append(args[0]))
+    with torch.no_grad():
+        model(ids)
+    handle.remove()
+    x = caught[0].double().flatten(0, -2)
+    wanted = x @ base.get_submodule(name).weight.detach().double().t()
+    found = x @ model.get_submodule(name).dequantize(torch.float64).t()
+    return float((found - wanted).norm() / wanted.norm())
+
+
+def test_the_guard_measures_held_out_rows_and_promotes_beyond_the_limit() -> None:
+    base = open_model(BASE).model.float()
+    plain = copy.deepcopy(base)
+    quantize(plain, "nvfp4a16", IDS, solver="rtn")
+    names = [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
+    # Six rows are two batches, of four and of two; the second is held out.
+    error = max(_held_out_error(plain, base, name, IDS[4:]) for name in names)
+    for limit, expected in ((error * 1.001, "nvfp4"), (error * 0.999, "mxfp8")):
+        done = quantize(copy.deepcopy(base), "nvfp4a16", IDS, solver="rtn", guard=f"{limit} mxfp8 keep")
+        layers = [done.plan.by_name[name] for name in names]
+        assert [str(layer.weight) for layer in layers] == [expected] * 3
+        assert all(("exceeds the limit" in layer.reason) == (expected == "mxfp8") for layer in layers)
+
+
+def test_the_guard_goes_down_its_list_to_16_bit() -> None:
+    base = open_model(BASE).model.float()
+    model = copy.deepcopy(base)
+    done = quantize(model, "nvfp4", IDS, solver="awq+gptq", guard="1e-9 mxfp8 keep")
+    assert not done.plan.quantized and not any(isinstance(m, QuantLinear) for m in model.modules())
+    reason = done.plan.by_name["model.layers.0.mlp.down_proj"].reason
+    assert "so mxfp8 instead" in reason and "so 16 bit instead" in reason
+    with torch.no_grad():
+        torch.testing.assert_close(model(IDS).logits, base(IDS).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_the_guard_changes_a_solver_that_does_not_know_the_new_format() -> None:
+    done = quantize(open_model(BASE).model, "nvfp4a16", IDS, solver="local_hessian", guard="1e-9 fp8_channel")
+    layer = done.plan.quantized[0]
+    assert str(layer.weight) == "fp8_channel" and layer.solver == "mse"
+    assert "local_hessian does not support fp8_channel" in layer.reason
+    assert "last format in its list" in layer.reason
+
+
+def test_a_promoted_layer_forgets_the_static_scale_of_its_old_inputs() -> None:
+    plan = quantize(open_model(BASE).model, "nvfp4", IDS, guard="1e-6 fp8_channel keep").plan
+    reasons = [layer.reason for layer in plan.layers if "in fp8_channel exceeds" in layer.reason]
+    assert reasons
+    for reason in reasons:
+        four, eight = (float(found) for found in re.findall(r"relative error ([\d.e-]+) in", reason))
+        assert eight < four / 2, reason
+
+
+@pytest.mark.parametrize("text", ["", "x fp8", "-1 keep", "0.1 fp9"])
+def test_a_guard_that_cannot_be_read(text: str) -> None:
+    with pytest.raises(ValueError, match=r"guard '.*'"):
+        quantize(open_model(BASE).model, "nvfp4a16", IDS, guard=text or " ")
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_observers_set_static_scales(solver: str) -> None:
+    base = open_model(BASE).model.float()
+    name = "model.layers.0.self_attn.o_proj"
+    watching = get_observer("percentile")(FORMATS["fp8"], name=name)
+    hook = base.get_submodule(name).register_forward_pre_hook(lambda _, args: watching.update(args[0]))
+    with torch.no_grad():
+        base(IDS)
+    hook.remove()
+    model = copy.deepcopy(base)
+    quantize(model, "fp8", IDS, solver=solver, observer="percentile")
+    wanted = float(watching.amax()) / 448
+    assert float(model.get_submodule(name).input_scale) == pytest.approx(wanted, rel=1e-3)
+    plain = copy.deepcopy(base)
+    quantize(plain, "fp8", IDS, solver=solver)
+    assert float(plain.get_submodule(name).input_scale) > wanted
+    with pytest.raises(ValueError, match="unknown observer 'median'"):
+        quantize(copy.deepcopy(base), "fp8", IDS, observer="median")
+
+
+def _moe(silence: int | None = None) -> nn.Module:
+    """Four experts, two a token; `silence` names one that the router never picks."""
+    torch.manual_seed(1)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, intermediate_size=64,
+    )  # fmt: skip
+    model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0, 0.1)
+    if silence is not None:
+        for layer in model.model.layers:
+            gate = layer.mlp.gate
+            gate.register_forward_pre_hook(lambda module, args: (args[0].abs(),))
+            gate.weight.data.abs_()
+            gate.weight.data[silence] = -100
+    return model
+
+
+def _expert_inputs(model: nn.Module, path: str) -> list[torch.Tensor]:
+    """What reaches each expert's first projection in block 0, from the router's own choice."""
+    caught: dict[str, Any] = {}
+    experts = model.get_submodule(path)
+    hook = experts.register_forward_pre_hook(lambda _, args: caught.update(x=args[0], chosen=args[1]))
+    with torch.no_grad():
+        model(IDS)
+    hook.remove()
+    x = caught["x"].reshape(-1, caught["x"].shape[-1])
+    return [x[(caught["chosen"] == expert).any(-1)] for expert in range(4)]
+
+
+@pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq", "rotation:merge+gptq"])
+def test_attention_beside_fused_experts_is_transformed(solver: str) -> None:
+    """Where a scale goes is tried in float64, which grouped matmuls do not take: no reason to lose to rounding."""
+    base = _moe()
+    with torch.no_grad():
+        wanted = base(IDS).logits
+    errors = {}
+    for name in ("rtn", solver):
+        model = copy.deepcopy(base)
+        quantize(model, "nvfp4a16", IDS, solver=name, include=["*.self_attn.*"])
+        with torch.no_grad():
+            errors[name] = float((model(IDS).logits - wanted).norm())
+    assert errors[solver] < errors["rtn"]
+
+
+def test_fused_experts_are_solved_on_the_tokens_that_reach_them() -> None:
+    base = _moe()
+    model = copy.deepcopy(base)
+    # Attention stays in 16 bit, so that the first block's experts get their original inputs.
+    done = quantize(model, "nvfp4a16", IDS, solver="awq+gptq", include=["*.experts.*"])
+    path = "model.layers.0.mlp.experts"
+    layer = done.plan.by_name[f"{path}.gate_up_proj"]
+    assert "gptq alone" in layer.reason and "no calibration token" not in layer.reason
+    found = model.get_submodule(path).gate_up_proj
+    assert isinstance(found, QuantExperts)
+    for expert, x in enumerate(_expert_inputs(base, path)):
+        moment = MomentSum()
+        moment.add(x)
+        weight = base.get_submodule(path).gate_up_proj[expert].detach()
+        rounding = get_pipeline("gptq").rounding
+        wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, rounding)["w"].dequantize()
+        given = found.quantized_weight.matrix(expert).dequantize()
+        assert float((given != wanted).float().mean()) < 0.02  # moments are summed in another order
+        plain = solve_group({"w": weight}, {}, NVFP4, get_pipeline("mse").rounding)["w"].dequantize()
+        loss = [float(((q - weight) @ x.t()).square().sum()) for q in (given, plain)]
+        assert loss[0] < loss[1]
+
+
+def test_an_expert_that_no_token_reached_gets_pooled_statistics_and_a_note() -> None:
+    base = _moe(silence=2)
+    assert [len(x) for x in _expert_inputs(base, "model.layers.0.mlp.experts")][2] == 0
+    model = copy.deepcopy(base)
+    done = quantize(model, "nvfp4a16", IDS, solver="gptq", include=["*.experts.*"])
+    path = "model.layers.0.mlp.experts"
+    assert "reached 1 of 4 experts" in done.plan.by_name[f"{path}.gate_up_proj"].reason
+    moment = MomentSum()
+    for x in _expert_inputs(base, path):
+        if len(x):
+            moment.add(x)
+    weight = base.get_submodule(path).gate_up_proj[2].detach()
+    wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, get_pipeline("gptq").rounding)["w"]
+    given = model.get_submodule(path).gate_up_proj.quantized_weight.matrix(2).dequantize()
+    assert float((given != wanted.dequantize()).float().mean()) < 0.02
+
+
+def test_activations_of_experts_are_rounded_while_they_are_solved() -> None:
+    """W4A4 experts: the static scale is that of the original inputs, and the second moment that of rounded ones."""
+    base = _moe()
+    model = copy.deepcopy(base)
+    quantize(model, "nvfp4", IDS, solver="gptq", include=["*.experts.*"])
+    path = "model.layers.0.mlp.experts"
+    found = model.get_submodule(path).gate_up_proj
+    x = _expert_inputs(base, path)[1]
+    moment = MomentSum()
+    moment.add(round_activation(x, NVFP4, found.input_scale))
+    weight = base.get_submodule(path).gate_up_proj[1].detach()
+    wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, get_pipeline("gptq").rounding)["w"].dequantize()
+    assert float((found.quantized_weight.matrix(1).dequantize() != wanted).float().mean()) < 0.02

@@ -1,0 +1,122 @@
+"""Statistics of inputs against those of hooks that a test sets itself."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from quant.calibration.walk.collect import collect_input_amax, watch_inputs
+
+transformers = pytest.importorskip("transformers")
+
+
+class Chain(nn.Module):
+    """An embedding and two linears; the second is called for even rows only where `fork` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.a, self.b, self.idle = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.b(torch.relu(self.a(self.embed(ids))))
+
+
+def rows(count: int, vocabulary: int = 10, length: int = 6) -> torch.Tensor:
+    return torch.randint(0, vocabulary, (count, length), generator=torch.Generator().manual_seed(5))
+
+
+def moe() -> nn.Module:
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=32,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+    )
+    return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+
+
+def test_the_largest_input_over_all_rows() -> None:
+    model, data = Chain(), rows(5)
+    calls: list[tuple[int, int]] = []
+    amax = collect_input_amax(model, ["a", "b"], data, lambda done, total: calls.append((done, total)))
+    with torch.no_grad():
+        embedded = model.embed(data)
+        hidden = torch.relu(model.a(embedded))
+    assert set(amax) == {"a", "b"}
+    assert torch.equal(amax["a"], embedded.abs().max())
+    torch.testing.assert_close(amax["b"], hidden.abs().max(), rtol=1e-6, atol=0)
+    assert amax["a"].dtype is torch.float32 and amax["a"].shape == ()
+    assert calls == [(i, 5) for i in range(1, 6)]
+
+
+def test_16_bit_inputs_are_measured_in_their_own_dtype() -> None:
+    model, data = Chain().bfloat16(), rows(3)
+    with torch.no_grad():
+        expected = model.embed(data).abs().max().float()
+    assert torch.equal(collect_input_amax(model, ["a"], data)["a"], expected)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = moe()
+    names = ["model.layers.0.mlp.experts.down_proj", "model.layers.0.self_attn.q_proj"]
+    before = model(rows(1, 32)).logits
+    with pytest.raises(RuntimeError, match="stop"), watch_inputs(model, names, lambda name, x: None):
+        raise RuntimeError("stop")
+    collect_input_amax(model, names[1:], rows(1, 32))
+    assert all(not m._forward_pre_hooks and "forward" not in vars(m) for m in model.modules())
+    assert torch.equal(model(rows(1, 32)).logits, before)
+
+
+def test_a_layer_that_is_never_called_is_named() -> None:
+    with pytest.raises(ValueError, match=re.escape("idle: never called on the calibration data (1 such layers)")):
+        collect_input_amax(Chain(), ["a", "idle"], rows(1))
+
+
+def test_nan_is_named_with_layer_and_row() -> None:
+    model = Chain()
+    with torch.no_grad():
+        model.embed.weight[7] = torch.nan
+    data = torch.tensor([[1, 2], [3, 4], [5, 7]])
+    with pytest.raises(ValueError, match="a: the input holds NaN or infinity on calibration row 2"):
+        collect_input_amax(model, ["a", "b"], data)
+
+
+def test_experts_see_the_tokens_routed_to_them() -> None:
+    """Against float64 arithmetic on the layer's own input, router and weights."""
+    model, data = moe(), rows(3, 32)
+    block = model.model.layers[0].mlp
+    caught: list[torch.Tensor] = []
+    handle = block.register_forward_pre_hook(lambda module, args: caught.append(args[0].flatten(0, -2)))
+    with torch.no_grad():
+        for row in data:
+            model(row[None])
+    handle.remove()
+    x = torch.cat(caught)
+    path = "model.layers.0.mlp.experts"
+    amax = collect_input_amax(model, [f"{path}.gate_up_proj", f"{path}.down_proj"], data)
+    # Every token reaches some expert, so the largest input of gate_up_proj is the largest of all.
+    assert torch.equal(amax[f"{path}.gate_up_proj"], x.abs().max())
+    chosen = (x @ block.gate.weight.T).softmax(-1).topk(2).indices
+    inner = torch.tensor(0.0, dtype=torch.float64)
+    for token, experts in enumerate(chosen.tolist()):
+        for expert in experts:
+            gate, up = (x[token].double() @ block.experts.gate_up_proj[expert].double().T).chunk(2)
+            inner = torch.maximum(inner, (nn.functional.silu(gate) * up).abs().max())
+    torch.testing.assert_close(amax[f"{path}.down_proj"].double(), inner, rtol=1e-5, atol=0)
+
+
+def test_a_token_outside_the_vocabulary_is_named() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with pytest.raises(ValueError, match="token id 50 is outside the model's vocabulary of 50"):
+        collect_input_amax(model, ["model.layers.0.mlp.up_proj"], torch.tensor([[1, 50, 3]]))

@@ -1,0 +1,389 @@
+"""Engines: what is refused before a build, what a build leaves behind, and what is in the engine afterwards."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from quant.api.quantize import quantize
+from quant.export.engine import targets
+from quant.export.engine.audit import audit
+from quant.export.engine.build import build_engine, export_engine, summary
+from quant.export.engine.codes import held_codes
+from quant.export.engine.graph import check_graph
+from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
+
+SHAPES = "tokens=1:16:64"
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretends that packages are installed and a GPU is here."""
+
+    def pretend(*packages: str, gpu: tuple[int, int] | None = None) -> None:
+        spec = importlib.machinery.ModuleSpec("found", None)
+        monkeypatch.setattr(targets, "local_capability", lambda: gpu)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: spec if name in packages else None)
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("name", "sm"), [("sm120", "sm120"), ("RTX5090", "sm120"), ("h100", "sm90"), ("b200", "sm100"), ("l40s", "sm89")]
+)
+def test_targets(name: str, sm: str) -> None:
+    assert resolve_target(name).sm == sm
+
+
+def test_local_target_is_the_gpu_here(machine: Callable[..., None]) -> None:
+    machine(gpu=(9, 0))
+    assert resolve_target("local").sm == "sm90"
+    machine()
+    with pytest.raises(ValueError, match="no CUDA GPU; name the target: sm75"):
+        resolve_target("local")
+
+
+def test_unknown_target() -> None:
+    with pytest.raises(ValueError, match=r"unknown target 'sm42'; known targets: .*rtx5090.*local"):
+        resolve_target("sm42")
+
+
+@pytest.mark.parametrize(
+    ("target", "packages", "gpu", "chosen"),
+    [
+        ("sm120", ("tensorrt_rtx",), None, "tensorrt_rtx"),
+        ("sm120", ("tensorrt_rtx", "tensorrt"), None, "tensorrt_rtx"),
+        ("sm120", ("tensorrt_rtx", "tensorrt"), (12, 0), "tensorrt"),
+        ("h100", ("tensorrt_rtx", "tensorrt"), (9, 0), "tensorrt"),
+    ],
+)
+def test_backend(machine: Callable[..., None], target: str, packages: Any, gpu: Any, chosen: str) -> None:
+    machine(*packages, gpu=gpu)
+    assert choose_backend(resolve_target(target)).module == chosen
+
+
+@pytest.mark.parametrize(
+    ("target", "packages", "message"),
+    [
+        ("sm120", (), r"TensorRT-RTX can build it on any machine: pip install 'blockscale\[tensorrt-rtx\]'; TensorRT"),
+        (
+            "h100",
+            ("tensorrt_rtx", "tensorrt"),
+            r"no engine for h100 \(sm90\); TensorRT-RTX builds for sm75.* alone; .*",
+        ),
+        ("b200", (), r"run it on a machine with b200 \(sm100\) \(pip install 'blockscale\[tensorrt\]'\)"),
+    ],
+)
+def test_no_backend(machine: Callable[..., None], target: str, packages: Any, message: str) -> None:
+    machine(*packages)
+    with pytest.raises(ValueError, match=message):
+        choose_backend(resolve_target(target))
+
+
+INPUTS = [Input("input_ids", ("batch", "sequence")), Input("mask", ("batch", 1, "sequence"))]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("input_ids=1x2:3x4:5x6", "input_ids=1x2:3x4:5x6,mask=1x1x2:3x1x4:5x1x6"),
+        ("batch=2,sequence=8:16:32", "input_ids=2x8:2x16:2x32,mask=2x1x8:2x1x16:2x1x32"),
+        ("mask=1x1x7", "input_ids=1x7:1x7:1x7,mask=1x1x7:1x1x7:1x1x7"),
+        ("", "input_ids=1x1:1x128:4x1024,mask=1x1x1:1x1x128:4x1x1024"),
+    ],
+)
+def test_profiles(text: str, expected: str) -> None:
+    shapes = parse_profile(text, INPUTS, {})
+    assert format_profile(shapes) == expected
+    assert parse_profile(expected, INPUTS, {}) == shapes
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("input_ids=1:2:3", r"input_ids \[batch, sequence\] has 2 dimension"),
+        ("input_ids=1x4:1x2:1x8", "sequence is 4:2:8; write it as MIN:OPT:MAX, ascending"),
+        ("input_ids=1x1:1x2", "has 2 shapes"),
+        ("mask=1x3x4", "fixed at 1 where 3:3:3 is asked"),
+        ("input_ids=1x8,mask=1x1x9", "sequence is 8:8:8 in one place and 9:9:9 in another"),
+        ("ids=1x8", r"no input or dimension 'ids'; the model's inputs are input_ids \[batch, sequence\]"),
+        ("sequence=1x8", "sequence is one dimension"),
+        ("input_ids=1xa", "numbers joined by x"),
+        ("1x8", "is not NAME=MIN:OPT:MAX, such as input_ids=1x1:1x128:4x1024"),
+    ],
+)
+def test_bad_profiles(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_profile(text, INPUTS, {})
+
+
+def test_a_kernel_that_needs_long_sequences_moves_the_default_and_refuses_less(
+    graphs: Any, machine: Callable[..., None]
+) -> None:
+    machine("tensorrt_rtx")
+    floors = {"sequence": 32}
+    assert parse_profile("", INPUTS[:1], floors)["input_ids"][0] == (1, 32)
+    with pytest.raises(ValueError, match=r"sequence starts at 31, and .* needs at least 32"):
+        parse_profile("sequence=31:64:128", INPUTS[:1], floors)
+    with pytest.raises(ValueError, match=r"attention .*fixed sequence of 16"):
+        build_engine(graphs.attention(16), graphs.folder / "x.engine", target="sm120")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "target", "message"),
+    [
+        (("fp8", "fp8_block"), "sm120", r"layers.1/MatMul .*miscompiles FLOAT8E4M3FN weights in blocks"),
+        (("int8_block",), "sm89", "miscompiles INT8 weights in blocks"),
+        (("int8", "nvfp4"), "sm89", r"layers.1/.*: sm89 has no FP4; use fp8 or int4 for it, or target sm120"),
+        (("fp8",), "sm86", "sm86 has no FP8; use int8 or int4"),
+    ],
+)
+def test_refused_before_a_build(
+    graphs: Any, machine: Callable[..., None], kinds: Any, target: str, message: str
+) -> None:
+    machine("tensorrt_rtx")
+    with pytest.raises(ValueError, match=message):
+        build_engine(graphs.chain(*kinds), graphs.folder / "x.engine", target=target, shapes=SHAPES)
+    assert [p.name for p in graphs.folder.iterdir()] == ["chain.onnx"]
+
+
+def test_one_query_with_few_heads_has_no_kernel(graphs: Any) -> None:
+    import onnx
+
+    path = graphs.attention(1, keys="keys", quantized=False)
+    check_graph(onnx.load(path), resolve_target("sm120"))  # with 4 heads
+    model = onnx.load(path)
+    next(value for value in model.graph.input if value.name == "q").type.tensor_type.shape.dim[1].dim_value = 2
+    with pytest.raises(ValueError, match=r"attention .*one query with 2 heads; it has from 4 on.*without --decode"):
+        check_graph(model, resolve_target("sm120"))
+
+
+def test_fp8_attention_of_one_query_takes_any_number_of_keys(graphs: Any, build: Callable[..., Any]) -> None:
+    engine = build(graphs.attention(1, keys="keys"), shapes="keys=1:64:128")
+    (finding,) = audit(engine.path, attention="fp8", attention_nodes=engine.attention_nodes)
+    assert (finding.found, finding.passed) == ("fp8", True)
+    with pytest.raises(ValueError, match="keys starts at 31"):
+        build(graphs.attention("queries", keys="keys"), shapes="keys=31:64:128")
+
+
+def test_files_that_are_no_model(tmp_path: Path, machine: Callable[..., None]) -> None:
+    pytest.importorskip("onnx", reason="needs the extra [onnx]")
+    machine("tensorrt_rtx")
+    with pytest.raises(FileNotFoundError, match=r"none\.onnx"):
+        build_engine(tmp_path / "none.onnx", tmp_path / "x.engine", target="sm120")
+    (tmp_path / "bad.onnx").write_bytes(b"\x00not protobuf")
+    with pytest.raises(ValueError, match=r"bad\.onnx: not an ONNX file"):
+        build_engine(tmp_path / "bad.onnx", tmp_path / "x.engine", target="sm120")
+
+
+def test_a_build_and_what_it_says(graphs: Any, build: Callable[..., Any]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    engine = build(graphs.chain("nvfp4"), "rtx5090", SHAPES, progress=lambda *step: seen.append(step))
+    assert (engine.target, engine.profiles) == ("sm120", ("x=1x256:16x256:64x256",))
+    assert "needs no GPU" in engine.reason
+    assert sorted(path.name for path in graphs.folder.iterdir()) == ["chain.engine", "chain.onnx"]
+    done = [done for _, done, _ in seen]
+    assert done == sorted(done) and len(done) > 5
+    assert seen[-1] == ("building engine", 100, 100)
+
+
+def test_a_graph_that_tensorrt_refuses_is_an_error_with_its_node(graphs: Any, build: Callable[..., Any]) -> None:
+    path = graphs.chain("half")
+    model = graphs.onnx.load(path)
+    model.graph.node[0].op_type = "NotAnOperator"
+    graphs.onnx.save(model, path)
+    (graphs.folder / "chain.engine").write_bytes(b"an older engine")
+    with pytest.raises(ValueError, match=r"chain\.onnx: tensorrt_rtx cannot build this graph.*layers\.0/MatMul"):
+        build(path, shapes=SHAPES)
+    assert (graphs.folder / "chain.engine").read_bytes() == b"an older engine"
+
+
+def test_weights_beside_the_file(graphs: Any, build: Callable[..., Any]) -> None:
+    path = graphs.chain("fp8")
+    inside = build(path, shapes=SHAPES).path.read_bytes()
+    model = graphs.onnx.load(path)
+    codes = next(t.raw_data for t in model.graph.initializer if len(t.raw_data) == 256 * 256)
+    outside = graphs.folder / "outside.onnx"
+    graphs.onnx.save(model, outside, save_as_external_data=True, location="outside.data", size_threshold=1024)
+    assert (graphs.folder / "outside.data").stat().st_size >= 256 * 256
+    assert codes in inside and codes in build(outside, shapes=SHAPES).path.read_bytes()
+    (graphs.folder / "outside.data").unlink()
+    with pytest.raises(ValueError, match=r"outside\.data are missing"):
+        build(outside, shapes=SHAPES)
+
+
+BUILDER = """
+import os, signal
+class _Any:
+    def __init__(self, *args): pass
+    def __getattr__(self, name): return _Any()
+    def __call__(self, *args, **kwargs): return _Any()
+class ILogger(_Any): pass
+class IProgressMonitor(_Any): pass
+class IStreamWriter(_Any): pass
+class ProfilingVerbosity: DETAILED = 2
+__version__ = "0.fake"
+class OnnxParser:
+    def __init__(self, network, logger): self.logger = logger
+    def parse(self, data, path):
+        self.logger.log(4, "Parsing node: layers.0/MatMul [MatMul]")
+        return True
+class Builder:
+    def __init__(self, logger): self.logger = logger
+    def create_network(self, flags): return _Network()
+    def create_builder_config(self): return _Config()
+    def create_optimization_profile(self): return _Any()
+    def build_serialized_network_to_stream(self, network, config, writer):
+        BODY
+class _Network: num_layers = 3
+class _Config(_Any):
+    def create_timing_cache(self, data):
+        self.cache = _Cache(data)
+        return self.cache
+    def get_timing_cache(self): return self.cache
+class _Cache:
+    def __init__(self, data): self.data = data
+    def serialize(self): return self.data + b"timed "
+"""
+
+
+def fake_builder(folder: Path, name: str, body: str, monkeypatch: pytest.MonkeyPatch, more: str = "") -> None:
+    (folder / "fake").mkdir(exist_ok=True)
+    (folder / "fake" / f"{name}.py").write_text(BUILDER.replace("BODY", body) + more)
+    monkeypatch.setenv("PYTHONPATH", str(folder / "fake"))
+    monkeypatch.syspath_prepend(folder / "fake")
+
+
+def test_a_builder_that_dies_is_an_error(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = 'self.logger.log(3, "Compiling fusion 7"); os.kill(os.getpid(), signal.SIGSEGV)'
+    target = "class ComputeCapability: SM120 = 120"
+    fake_builder(graphs.folder, "tensorrt_rtx", body, monkeypatch, target)
+    with pytest.raises(
+        ValueError, match=r"chain\.onnx: tensorrt_rtx died .*SIGSEGV, at node layers\.0/MatMul"
+    ) as error:
+        build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="sm120", shapes=SHAPES)
+    assert str(error.value).endswith("the last it said: Compiling fusion 7")
+    assert not (graphs.folder / "x.engine").exists()
+
+
+def test_the_other_tensorrt_takes_the_gpu_here_and_keeps_its_timings(
+    graphs: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_builder(graphs.folder, "tensorrt", 'return writer.write(b"engine")', monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(targets, "local_capability", lambda: (9, 0))
+    for timed in (b"timed ", b"timed timed "):
+        engine = build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="h100", shapes=SHAPES)
+        assert engine.path.read_bytes() == b"engine"
+        assert engine.backend == "tensorrt 0.fake"
+        assert (tmp_path / "cache" / "blockscale" / "timing-sm90.cache").read_bytes() == timed
+
+
+def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_builder(graphs.folder, "tensorrt_rtx", "pass", monkeypatch, "class ComputeCapability: SM89 = 89")
+    with pytest.raises(ValueError, match=r"tensorrt_rtx 0\.fake builds for sm89, not for sm120"):
+        build_engine(graphs.chain("half"), graphs.folder / "x.engine", target="sm120", shapes=SHAPES)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(48, 64), (2, 384)], ids=["rows", "two-classes"])
+def test_codes_are_found_where_they_lie_and_nowhere_else(
+    tmp_path: Path, bits: int, turned: bool, shape: tuple[int, int]
+) -> None:
+    random = np.random.default_rng(0)
+    values = random.integers(0, 1 << bits, shape).astype(np.uint8)
+
+    def packed(array: np.ndarray) -> np.ndarray:
+        return array if bits == 8 else array[:, 0::2] | (array[:, 1::2] << 4)
+
+    engine = tmp_path / "model.engine"
+    stored = packed(values.T if turned else values).tobytes()
+    engine.write_bytes(random.bytes(1004) + stored + random.bytes(997))
+    changed = packed(values).copy()
+    changed[-1, 3] ^= 1
+    codes = {"same": packed(values), "changed": changed}
+    assert held_codes(engine, codes, {"same": bits, "changed": bits}) == {"same": True, "changed": False}
+
+
+def test_codes_of_merged_matrices_are_found_row_by_row(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    parts = {name: random.integers(0, 256, (32, 48)).astype(np.uint8) for name in "qkv"}
+    engine = tmp_path / "model.engine"
+    merged = np.concatenate([part.T for part in parts.values()], axis=1)
+    engine.write_bytes(random.bytes(16) + merged.tobytes() + random.bytes(16))
+    bits = dict.fromkeys(parts, 8)
+    assert held_codes(engine, parts, bits) == {"q": True, "k": True, "v": True}
+    merged[47, 32] ^= 1
+    engine.write_bytes(random.bytes(16) + merged.tobytes() + random.bytes(16))
+    assert held_codes(engine, parts, bits) == {"q": True, "k": False, "v": True}
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 128, bias=False)).half().eval()
+
+
+def exported(folder: Path, format: str, **options: Any) -> dict[str, Any]:
+    pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    from quant.export.onnx_graph.decoder import GraphInput
+
+    x = torch.randn(8, 256, dtype=torch.float16)
+    done = quantize(mlp(), format, x, run=lambda model: model(x))
+    inputs = {"x": GraphInput(x, ("tokens", 256))}
+    return export_engine(
+        done.model,
+        folder / "mlp.engine",
+        plan=done.plan,
+        inputs=inputs,
+        shapes=SHAPES,
+        **{"target": "sm120", **options},
+    )
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "fp8", "nvfp4a16"])
+def test_export_ends_in_an_engine_that_does_what_the_plan_says(tmp_path: Path, format: str) -> None:
+    receipt = exported(tmp_path, format)
+    word = {"nvfp4": "fp4", "fp8": "fp8", "nvfp4a16": "half, fp4 weights"}[format]
+    assert receipt["passed"]
+    assert [(row["name"], row["planned"], row["found"]) for row in receipt["audit"]] == [
+        ("0", word, word),
+        ("2", word, word),
+    ]
+    assert receipt["codes_found"] == ["0", "2"]
+    said = summary(receipt)
+    assert "needs no GPU" in said[0]
+    assert said[1:] == [
+        "shapes x=1x256:16x256:64x256",
+        f"runs in {word}: 2",
+        "2 layers' codes lie in the engine byte for byte",
+    ]
+    assert json.loads((tmp_path / "mlp.engine.json").read_text()) == receipt
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.engine", "mlp.engine.json"]
+    assert receipt["engine"]["bytes"] == (tmp_path / "mlp.engine").stat().st_size
+
+
+def test_a_fallback_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^not run as planned in the engine: 0: planned fp8, found half, fp8 weights"):
+        exported(tmp_path, "mxfp8")
+    assert list(tmp_path.iterdir()) == []
+    receipt = exported(tmp_path, "mxfp8", allow_fallback=True)
+    assert not receipt["passed"]
+    assert receipt["fallbacks"] == [f"{name}: planned fp8, found half, fp8 weights" for name in ("0", "2")]
+
+
+def test_the_worker_needs_no_torch() -> None:
+    import subprocess
+
+    code = "import sys, quant.export.engine.worker; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

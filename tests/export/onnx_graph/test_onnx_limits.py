@@ -1,0 +1,113 @@
+"""What is refused, with the layer's name and a way out, and that nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from quant.export.onnx_graph.limits import check_attention, check_model, layer_problem
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "shape", "words"),
+    [
+        ("mxfp4", None, (64, 64), "no E2M1 weights with E8M0 scales; use nvfp4"),
+        ("mxfp6", None, (64, 64), "no 6-bit numbers at this opset; use fp8"),
+        ("mxfp8_e5m2", None, (64, 64), "does not import E5M2 weights; use mxfp8"),
+        ("fp8_block", "fp8_group", (128, 128), "miscompiles FP8 weights in blocks with FP8 inputs; use 16-bit inputs"),
+        ("fp8_group", None, (128, 128), "reads only the first scale of each row"),
+        ("nvfp4", "fp8", (64, 64), "no GEMM of nvfp4 weights and fp8 inputs; use nvfp4 or 16-bit inputs"),
+        ("fp8", "nvfp4", (64, 64), "use fp8 or fp8_token"),
+        ("int4", "int8_token", (64, 128), "use 16-bit inputs"),
+        ("nvfp4", None, (64, 72), "72 inputs are no multiple of the nvfp4 block of 16"),
+        ("int4", None, (64, 192), "192 inputs are no multiple of the int4 block of 128"),
+    ],
+)
+def test_refused(weight: str, activation: str | None, shape: tuple[int, int], words: str) -> None:
+    problem = layer_problem(FORMATS[weight], FORMATS[activation] if activation else None, shape)
+    assert problem is not None and words in problem
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation"),
+    [
+        ("nvfp4", "nvfp4"),
+        ("nvfp4", None),
+        ("mxfp8", "mxfp8"),
+        ("fp8", "fp8"),
+        ("fp8_channel", "fp8_token"),
+        ("fp8_block", None),
+        ("int8", "int8_token"),
+        ("int8", "int8"),
+        ("int4", None),
+    ],
+)
+def test_accepted(weight: str, activation: str | None) -> None:
+    assert layer_problem(FORMATS[weight], FORMATS[activation] if activation else None, (128, 256)) is None
+
+
+def test_a_scale_that_was_not_calibrated() -> None:
+    model = nn.Sequential(QuantLinear(quantize(torch.randn(64, 64), FORMATS["nvfp4"]), activation=FORMATS["nvfp4"]))
+    with pytest.raises(ValueError, match=r"^0 \[64, 64\]: nvfp4 inputs need a calibrated scale .*--calib"):
+        check_model(model)
+
+
+def test_the_layer_is_named() -> None:
+    model = nn.ModuleDict(
+        {
+            "good": QuantLinear(quantize(torch.randn(64, 64), FORMATS["fp8"])),
+            "bad": QuantLinear(quantize(torch.randn(64, 64), FORMATS["mxfp4"])),
+        }
+    )
+    with pytest.raises(ValueError, match=r"^bad \[64, 64\]: mxfp4 weights cannot be exported"):
+        check_model(model)
+
+
+def test_experts_are_refused() -> None:
+    model = nn.ModuleDict({"experts": QuantExperts(quantize(torch.randn(2, 64, 64), FORMATS["fp8"]))})
+    with pytest.raises(ValueError, match=r"^experts \[2, 64, 64\]: fused experts choose their tokens at run time"):
+        check_model(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "heads", "dtype", "masked", "words"),
+    [
+        ("native", 80, 4, torch.bfloat16, False, "native FP8 attention takes heads of 64, 128, these are of 80"),
+        ("plugin", 96, 4, torch.bfloat16, False, "takes heads of 64, 128, 256, these are of 96"),
+        ("native", 64, 3, torch.bfloat16, False, "3 heads are no multiple of 2 KV heads"),
+        ("native", 64, 4, torch.float32, False, "the model is in torch.float32"),
+        ("plugin", 64, 4, torch.float16, True, "no mask beside the causal one"),
+    ],
+)
+def test_attention_without_a_kernel(
+    kind: str, dim: int, heads: int, dtype: torch.dtype, masked: bool, words: str
+) -> None:
+    q, k = torch.empty(1, heads, 8, dim, dtype=dtype), torch.empty(1, 2, 8, dim, dtype=dtype)
+    with pytest.raises(ValueError, match=rf"^layer: .*{words}.*--attention none"):
+        check_attention("layer", kind, q, k, masked)
+
+
+def test_four_dimensional_nvfp4_inputs(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript", reason="needs the extra onnx")
+    from quant.export.onnx_graph.decoder import GraphInput
+    from quant.export.onnx_graph.export import export_onnx
+
+    class Convolution(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            weight = quantize(torch.randn(32, 64), FORMATS["nvfp4"])
+            self.point = QuantLinear(weight, activation=FORMATS["nvfp4"], input_scale=torch.tensor(0.01))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.point(x)
+
+    x = torch.randn(2, 4, 4, 64)
+    with pytest.raises(ValueError, match=r"^point: NVFP4 inputs of 4 dimensions.*flatten"):
+        export_onnx(Convolution(), tmp_path / "m.onnx", inputs={"x": GraphInput(x, ("batch", 4, 4, 64))})
+    assert list(tmp_path.iterdir()) == []

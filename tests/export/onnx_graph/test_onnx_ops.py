@@ -1,0 +1,257 @@
+"""Every translated linear, run from its ONNX file by the reference evaluator, against the PyTorch op."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.formats.format import FORMATS
+from quant.formats.scaling import global_scale_of
+from quant.formats.tensor import fake_quantize, quantize
+from quant.kernels.linear.modules import QuantLinear
+
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+
+from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
+from quant.export.onnx_graph.export import LAYER_KEY, PLAN_KEY, export_onnx  # noqa: E402
+from quant.export.onnx_graph.reference import evaluator  # noqa: E402
+from quant.export.onnx_graph.verify import relative_error, to_numpy  # noqa: E402
+from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
+
+ROWS, IN, OUT = 5, 256, 128
+
+
+def layer(
+    weight: str, activation: str | None, dtype: torch.dtype, rule: str = "max", *, bias: bool = True
+) -> QuantLinear:
+    w = torch.randn(OUT, IN).to(dtype)
+    scale = None
+    if activation is not None:
+        format = FORMATS[activation]
+        amax = torch.tensor(4.0)
+        scale = global_scale_of(amax, format) if format.global_scale else amax / format.element.max
+        scale = scale if format.global_scale or format.block == (0, 0) else None
+        scale = scale if scale is None or format.global_scale else scale.to(dtype).float()
+    return QuantLinear(
+        quantize(w, FORMATS[weight], rule=rule),
+        torch.randn(OUT).to(dtype) if bias else None,
+        FORMATS[activation] if activation else None,
+        scale,
+    )
+
+
+def exported(module: nn.Module, x: torch.Tensor, path: Path, **options: Any) -> Path:
+    return export_onnx(module, path, inputs={"x": GraphInput(x, ("batch", "rows", IN))}, **options)
+
+
+def run(path: Path, x: torch.Tensor, wanted: list[str] | None = None) -> list[torch.Tensor]:
+    """Outputs of the file, or intermediate values, as float32."""
+    model = onnx.load(path)
+    for name in wanted or ():
+        model.graph.output.append(onnx.ValueInfoProto(name=name))
+    return [torch.from_numpy(np.asarray(y, dtype=np.float32)) for y in evaluator(model).run(wanted, {"x": to_numpy(x)})]
+
+
+PAIRS = [
+    ("nvfp4", "nvfp4"),
+    ("nvfp4", None),
+    ("mxfp8", "mxfp8"),
+    ("mxfp8", None),
+    ("fp8", "fp8"),
+    ("fp8", "fp8_token"),
+    ("fp8", None),
+    ("fp8_channel", "fp8"),
+    ("fp8_channel", "fp8_token"),
+    ("fp8_block", None),
+    ("int8", "int8_token"),
+    ("int8", None),
+    ("int4", None),
+]
+
+
+@pytest.mark.parametrize(("weight", "activation"), PAIRS)
+def test_a_linear_in_fp32_equals_the_op(tmp_path: Path, weight: str, activation: str | None) -> None:
+    module = nn.Sequential(layer(weight, activation, torch.float32))
+    x = torch.randn(2, ROWS, IN)
+    x[0, 1] = 0.0  # a token whose scale is found to be zero
+    (y,) = run(exported(module, x, tmp_path / "m.onnx"), x)
+    assert relative_error(y, module(x)) < 1e-6
+
+
+@pytest.mark.parametrize("activation", ["nvfp4", None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_nvfp4_in_half_precision_multiplies_exactly_the_same_numbers(
+    tmp_path: Path, dtype: torch.dtype, activation: str | None
+) -> None:
+    quantized = layer("nvfp4", activation, dtype, rule="four_over_six", bias=False)
+    module = nn.Sequential(quantized)
+    x = torch.randn(2, ROWS, IN).to(dtype)
+    path = exported(module, x, tmp_path / "m.onnx")
+    (matmul,) = (node for node in onnx.load(path).graph.node if node.op_type == "MatMul")
+    a, b, y = run(path, x, [*matmul.input, matmul.output[0]])
+    rounded = x if activation is None else fake_quantize(x, FORMATS["nvfp4"], global_scale=quantized.input_scale)
+    assert torch.equal(a, rounded.float())
+    assert torch.equal(b.T, quantized.dequantize(dtype).float())
+    assert torch.equal(linear(a.to(dtype), b.T.to(dtype).contiguous()), module(x))
+    # Sums in another order may round to the neighbouring number, here and there.
+    assert relative_error(y, module(x)) < 1e-3
+    assert (y != module(x).float()).float().mean() < 0.02
+
+
+def _values(path: Path) -> set[str]:
+    return {name for node in onnx.load(path).graph.node for name in node.output}
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "dtype"),
+    [
+        ("fp8", "fp8", torch.bfloat16),
+        ("int8", "int8_token", torch.float16),
+        ("fp8_channel", "fp8_token", torch.bfloat16),
+        ("mxfp8", "mxfp8", torch.float16),
+    ],
+)
+def test_other_formats_in_half_precision(tmp_path: Path, dtype: torch.dtype, weight: str, activation: str) -> None:
+    module = nn.Sequential(layer(weight, activation, dtype))
+    x = torch.randn(2, ROWS, IN).to(dtype)
+    (y,) = run(exported(module, x, tmp_path / "m.onnx"), x)
+    # Each of the two roundings of a scaled row is at most half a unit in the last place.
+    assert relative_error(y, module(x)) < torch.finfo(dtype).eps
+
+
+def test_int4_scales_are_exact_in_the_dtype_of_the_model(tmp_path: Path) -> None:
+    quantized = layer("int4", None, torch.bfloat16)
+    x = torch.randn(2, ROWS, IN).bfloat16()
+    path = exported(nn.Sequential(quantized), x, tmp_path / "m.onnx")
+    (matmul,) = (node for node in onnx.load(path).graph.node if node.op_type == "MatMul")
+    (b,) = run(path, x, [matmul.input[1]])
+    assert torch.equal(b.T, quantized.dequantize(torch.bfloat16).float())
+
+
+@pytest.mark.parametrize(
+    ("weight", "rule", "codes", "scales"),
+    [("nvfp4", "mse", "FLOAT4E2M1", "FLOAT8E4M3FN"), ("int4", "mse", "INT4", "FLOAT"), ("mxfp8", "max", None, "UINT8")],
+)
+def test_codes_and_searched_scales_are_written_byte_for_byte(
+    tmp_path: Path, weight: str, rule: str, codes: str | None, scales: str
+) -> None:
+    quantized = layer(weight, None, torch.float32, rule=rule)
+    x = torch.randn(2, ROWS, IN)
+    graph = onnx.load(exported(nn.Sequential(quantized), x, tmp_path / "m.onnx")).graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    for name, tensor, kind in (
+        ("0.codes", quantized.codes, codes or "FLOAT8E4M3FN"),
+        ("0.scale", quantized.scale, scales),
+    ):
+        assert stored[name].data_type == getattr(onnx.TensorProto, kind)
+        assert onnx.numpy_helper.to_array(stored[name]).size == stored[name].dims[0] * stored[name].dims[1]
+        assert stored[name].raw_data == tensor.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_shared_input_is_quantized_once(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = (layer("nvfp4", "nvfp4", torch.float32) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.gate(x) * self.up(x)
+
+    module, x = Pair(), torch.randn(2, ROWS, IN)
+    path = exported(module, x, tmp_path / "m.onnx")
+    assert [node.op_type for node in onnx.load(path).graph.node].count("TRT_FP4DynamicQuantize") == 1
+    (y,) = run(path, x)
+    assert relative_error(y, module(x)) < 1e-6
+
+
+def test_run_time_parts_are_in_the_graph(tmp_path: Path) -> None:
+    weight = quantize(torch.randn(OUT, IN), FORMATS["fp8"])
+    quantized = QuantLinear(
+        weight,
+        pre_scale=torch.rand(IN) + 0.5,
+        hadamard=32,
+        lowrank=(torch.randn(4, IN), torch.randn(OUT, 4)),
+    )
+    module, x = nn.Sequential(quantized), torch.randn(2, ROWS, IN)
+    (y,) = run(exported(module, x, tmp_path / "m.onnx"), x)
+    assert relative_error(y, module(x)) < 2e-6
+
+
+def test_onnxruntime_runs_fp8(tmp_path: Path) -> None:
+    runtime = pytest.importorskip("onnxruntime", reason="needs the extra onnx")
+    module = nn.Sequential(layer("fp8_channel", "fp8", torch.float32), nn.GELU())
+    x = torch.randn(3, ROWS, IN)
+    path = exported(module, x, tmp_path / "m.onnx")
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    session = runtime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {"x": x.numpy()})
+    assert relative_error(torch.from_numpy(y), module(x)) < 1e-6
+
+
+def test_names_dimensions_and_metadata(tmp_path: Path) -> None:
+    plan = Plan((LayerPlan("0", "linear", (OUT, IN), FORMATS["nvfp4"], FORMATS["nvfp4"]),))
+    module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32), nn.ReLU()), torch.randn(2, ROWS, IN)
+    model = onnx.load(exported(module, x, tmp_path / "m.onnx", plan=plan))
+    assert {entry.key: entry.value for entry in model.metadata_props} == {PLAN_KEY: plan.digest()}
+    for value in (model.graph.input[0], model.graph.output[0]):
+        assert [dim.dim_param for dim in value.type.tensor_type.shape.dim][:2] == ["batch", "rows"]
+    tagged = {e.value for node in model.graph.node for e in node.metadata_props if e.key == LAYER_KEY}
+    assert tagged == {"0"}
+    assert {e.key for node in model.graph.node for e in node.metadata_props} == {LAYER_KEY}
+    assert "0.output" in _values(tmp_path / "m.onnx")
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_big_weights_go_to_a_file_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    monkeypatch.setattr("quant.export.onnx_graph.export.EXTERNAL_BYTES", limit)
+    module, x = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32)), torch.randn(2, ROWS, IN)
+    path = exported(module, x, tmp_path / "m.onnx")
+    names = ["m.onnx", "m.onnx.data"] if limit == 0 else ["m.onnx"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    (y,) = run(path, x)
+    assert relative_error(y, module(x)) < 1e-6
+
+
+def test_nothing_is_left_of_a_file_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import onnx_ir
+
+    def fail(model: Any, path: Path, **options: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(onnx_ir, "save", fail)
+    (tmp_path / "m.onnx").write_bytes(b"before")
+    with pytest.raises(OSError, match="No space"):
+        exported(nn.Sequential(layer("fp8", None, torch.float32)), torch.randn(2, ROWS, IN), tmp_path / "m.onnx")
+    assert [file.name for file in tmp_path.iterdir()] == ["m.onnx"]
+    assert (tmp_path / "m.onnx").read_bytes() == b"before"
+
+
+def test_a_dimension_that_the_module_fixes_is_an_error(tmp_path: Path) -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = layer("fp8", None, torch.float32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(x).reshape(2, ROWS, 2, OUT // 2)
+
+    with pytest.raises(ValueError, match="Fixed fixes a dimension that is to be dynamic"):
+        exported(Fixed(), torch.randn(2, ROWS, IN), tmp_path / "m.onnx")
+
+
+def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
+    module = nn.Sequential(layer("nvfp4", "nvfp4", torch.float32))
+    before = {name: (id(t), t.clone()) for name, t in module.state_dict(keep_vars=True).items()}
+    exported(module, torch.randn(2, ROWS, IN), tmp_path / "m.onnx")
+    after = module.state_dict(keep_vars=True)
+    assert {name: id(t) for name, t in after.items()} == {name: i for name, (i, _) in before.items()}
+    assert all(torch.equal(after[name].float(), t.float()) for name, (_, t) in before.items())

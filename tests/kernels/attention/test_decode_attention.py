@@ -1,0 +1,261 @@
+"""Attention over a paged cache: the oracle against float64, the kernel interpreted against the oracle."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from quant.kernels.attention.decode import DecodeTiles, paged_attention, paged_reference, tiles_for
+from quant.kernels.attention.kv_cache import KVPages, PagedKVCache, kv_format
+from quant.kernels.interpreter import interpreted
+
+FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
+# P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.
+TOLERANCE = {None: 2.0**-7, "fp8": 2.0**-8, "fp8_token": 2.0**-8, "nvfp4": 2.0**-8}
+
+
+def filled(
+    name: str | None, lengths: list[int], *, kv_heads: int = 2, dim: int = 64, page_size: int = 16, device: str = "cpu"
+) -> tuple[KVPages, torch.Tensor, torch.Tensor]:
+    """A cache whose sequences lie in pages in no order: pages, block table and lengths."""
+    scales = {}
+    if name in ("fp8", "nvfp4"):
+        scales = {n: (torch.rand(1, kv_heads) + 0.5) / (100 if name == "fp8" else 600) for n in ("k_scale", "v_scale")}
+    cache = PagedKVCache(
+        1, kv_heads, dim, format=kv_format(name), page_size=page_size, pages=4, device=device, **scales
+    )
+    sequences = [cache.add() for _ in lengths]
+    for start in range(0, max(lengths), 7 * page_size // 4):
+        for sequence, length in zip(sequences, lengths, strict=True):
+            new = min(length - start, 7 * page_size // 4)
+            if new > 0:
+                k, v = torch.randn(2, 1, kv_heads, new, dim, device=device).to(torch.bfloat16)
+                # V of very different sizes, which scales of tokens follow.
+                v = v * torch.logspace(-3, 0, new, device=device)[:, None].to(torch.bfloat16)
+                cache.append(0, [sequence], k, v)
+    table = cache.block_table(sequences)
+    return cache.layer(0), table, torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def exact(
+    q: torch.Tensor, pages: KVPages, table: torch.Tensor, lengths: torch.Tensor, *,
+    softmax_scale: float, window: int | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """In float64, token by token of the definition, through the block table."""
+    out = torch.zeros(q.shape, dtype=torch.float64)
+    size, group = pages.page_size, q.shape[1] // pages.kv_heads
+    whole = pages.read(list(range(len(pages.k))), len(pages.k) * size)
+    for b in range(q.shape[0]):
+        length = int(lengths[b])
+        slots = [int(table[b, t // size]) * size + t % size for t in range(length)]
+        for h in range(q.shape[1]):
+            k, v = (x[h // group, slots].double().cpu() for x in whole)
+            for i in range(q.shape[2]):
+                last = length - q.shape[2] + i
+                first = 0 if window is None else max(0, last - window + 1)
+                scores = (k[first : last + 1] @ q[b, h, i].double().cpu()) * softmax_scale
+                if softcap is not None:
+                    scores = softcap * torch.tanh(scores / softcap)
+                out[b, h, i] = scores.softmax(0) @ v[first : last + 1]
+    return out
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got.double().cpu() - expected.cpu()).norm() / expected.norm())
+
+
+def kernel(
+    q: torch.Tensor, pages: KVPages, table: torch.Tensor, lengths: torch.Tensor, tiles: DecodeTiles,
+    window: int | None = None, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
+    from quant.kernels.portable.decode_attention import launch
+
+    with interpreted():
+        return launch(q, pages, table, lengths, 1 / math.sqrt(q.shape[3]), window, softcap, tiles, asm=False)
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize("options", [{}, {"window": 9}, {"softcap": 2.0}, {"softmax_scale": 0.3}], ids=str)
+def test_oracle_against_float64(name: str | None, options: dict[str, float]) -> None:
+    cache = filled(name, [37, 3, 64])
+    q = torch.randn(3, 4, 3, 64)
+    expected = exact(q, *cache, **{"softmax_scale": 0.125, **options})  # type: ignore[arg-type]
+    torch.testing.assert_close(paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    ("dim", "heads", "new", "page_size", "splits"),
+    [
+        (64, 16, 1, 16, 3),
+        (128, 2, 1, 64, 1),
+        (96, 6, 2, 32, 2),
+        (32, 4, 5, 16, 1),
+        (192, 2, 1, 16, 2),
+        (256, 4, 1, 32, 1),
+    ],
+)
+def test_kernel_against_float64(name: str | None, dim: int, heads: int, new: int, page_size: int, splits: int) -> None:
+    """Odd lengths, parts without a key, a group of one to eight heads."""
+    cache = filled(name, [150, new, 65], dim=dim, page_size=page_size)
+    q = torch.randn(3, heads, new, dim).to(torch.bfloat16)
+    out = kernel(q, *cache, DecodeTiles(8, 32, 4, 3, splits))
+    expected = exact(q, *cache, softmax_scale=1 / math.sqrt(dim))
+    assert error(out, expected) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_token", "nvfp4"])
+def test_queries_in_float32_lose_what_fp16_does(name: str) -> None:
+    """Three bits less than BF16: a float32 model gets sums and outputs as they are."""
+    cache = filled(name, [150, 1, 65])
+    q = torch.randn(3, 8, 1, 64)
+    expected = exact(q, *cache, softmax_scale=0.125)
+    for splits in (1, 2):
+        out = kernel(q, *cache, DecodeTiles(8, 32, 4, 3, splits))
+        assert out.dtype is torch.float32 and error(out, expected) < 4e-4
+
+
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize(("window", "softcap"), [(40, None), (None, 3.0), (1, 5.0)])
+def test_kernel_with_a_window_and_a_cap(name: str, window: int | None, softcap: float | None) -> None:
+    cache = filled(name, [150, 4, 65])
+    q = 2 * torch.randn(3, 8, 3, 64).to(torch.bfloat16)
+    for splits in (1, 2):
+        out = kernel(q, *cache, DecodeTiles(16, 32, 4, 3, splits), window, softcap)
+        expected = exact(q, *cache, softmax_scale=0.125, window=window, softcap=softcap)
+        assert error(out, expected) < TOLERANCE[name]
+
+
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_kernel_on_a_chunk_of_a_prompt(name: str | None) -> None:
+    """Forty new tokens over a cache of different lengths, in larger tiles."""
+    cache = filled(name, [130, 40])
+    q = torch.randn(2, 4, 40, 64).to(torch.bfloat16)
+    tiles = tiles_for(cache[0], 80, 4, 130, 132)
+    assert tiles.block_m == 64
+    out = kernel(q, *cache, tiles)
+    assert error(out, exact(q, *cache, softmax_scale=0.125)) < TOLERANCE[name]
+
+
+def test_a_prompt_in_chunks_is_the_prompt_at_once() -> None:
+    """Token by token, in chunks, or at once: the same cache, the same attention."""
+    x = torch.randn(3, 1, 2, 50, 64)
+    q = torch.randn(1, 4, 50, 64)
+    outputs = []
+    for step in (50, 16, 1):
+        cache = PagedKVCache(1, 2, 64, format=kv_format("fp8_token"), page_size=16)
+        sequence = cache.add()
+        parts = []
+        for start in range(0, 50, step):
+            here = slice(start, start + step)
+            cache.append(0, [sequence], x[0][:, :, here], x[1][:, :, here])
+            parts.append(cache.attend(0, [sequence], q[:, :, here]))
+        outputs.append(torch.cat(parts, 2))
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(outputs[2], outputs[0], rtol=1e-5, atol=1e-6)
+
+
+def test_what_lies_behind_the_end_of_a_sequence_is_not_read() -> None:
+    """Pages hold NaN wherever nothing was written, and the block table names such a page behind the end."""
+    pages, table, lengths = filled(None, [20, 33])
+    for pool in (pages.k, pages.v):
+        written = torch.zeros(pool.shape[0], pages.page_size, dtype=torch.bool)
+        for row, length in enumerate(lengths.tolist()):
+            for token in range(length):
+                written[table[row, token // 16], token % 16] = True
+        pool.masked_fill_(~written[:, None, :, None], math.nan)
+    q = torch.randn(2, 4, 1, 64).to(torch.bfloat16)
+    expected = paged_reference(q, pages, table, lengths, compute=torch.float64)
+    assert bool(expected.isfinite().all())
+    for splits in (1, 4):
+        out = kernel(q, pages, table, lengths, DecodeTiles(16, 32, 4, 3, splits))
+        assert error(out, expected.double()) < TOLERANCE[None]
+
+
+def test_the_launch_fills_the_gpu_and_no_more() -> None:
+    pages = filled("fp8", [16])[0]
+    assert tiles_for(pages, 8, 1, 64, 132).splits == 1
+    # One short sequence: parts of two tiles, for there are more SMs than parts of four.
+    assert tiles_for(pages, 4, 8, 1024, 132).splits == 16
+    few = tiles_for(pages, 8, 8, 32768, 132)
+    assert few.splits == 66 and tiles_for(pages, 8, 128, 32768, 132).splits == 4
+    assert tiles_for(filled("nvfp4", [16])[0], 8, 128, 32768, 132).splits == 8
+    assert tiles_for(pages, 8, 4096, 32768, 132).splits == 1
+    assert [tiles_for(pages, rows, 8, 4096, 132).block_m for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 64]
+
+
+Q = torch.zeros(2, 4, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 3, 1, 64)}, "2 KV heads do not divide 3 heads"),
+        ({"q": torch.zeros(2, 4, 1, 32)}, r"expected q \[batch, heads, new, 64\]"),
+        ({"q": torch.zeros(2, 4, 0, 64)}, "none of them 0"),
+        ({"q": torch.zeros(2, 4, 1, 64, dtype=torch.float64)}, "q is torch.float64"),
+        ({"block_table": torch.tensor([[0, 99], [1, 2]], dtype=torch.int32)}, "row 0 names page 99; there are"),
+        ({"block_table": torch.tensor([[0, 1], [-1, 2]], dtype=torch.int32)}, "row 1 names page -1"),
+        ({"block_table": torch.tensor([[0, 1], [1, 2]])}, r"block_table is torch.int64 \[2, 2\], expected int32"),
+        ({"block_table": torch.tensor([[0], [1]], dtype=torch.int32)}, "has room for 1 pages of 16"),
+        ({"lengths": torch.tensor([20, 0], dtype=torch.int32)}, "a length is 0; 1 new tokens are counted in it"),
+        ({"lengths": torch.tensor([20], dtype=torch.int32)}, r"lengths is torch.int32 \[1\]"),
+        ({"q": torch.zeros(2, 4, 1, 64, device="meta")}, r"on different devices \(cpu, meta\)"),
+        ({"window": 0}, "window 0 must be at least 1"),
+        ({"softcap": -1.0}, "softcap -1.0 must be positive"),
+        ({"softmax_scale": math.inf}, "softmax_scale inf must be positive"),
+    ],
+)
+def test_bad_input_is_named_before_any_launch(change: dict[str, object], message: str) -> None:
+    pages, table, lengths = filled("fp8_token", [20, 17])
+    given = {"q": Q, "pages": pages, "block_table": table, "lengths": lengths, **change}
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**given)  # type: ignore[arg-type]
+
+
+def test_pages_that_no_kernel_takes() -> None:
+    pages, table, lengths = filled("fp8_token", [20, 17])
+    with pytest.raises(ValueError, match="no format mxfp8"):
+        paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(
+    ("dim", "heads", "new", "page_size"),
+    [
+        (64, 16, 1, 64), (64, 8, 3, 32), (64, 4, 70, 64), (128, 16, 1, 64), (128, 2, 1, 16), (128, 6, 5, 32),
+        (96, 16, 1, 16), (192, 2, 3, 32), (256, 16, 1, 64), (256, 4, 70, 64),
+    ],
+)  # fmt: skip
+def test_gpu_kernel_against_float64(name: str | None, dim: int, heads: int, new: int, page_size: int) -> None:
+    cache = filled(name, [300, new, 128, 777], dim=dim, page_size=page_size, device="cuda")
+    q = torch.randn(4, heads, new, dim, device="cuda").to(torch.bfloat16)
+    for options in ({}, {"window": 50}, {"softcap": 4.0})[: 3 if (dim, new) == (64, 1) else 1]:
+        out = paged_attention(q, *cache, **options)  # type: ignore[arg-type]
+        expected = paged_reference(q, *cache, compute=torch.float64, **options)  # type: ignore[arg-type]
+        assert bool(out.isfinite().all())
+        assert error(out, expected.double()) < TOLERANCE[name]
+    if name is not None:
+        # Of 8 bits a BF16 output loses four times what FP16 operands do.
+        expected = paged_reference(q.double(), *cache, compute=torch.float64)
+        assert error(paged_attention(q.float(), *cache), expected) < 4e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+@pytest.mark.parametrize(("dim", "new"), [(64, 50), (96, 1), (96, 50), (128, 1), (256, 1), (256, 50)])
+def test_gpu_writes_what_the_cpu_writes(name: str | None, dim: int, new: int) -> None:
+    scale = torch.rand(1, 2) / (100 if name == "fp8" else 600) + 0.001 if name in ("fp8", "nvfp4") else None
+    k, v = torch.randn(2, 1, 2, new, dim).to(torch.bfloat16)
+    pools = []
+    for device in ("cuda", "cpu"):
+        cache = PagedKVCache(1, 2, dim, format=kv_format(name), k_scale=scale, v_scale=scale, device=device)
+        cache.append(0, [cache.add()], k.to(device), v.to(device))
+        pools.append({part: pool.cpu() for part, pool in cache._pools.items()})
+    for part, pool in pools[0].items():
+        assert torch.equal(pool.view(torch.uint8), pools[1][part].view(torch.uint8)), part

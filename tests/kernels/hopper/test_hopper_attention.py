@@ -1,0 +1,129 @@
+"""Hopper's attention kernel: what it compiles to, and the order in which it wants V's keys.
+
+Gluon has no interpreter; the values are those of `test_attention_options.py`, on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quant.kernels.attention_reference import lay_out_v, restore_v
+from quant.kernels.interpreter import interpreted
+
+triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
+
+
+def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> Any:
+    """The kernel for sm_90, with the tiles that a launch takes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    from quant.kernels.hopper import attention as module
+
+    width = triton.next_power_of_2(dim)
+    tiles = module._TILES[width, 1 if fp8 else 2]
+    dtype, name = (gl.float8e4nv, "fp8e4nv") if fp8 else (gl.bfloat16, "bf16")
+
+    def tensor_map(rows: int, columns: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
+        return f"tensordesc<{name}[{rows}, {columns}],{layout!r}>"
+
+    flags = dict.fromkeys(("causal", "windowed", "capped", "packed", "with_lse"), False) | options
+    kernel = module.attention_hopper
+    types = dict.fromkeys(kernel.arg_names, "i32") | dict.fromkeys(("log2_scale", "cap"), "fp32")
+    types |= {"q_tensor": tensor_map(64, width), "k_tensor": tensor_map(tiles.block_kv, width), "out": f"*{out}"}
+    types["v_tensor"] = tensor_map(width, tiles.block_kv) if fp8 else tensor_map(tiles.block_kv, width)
+    types |= dict.fromkeys(("q_scale", "k_scale", "v_scale"), "*fp32" if fp8 else "*bf16") | {"counter": "*i32"}
+    constants: dict[str, Any] = {"kind": module.Kind(tiles, dim, fp8, **flags)}
+    for names, flag, pointer in ((("lse",), "with_lse", "*fp32"), (("cu_q", "cu_kv"), "packed", "*i32")):
+        if flags[flag]:
+            types |= dict.fromkeys(names, pointer)
+        else:
+            constants |= dict.fromkeys(names)
+    types |= dict.fromkeys(constants, "constexpr")
+    order = kernel.arg_names
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(order) if types[name].startswith("*")}
+    values = {(order.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, types, constexprs=values, attrs=aligned)
+    options_of_compiler = {"num_warps": 4, "maxnreg": tiles.at_launch}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options_of_compiler), tiles
+
+
+def assembler_says(ptx: str, folder: Path) -> str:
+    """The messages of ptxas."""
+    source = folder / "kernel.ptx"
+    source.write_text(ptx)
+    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(folder / "cubin")]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [
+        (64, {}),
+        (128, {"causal": True, "with_lse": True}),
+        pytest.param(64, {"causal": True}, marks=pytest.mark.slow),
+        pytest.param(64, {"packed": True, "windowed": True, "capped": True}, marks=pytest.mark.slow),
+        pytest.param(96, {"packed": True, "windowed": True, "causal": True}, marks=pytest.mark.slow),
+        pytest.param(192, {"packed": True, "causal": True, "with_lse": True}, marks=pytest.mark.slow),
+        pytest.param(128, {"out": "fp32", "causal": True}, marks=pytest.mark.slow),
+        pytest.param(256, {}, marks=pytest.mark.slow),
+        pytest.param(256, {"causal": True}, marks=pytest.mark.slow),
+        pytest.param(64, {"fp8": False, "windowed": True}, marks=pytest.mark.slow),
+        pytest.param(128, {"fp8": False, "causal": True}, marks=pytest.mark.slow),
+        pytest.param(256, {"fp8": False, "packed": True, "causal": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_to_concurrent_wgmma_with_room_in_registers(dim: int, options: dict[str, Any], tmp_path: Path) -> None:
+    kernel, tiles = compiled(dim, **options)
+    ptx = kernel.asm["ptx"]
+    width = triton.next_power_of_2(dim)
+    kind = "f32.bf16.bf16" if options.get("fp8") is False else "f32.e4m3.e4m3"
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tiles.block_kv}k\d+\.{kind}", ptx)
+    assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{width}k\d+\.{kind}", ptx)
+    assert "cp.async.bulk.tensor.2d" in ptx and "setmaxnreg" in ptx
+    said = assembler_says(ptx, tmp_path)
+    # C7510 and its like: ptxas found that products may not overlap, and waits after each.
+    assert "serialized" not in said
+    # Around the loop over keys, not in it.
+    assert sum(map(int, re.findall(r"(\d+) bytes spill stores", said))) <= 1024
+
+
+def test_keys_of_v_stand_in_the_order_of_p() -> None:
+    """An accumulator gives thread t columns 2t, 2t + 1, 2t + 8, 2t + 9 of 16; an operand gives it 4t to 4t + 3."""
+    order = [column for t in range(4) for column in (2 * t, 2 * t + 1, 2 * t + 8, 2 * t + 9)]
+    v = torch.arange(150.0).view(1, 1, 150, 1).expand(2, 3, 150, 64)
+    laid_out = lay_out_v(v)
+    assert laid_out.shape == (2, 3, 64, 256)
+    expected = torch.tensor([16 * i + j for i in range(16) for j in order])
+    expected = torch.where(expected < 150, expected, 0)
+    assert torch.equal(laid_out[1, 2, 63], expected.float())
+    assert torch.equal(restore_v(laid_out, 150), v)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 5, 5, 140, 300]])
+def test_kernel_lays_out_as_the_oracle(bounds: list[int] | None) -> None:
+    from quant.kernels.portable.attention_quantize import lay_out_v as lay_out_v_on_gpu
+
+    v = torch.randn(1 if bounds else 2, 2, 300, 96).to(torch.float8_e4m3fn)
+    cu = None if bounds is None else torch.tensor(bounds, dtype=torch.int32)
+    with interpreted():
+        got = lay_out_v_on_gpu(v, cu)
+    expected = lay_out_v(v.view(torch.uint8), cu)
+    assert torch.equal(got.view(torch.uint8), expected)
+    assert torch.equal(restore_v(got.view(torch.uint8), 300, cu), v.view(torch.uint8))
+
+
+def test_heads_that_share_the_cache() -> None:
+    from quant.kernels.hopper.attention import _RESIDENT, _heads_at_once
+
+    assert _heads_at_once(32, 4, _RESIDENT // 3) == 8  # three KV heads fit; 8 is the largest divisor up to 12
+    assert _heads_at_once(30, 1, 2 * _RESIDENT) == 1
+    assert _heads_at_once(6, 1, 1) == 6

@@ -1,0 +1,97 @@
+"""The Hopper kernel, compiled without a GPU: W goes from registers into wgmma, and nothing spills.
+
+Its decoding is repeated in PyTorch by test_prepack.py; its values are tested on a GPU by test_matmul_gpu.py.
+"""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.hardware import TARGETS
+from quant.kernels.hopper import matmul_few
+from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess
+
+
+@pytest.mark.parametrize(
+    ("block_m", "warps", "resident", "depth", "split", "gated"),
+    [
+        (8, 8, 2, 4, True, False),
+        (8, 8, 3, 2, True, True),
+        (16, 4, 3, 2, True, False),
+        (64, 16, 1, 2, True, False),
+        (128, 8, 1, 2, True, True),
+        (256, 8, 1, 2, False, False),
+    ],
+)
+def test_weights_go_from_registers_into_wgmma(
+    compile_matmul: Callable[..., CompiledKernel],
+    block_m: int,
+    warps: int,
+    resident: int,
+    depth: int,
+    split: bool,
+    gated: bool,
+) -> None:
+    tiles = gluon_tiles(block_m, warps, resident, TARGETS["h100"], depth)
+    options = {"num_warps": warps, **matmul_few.registers(tiles)}
+    constants = {"stages": tiles.stages, "depth": depth, "split": split, "overlap": split}
+    constants |= {"has_bias": split and not gated, "gated": gated}
+    constants["fetcher_registers"] = options.pop("fetcher_registers")
+    kernel = compile_matmul(matmul_few.linear_kernel, block_m, depth, {}, constants, options)
+    products = re.findall(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
+    )
+    if block_m > 8:
+        assert products and all(width == str(block_m) and left == "{" for width, left in products)
+        # A product is in flight while the next operand is decoded.
+        assert "wgmma.wait_group.sync.aligned 1;" in kernel.ptx
+        assert gives_back_the_slot_before(kernel.ptx)
+    else:
+        assert not products and kernel.ptx.count("mma.sync.aligned.m16n8k16") == 4 * depth
+    assert "cp.async.bulk.tensor.2d" in kernel.ptx and "ld.shared.v4" in kernel.ptx
+    assert ("griddepcontrol.wait" in kernel.ptx) is split
+    assert kernel.shared * resident <= 227 << 10
+    assert assemble(kernel).spilled == 0
+
+
+def gives_back_the_slot_before(ptx: str) -> bool:
+    """Whether the barrier that frees a slot is found anew in each step. Hoisted out of the loop, it frees but one."""
+    lines = ptx.splitlines()
+    wait = next(i for i, line in enumerate(lines) if "mbarrier.try_wait" in line)
+    arrive = next(i for i, line in enumerate(lines) if i > wait and "mbarrier.arrive.shared" in line)
+    register = re.search(r"\[(%r\d+)\]", lines[arrive])
+    assert register is not None
+    defined = max(i for i, line in enumerate(lines[:arrive]) if re.search(rf"\t{register[1]},", line))
+    return wait < defined < arrive
+
+
+@pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336), (4096, 4096), (64, 128), (11008, 4096), (576, 1536)])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16, 33, 64, 200])
+def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int], tokens: int) -> None:
+    from quant.formats.format import FORMATS
+
+    first = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
+    for choice in (first, *candidates(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)):
+        if isinstance(choice, GluonTiles):
+            assert choice.stages >= 2 and choice.warps in (4, 8, 16)
+            assert choice.resident * 32 * (choice.warps + 4) <= 2048
+            slot = choice.depth * (choice.block_m * 128 + choice.warps // 4 * 2304)
+            assert choice.resident * (slot * choice.stages + 1024) <= 227 << 10
+
+
+@pytest.mark.parametrize(("units", "programs"), [(1, 1), (7, 3), (14336, 132), (14300, 264), (132, 132)])
+def test_every_unit_has_one_program(units: int, programs: int) -> None:
+    """`_span` and `_program_of` in Python: the spans cover the units in order, and the inverse finds each."""
+    each, rest = divmod(units, programs)
+    owners = []
+    for program in range(programs):
+        begin = program * each + min(program, rest)
+        owners += [program] * (each + (program < rest))
+        assert len(owners) == begin + each + (program < rest)
+    longer = rest * (each + 1)
+    for unit, owner in enumerate(owners):
+        assert owner == (unit // (each + 1) if unit < longer else rest + (unit - longer) // each)

@@ -1,0 +1,224 @@
+"""Hopper's kernel for many tokens: compiled and read without a GPU, its dealing in Python; its values on a GPU."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hopper import matmul_many
+from quant.kernels.layout import prepack
+from quant.kernels.linear import dispatch
+from quant.kernels.linear.experts import grouped_linear
+from quant.kernels.tiles import PREFILL_UNITS, PrefillTiles, deal, guess, prefill_tiles
+
+BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
+SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("size", "split", "width"),
+    [
+        ((128, 2, 1), True, 0),
+        ((160, 2, 1), True, 0),
+        ((144, 1, 2), True, 0),
+        ((96, 1, 2), True, 0),
+        ((192, 1, 2), True, 0),
+        ((256, 1, 2), True, 0),
+        ((64, 2, 1), False, 0),
+        ((128, 2, 1), False, 128),
+    ],
+)
+def test_weights_go_from_registers_into_wgmma(
+    compile_matmul: Callable[..., CompiledKernel], size: tuple[int, int, int], split: bool, width: int
+) -> None:
+    from triton.experimental.gluon import language as gl
+
+    block_m, halves, groups = size
+    tiles = prefill_tiles(block_m, halves, TARGETS["h100"], groups=groups)
+    wide = 1 << tiles.block_m.bit_length() - 1
+    tail = tiles.block_m - wide
+
+    def tile_of(rows: int, columns: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+        return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+    types = {"y_desc": tile_of(wide, 128 // groups), "offsets": "*i32"}
+    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128 // groups)}
+    constants = {
+        "has_bias": split,
+        "groups": groups,
+        "halves": tiles.halves,
+        "tail": tail,
+        "stages": tiles.stages,
+        "depth": tiles.depth,
+    }
+    constants |= {"width": width, "split": split, "overlap": True, "form": "words", "unroll": tiles.unroll}
+    constants |= {"ahead": tiles.ahead, "early": tiles.early}
+    options = {"num_warps": 8 // groups} | ({} if groups == 2 and tiles.ahead else {"maxnreg": 168})
+    kernel = compile_matmul(matmul_many.prefill_kernel, wide, tiles.depth, types, constants, options)
+    products = re.findall(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
+    )
+    assert all(operand == "{" for _, operand in products)
+    each = groups * tiles.depth * tiles.halves * 4
+    assert Counter(int(tokens) for tokens, _ in products) == {size: each for size in (wide, tail) if size}
+    # A product is in flight while the next operand is decoded; y leaves by TMA.
+    assert groups == 2 or f"wgmma.wait_group.sync.aligned {2 if tail else 1};" in kernel.ptx
+    assert "cp.async.bulk.tensor.2d.global.shared" in kernel.ptx
+    assert kernel.shared <= 227 << 10
+    assert assemble(kernel).spilled == 0
+
+
+def units_of(tiles: int, steps: int, programs: int) -> list[list[tuple[int, int, int]]]:
+    """By program, what `_turn` gives: (tile, first unit of it, how many units)."""
+    programs, full, cut, parts = deal(tiles, programs, steps)
+    found = []
+    for program in range(programs):
+        whole = [(tile, 0, steps) for tile in range(program, full, programs)]
+        if program < cut * parts:
+            part = program % parts
+            start = steps * part // parts
+            whole.insert(0, (full + program // parts, start, steps * (part + 1) // parts - start))
+        found.append(whole)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens", "size"),
+    [
+        ((4096, 4096), 128, (64, 1, 2)),
+        ((4096, 4096), 256, (64, 1, 2)),
+        ((4096, 4096), 320, (80, 1, 2)),
+        ((4096, 4096), 384, (96, 1, 2)),
+        ((4096, 4096), 512, (128, 1, 2)),
+        ((4096, 4096), 576, (144, 1, 2)),
+        ((4096, 14336), 576, (144, 1, 2)),
+        ((4096, 4096), 640, (160, 1, 2)),
+        ((4096, 14336), 640, (160, 1, 2)),
+        ((28672, 4096), 640, (160, 1, 2)),
+        ((4096, 4096), 700, (192, 1, 2)),
+        ((4096, 14336), 768, (192, 1, 2)),
+        ((28672, 4096), 768, (192, 1, 2)),
+        ((4096, 4096), 1024, (256, 1, 2)),
+        ((4096, 14336), 1024, (256, 1, 2)),
+        ((28672, 4096), 1024, (256, 1, 2)),
+        ((4096, 4096), 1100, (144, 1, 2)),
+        ((4096, 14336), 1100, (192, 1, 2)),
+        ((4096, 4096), 1536, (192, 1, 2)),
+        ((4096, 14336), 1536, (192, 1, 2)),
+    ],
+)
+def test_the_guess_is_what_took_the_least_time_on_an_h100(
+    shape: tuple[int, int], tokens: int, size: tuple[int, int, int]
+) -> None:
+    """All of `PREFILL_UNITS` were timed there, each a sum of rounds, ends and cuts to within a few percent."""
+    found = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
+    assert isinstance(found, PrefillTiles)
+    assert (found.block_m, found.halves, found.groups) == size
+
+
+@pytest.mark.parametrize(
+    ("tiles", "steps", "programs"),
+    [(1, 1, 1), (3584, 32, 132), (448, 32, 132), (144, 112, 132), (128, 112, 132), (32, 32, 132), (7, 5, 3), (2, 9, 7)],
+)
+def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, steps: int, programs: int) -> None:
+    dealt = units_of(tiles, steps, programs)
+    seen = Counter((tile, k) for parts in dealt for tile, start, count in parts for k in range(start, start + count))
+    assert seen == {(tile, k): 1 for tile in range(tiles) for k in range(steps)}
+    assert all(parts for parts in dealt)
+    loads = [sum(count for *_, count in parts) for parts in dealt]
+    left = tiles % programs
+    # No program has more than the others but a part of a tile, half of one at most where enough programs are free.
+    assert max(loads) - min(loads) <= (-(-steps // 2) if 0 < 2 * left <= programs and steps >= 8 else steps)
+
+
+def stacked(experts: int, rows: int, columns: int) -> BlockScaledTensor:
+    """Experts of very different sizes: one taken for another cannot go unseen."""
+    sizes = torch.tensor([4.0 ** (e % 8) for e in range(experts)])[:, None, None]
+    return quantize((torch.randn(experts, rows, columns) * sizes).to("cuda"), FORMATS["nvfp4"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", SIZES)
+def test_agrees_with_float64_on_a_gpu(size: tuple[int, int, int]) -> None:
+    """Whole tiles and cut ones, ends of all axes; what memory held before does not show."""
+    if not current().has_wgmma:
+        pytest.skip("the prepacked layout is Hopper's")
+    for rows, columns, tokens, programs in (
+        (448, 1600, 333, 7),
+        (192, 576, 130, 132),
+        (64, 128, 5, 132),
+        (1024, 2048, 2500, 33),
+        (448, 4096, 2000, 9),
+        (256, 2048, 257, 132),
+    ):
+        weight = quantize(torch.randn(rows, columns, device="cuda"), FORMATS["nvfp4"])
+        packed, dense = prepack(weight), weight.dequantize(torch.float64)
+        block_m, halves, groups = size
+        choice = replace(prefill_tiles(block_m, halves, current(), groups=groups), programs=programs)
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ dense.T + bias.double()
+        bound = (x.double().abs() @ dense.abs().T) * 2**-13 + exact.abs() * 2**-8
+        first = None
+        for _ in range(3):
+            torch.full((tokens, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
+            y = dispatch.run(x, packed, bias, choice)
+            assert bool(((y.double() - exact).abs() <= bound).all())
+            assert first is None or torch.equal(y, first)
+            first = y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("looks", "groups"), [(0, 1), (64, 1), (0, 2)])
+def test_parts_of_a_tile_need_not_be_there_at_once(monkeypatch: pytest.MonkeyPatch, looks: int, groups: int) -> None:
+    """Two streams, one of them more urgent, take the SMs from each other; patience changes no result."""
+    if not current().has_wgmma:
+        pytest.skip("the prepacked layout is Hopper's")
+    monkeypatch.setattr(matmul_many, "LOOKS", looks)
+    x = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16)
+    choice = prefill_tiles(128, 1, current(), groups=groups)
+    weights = [quantize(torch.randn(4096, 4096, device="cuda"), FORMATS["nvfp4"]) for _ in range(2)]
+    packed = [prepack(weight) for weight in weights]
+    assert deal(32 * 2, current().sms, 32)[2:] == (64, current().sms // 64)
+    first = [dispatch.run(x, weight, None, choice) for weight in packed]
+    streams = [torch.cuda.Stream(priority=priority) for priority in (0, -1)]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(100):
+        for stream, weight, kept in zip(streams, packed, found, strict=True):
+            with torch.cuda.stream(stream):
+                kept.append(dispatch.run(x, weight, None, choice))
+    torch.cuda.synchronize()
+    for weight, expected, kept in zip(weights, first, found, strict=True):
+        exact = x.double() @ weight.dequantize(torch.float64).T
+        assert float((expected.double() - exact).norm() / exact.norm()) < 2**-8
+        assert all(torch.equal(y, expected) for y in kept)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "counts", [(130, 0, 1, 257, 64), (0, 700, 3), (3, 0, 17, 1), (0, 0), (1, 1, 1, 1), (20,) * 100]
+)
+def test_experts_agree_with_float64_on_a_gpu(counts: tuple[int, ...]) -> None:
+    if not current().has_wgmma:
+        pytest.skip("the prepacked layout is Hopper's")
+    offsets = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
+    weight = stacked(len(counts), 320, 576)
+    x = torch.randn(sum(counts) + 2, 576, device="cuda", dtype=torch.bfloat16)
+    y = grouped_linear(x, prepack(weight), offsets)
+    dense, bounds = weight.dequantize(torch.float64), offsets.tolist()
+    for expert, (start, stop) in enumerate(pairwise(bounds)):
+        rows = x[start:stop].double()
+        exact, magnitude = rows @ dense[expert].T, rows.abs() @ dense[expert].abs().T
+        assert bool(((y[start:stop].double() - exact).abs() <= magnitude * 2**-13 + exact.abs() * 2**-8).all())

@@ -1,0 +1,163 @@
+"""Hopper's kernel for many tokens on codes in the order of a checkpoint: read without a GPU, its values on one."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels import hardware, tiles
+from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.hardware import TARGETS, current
+from quant.kernels.hopper import matmul_many
+from quant.kernels.linear import dispatch
+from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.tiles import STORED_FORMATS, STORED_UNITS, prefill_tiles
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "split"),
+    [
+        ("fp8", (256, 1), True),
+        ("fp8_channel", (192, 1), False),
+        ("fp8_block", (256, 1), True),
+        ("mxfp8", (256, 1), False),
+        ("int8", (64, 1), True),
+        ("int4", (128, 1), True),
+    ],
+)
+def test_weights_go_from_registers_into_wgmma(
+    compile_matmul: Callable[..., CompiledKernel], form: str, size: tuple[int, int], split: bool
+) -> None:
+    from triton.experimental.gluon import language as gl
+
+    format = FORMATS[form]
+    choice = prefill_tiles(*size, TARGETS["h100"], format)
+    wide = 1 << choice.block_m.bit_length() - 1
+    tail = choice.block_m - wide
+
+    def tile_of(rows: int, columns: int) -> str:
+        layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+        return f"tensordesc<bf16[{rows}, {columns}],{layout!r}>"
+
+    nbytes = format.element.bits // 4
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
+    codes = f"tensordesc<{'u8' if nbytes == 1 else 'i16'}[2, {64 * choice.halves}, 32],{layout!r}>"
+    scale = "*i16" if format.scale.bits == 8 else "*fp32"
+    types = {"y_desc": tile_of(wide, 128), "offsets": "*i32", "w_desc": codes, "s_desc": codes, "block_scale": scale}
+    types |= {"x_tail_desc": tile_of(tail or wide, 64), "y_tail_desc": tile_of(tail or wide, 128)}
+    constants = {"has_bias": split, "groups": 1, "halves": choice.halves, "tail": tail, "stages": choice.stages}
+    constants |= {"depth": choice.depth, "width": 0, "split": split, "overlap": True}
+    constants |= {"form": form, "unroll": choice.unroll, "ahead": choice.ahead, "early": choice.early}
+    options = {"num_warps": 8, "maxnreg": 168}
+    kernel = compile_matmul(matmul_many.prefill_kernel, wide, choice.depth, types, constants, options)
+    products = re.findall(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16\s+\{[^}]*\},\s*(\S)", kernel.ptx
+    )
+    # Two tiles of 64 columns in a turn of the loop: operands in flight and in the making are in different registers.
+    assert len(products) == 8 * (2 if tail else 1) and set(products) == {"{"}
+    assert kernel.shared <= 227 << 10
+    assert assemble(kernel).spilled == 0
+
+
+@pytest.mark.parametrize("form", STORED_FORMATS)
+@pytest.mark.parametrize("tokens", [33, 65, 256, 700, 2048])
+def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
+    format, h100 = FORMATS[form], TARGETS["h100"]
+    for shape in ((28672, 4096), (4096, 14336), (1024, 1024)):
+        choice = tiles.guess(format, tokens, shape, h100, prepacked=False)
+        assert isinstance(choice, tiles.PrefillTiles) and choice.step in (128, 64 * choice.depth)
+        assert choice in tiles.candidates(format, tokens, shape, h100, prepacked=False)
+        without = tiles.guess(format, tokens, shape, h100, prepacked=False, stored=False)
+        assert without == tiles.guess(format, tokens, shape, replace(h100, capability=(8, 9)), prepacked=False)
+        assert not isinstance(without, tiles.PrefillTiles)
+    # Rows that TMA cannot address, or y's.
+    for shape in ((4096, 4104 + 4), (4097, 4096)):
+        assert not isinstance(tiles.guess(format, tokens, shape, h100, prepacked=False), tiles.PrefillTiles)
+    assert not isinstance(tiles.guess(format, 32, (4096, 4096), h100, prepacked=False), tiles.PrefillTiles)
+    # Block scales cost the decoding warps what many products cannot wait for.
+    most = tiles.guess(format, 4096, (4096, 4096), h100, prepacked=False)
+    assert isinstance(most, tiles.Dense if format.block[1] else tiles.PrefillTiles)
+
+
+def test_what_the_kernel_cannot_multiply_takes_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    weight, x = quantize(torch.randn(256, 512), FORMATS["fp8_channel"]), torch.randn(100, 512).bfloat16()
+    assert isinstance(dispatch.choose(weight, x), tiles.PrefillTiles)
+    assert dispatch.choose(weight, x.half()) is tiles.DENSE
+    memory = torch.empty(256 * 512 + 8, dtype=torch.uint8)[8:]
+    shifted = replace(weight, codes=memory.view(256, 512).view(torch.float8_e4m3fn))
+    shifted.codes.copy_(weight.codes)
+    assert dispatch.choose(shifted, x) is (tiles.DENSE if shifted.codes.data_ptr() % 16 else dispatch.choose(weight, x))
+    weight.codes.view(torch.uint8)[3, 5] = 0x7F
+    assert dispatch.choose(weight, x) is tiles.DENSE
+
+
+def weight_of_all_codes(form: str, rows: int, columns: int) -> BlockScaledTensor:
+    """Every number that codes can say, by scales of different sizes."""
+    format = FORMATS[form]
+    weight = quantize(torch.randn(rows, columns, device="cuda"), format)
+    codes = torch.randint(0, 256, (rows, columns * format.element.bits // 8), dtype=torch.uint8, device="cuda")
+    if format.element.torch_dtype is not None and format.element.torch_dtype.is_floating_point:
+        codes[~codes.view(format.element.torch_dtype).float().isfinite()] = 0x23
+    factors = torch.randint(1, 4, weight.scale.shape, device="cuda")
+    scale = (
+        weight.scale.view(torch.uint8) + factors.to(torch.uint8) if format.scale.bits == 8 else weight.scale * factors
+    )
+    return replace(weight, codes=codes.view(weight.codes.dtype), scale=scale.to(weight.scale.dtype))
+
+
+ON_GPU = [("fp8", (64, 1)), ("fp8_channel", (128, 1)), ("mxfp8_e5m2", (128, 1)), ("int4", (64, 1))]
+ON_GPU += [(form, (256, 1)) for form in ("fp8_channel", "fp8_block", "mxfp8", "int8", "int4")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("form", "size"), ON_GPU)
+def test_agrees_with_float64_on_a_gpu(form: str, size: tuple[int, int]) -> None:
+    """Whole tiles and cut ones, ends of all axes; what memory held before does not show."""
+    if not current().has_wgmma:
+        pytest.skip("the kernel is Hopper's")
+    ragged = 1600 if form.startswith("mx") else 1632
+    for rows, columns, tokens, programs in (
+        (448, ragged, 333, 7),
+        (72, 64, 5, 132),
+        (1024, 2048, 2500, 33),
+        (456, 4096, 2000, 9),
+        (256, 2048, 257, 132),
+    ):
+        weight = weight_of_all_codes(form, rows, columns)
+        choice = replace(prefill_tiles(*size, current(), weight.format), programs=programs)
+        x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
+        bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16)
+        dense = weight.dequantize(torch.float64)
+        exact, magnitude = x.double() @ dense.T + bias.double(), x.double().abs() @ dense.abs().T
+        # Products of a code and a float32 scale are rounded; the others are exact.
+        unit = 2**-8 * 1.01 if form in ("int4", "fp8_block") else 2**-13
+        first = None
+        for _ in range(3):
+            torch.full((tokens, rows), float("nan"), device="cuda", dtype=torch.bfloat16)
+            y = dispatch.run(x, weight, bias, choice)
+            assert bool(((y.double() - exact).abs() <= magnitude * unit + exact.abs() * 2**-8).all())
+            assert first is None or torch.equal(y, first)
+            first = y
+
+
+def test_every_tile_is_compared_on_a_gpu() -> None:
+    assert {size for _, size in ON_GPU} == set(STORED_UNITS)
+    assert {form for form, _ in ON_GPU} == set(STORED_FORMATS)
+
+
+@pytest.mark.gpu
+def test_a_code_that_is_no_number_shows_on_a_gpu() -> None:
+    if not current().has_wgmma:
+        pytest.skip("the kernel is Hopper's")
+    weight = quantize(torch.randn(256, 512, device="cuda"), FORMATS["fp8_channel"])
+    x = torch.randn(100, 512, device="cuda", dtype=torch.bfloat16)
+    weight.codes.view(torch.uint8)[5, 7] = 0x7F
+    y = quantized_linear(x, weight)
+    assert bool(y[:, 5].isnan().all()) and not bool(y[:, 6].isnan().any())

@@ -1,0 +1,96 @@
+"""Look-ups in quantized tables: rows of the dequantized table, exactly; interpreted, and on a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.linear.embedding import QuantEmbedding, quantized_embedding, takes
+
+IDS = torch.tensor([[0, 299, 7], [7, 128, 127]])
+
+
+def table(format: str, device: str = "cpu", columns: int = 160) -> BlockScaledTensor:
+    """Rows of very different sizes: a scale taken from another row cannot go unseen."""
+    values = torch.randn(300, columns, device=device) * torch.randn(300, 1, device=device).exp()
+    return quantize(values.bfloat16(), FORMATS[format])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [160, 203])
+def test_rows_are_those_of_the_dequantized_table(format: str, columns: int) -> None:
+    weight = table(format, columns=columns)
+    for dtype in (torch.float32, torch.bfloat16):
+        module = QuantEmbedding(weight).to(dtype)
+        y = module(IDS)
+        assert y.dtype is dtype and torch.equal(y, weight.dequantize(dtype)[IDS])
+        assert torch.equal(module(IDS[0, 0]), y[0, 0])
+    assert QuantEmbedding(weight)(IDS[:0]).shape == (0, 3, columns)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("columns", [160, 203])
+def test_the_kernel_interpreted(format: str, columns: int) -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from quant.kernels.interpreter import interpreted
+    from quant.kernels.portable.embedding import look_up
+
+    weight = table(format, columns=columns)
+    with interpreted():
+        assert torch.equal(look_up(IDS, weight, torch.bfloat16), weight.dequantize(torch.bfloat16)[IDS])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+def test_on_a_gpu(format: str) -> None:
+    for columns in (160, 203, 4096):
+        weight = table(format, "cuda", columns)
+        for dtype in (torch.bfloat16, torch.float16):
+            y = QuantEmbedding(weight, dtype)(IDS.cuda())
+            assert torch.equal(y, weight.dequantize(dtype)[IDS.cuda()])
+
+
+def test_codes_survive_casts_and_the_op_is_traced() -> None:
+    module = QuantEmbedding(table("nvfp4"), torch.bfloat16)
+    codes = module.codes.clone()
+    module.half()
+    assert torch.equal(module.codes, codes) and module(IDS).dtype is torch.float16
+    weight = module.stored_weight
+    arguments = (IDS, weight.codes, weight.scale, weight.global_scale, 160, torch.float16)
+    torch.library.opcheck(torch.ops.quant.embedding_nvfp4.default, arguments, test_utils="test_faketensor")
+
+
+def test_mistakes_name_the_argument() -> None:
+    with pytest.raises(ValueError, match=r"embedding of \[300, 160\]: ids are torch\.float32, expected int32 or int64"):
+        quantized_embedding(torch.zeros(2), table("fp8"), torch.float32)
+    with pytest.raises(ValueError, match="ids are on meta, codes on cpu"):
+        quantized_embedding(IDS.to("meta"), table("fp8"), torch.float32)
+    with pytest.raises(IndexError):
+        quantized_embedding(torch.tensor([300]), table("fp8"), torch.float32)
+
+
+def test_only_a_plain_look_up_is_replaced() -> None:
+    class Scaled(nn.Embedding):
+        pass
+
+    assert takes(nn.Embedding(3, 4)) == ""
+    assert takes(Scaled(3, 4)) == "it is a Scaled, which does more than look up"
+    assert takes(nn.Embedding(3, 4, max_norm=1.0)) == "it renormalizes rows as they are read"
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp6", "fp8_block"])
+def test_compiles_without_spills(arch: int, format: str) -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from quant.kernels.aot import assemble, compile_kernel
+    from quant.kernels.portable.embedding import look_up_kernel
+    from quant.kernels.portable.matmul import layout
+
+    form = FORMATS[format]
+    constants = {**layout(form), "has_global": form.global_scale, "width": 1024}
+    types = {"ids": "*i64", "codes": "*u8" if form.element.bits < 8 else "*fp8e4nv", "global_scale": "*fp32"}
+    types |= {"scale": {"E4M3": "*fp8e4nv", "FP32": "*fp32"}.get(form.scale.name.upper(), "*u8"), "out": "*bf16"}
+    signature = {name: types.get(name, "i32") for name in look_up_kernel.arg_names if name not in constants}
+    compiled = compile_kernel(look_up_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    assert assemble(compiled).spilled == 0

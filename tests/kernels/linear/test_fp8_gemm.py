@@ -1,0 +1,46 @@
+"""FP8 by FP8 through the library: what it takes, how inputs are rounded, and on a GPU against float64."""
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import fake_quantize, quantize
+from quant.kernels.linear.fp8_gemm import round_input, takes
+from quant.kernels.linear.ops import quantized_linear
+
+
+@pytest.mark.parametrize(("activation", "static"), [("fp8", False), ("fp8", True), ("fp8_token", False)])
+def test_inputs_are_rounded_as_the_oracle_rounds(activation: str, static: bool) -> None:
+    x = torch.randn(33, 64) * torch.randn(33, 1).exp()
+    x[4] = 0
+    form, scale = FORMATS[activation], torch.tensor(0.01) if static else None
+    x8, sx = round_input(x, form, scale)
+    assert torch.equal(x8.float() * sx, fake_quantize(x, form, scale=scale))
+
+
+def test_what_the_library_takes() -> None:
+    row, tensor, block = FORMATS["fp8_channel"], FORMATS["fp8"], FORMATS["fp8_block"]
+    assert takes(row, "fp8_token", (32, 64), torch.bfloat16) and takes(tensor, "fp8", (32, 64), torch.float16)
+    assert not takes(row, "fp8_token", (32, 64), torch.float16)
+    assert not takes(row, "fp8_token", (33, 64), torch.bfloat16)
+    assert not takes(block, "fp8_group", (128, 128), torch.bfloat16)
+    assert not takes(row, "", (32, 64), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_format", ["fp8", "fp8_channel"])
+@pytest.mark.parametrize("activation", ["fp8", "fp8_token"])
+@pytest.mark.parametrize("static", [False, True])
+def test_on_a_gpu(weight_format: str, activation: str, static: bool) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("FP8 tensor cores start with compute capability 8.9")
+    scale = torch.tensor(0.01, device="cuda") if static and activation == "fp8" else None
+    weight = quantize(torch.randn(272, 512, device="cuda"), FORMATS[weight_format])
+    bias = torch.randn(272, device="cuda", dtype=torch.bfloat16)
+    for shape in ((1, 512), (7, 512), (3, 50, 512), (1000, 512)):
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        y = quantized_linear(x, weight, bias, scale, FORMATS[activation])
+        rounded = fake_quantize(x.float().cpu(), FORMATS[activation], scale=None if scale is None else scale.cpu())
+        exact = rounded.cuda().double() @ weight.dequantize(torch.float64).T + bias.double()
+        assert y.shape == (*shape[:-1], 272)
+        assert float((y.double() - exact).norm() / exact.norm()) < 2**-7

@@ -1,0 +1,265 @@
+"""Quantizers and fused quantizers, interpreted: the codes of the oracle, and the values of the modules they replace."""
+
+import re
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+import triton
+import triton.language as tl
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E8M0
+from quant.formats.rounding import encode
+from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
+from quant.kernels.aot import assemble, compile_kernel
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.interpreter import interpreted
+from quant.kernels.portable import casts, fused
+
+STATIC = torch.tensor(0.02)
+
+
+def rows(tokens: int = 5, columns: int = 384, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Rows of very different sizes, one that is zero for a while, one with a value near nothing."""
+    x = torch.randn(tokens, columns) * torch.randn(tokens, columns).exp()
+    x[1, :128], x[2, 0] = 0, 1e-30
+    return x.to(dtype)
+
+
+def second_level(format: Format) -> dict[str, torch.Tensor]:
+    if format.block == (0, 0):
+        return {"scale": STATIC}
+    return {"global_scale": STATIC} if format.global_scale else {}
+
+
+@triton.jit
+def _encode(x, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    tl.store(out + i, casts.encode_e2m1(tl.load(x + i)).to(tl.uint8))
+
+
+def test_e2m1_codes_on_and_around_every_tie() -> None:
+    grid = E2M1.grid()
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = torch.cat([grid, ties, torch.nextafter(ties, torch.tensor(0.0)), torch.nextafter(ties, torch.tensor(9.0))])
+    x = torch.cat([near, torch.tensor([1e-38, 1e-3, 7.0, 1e30, torch.inf]), torch.rand(2048) * 7])
+    x = torch.cat([x, -x])
+    padded = torch.zeros(8192)
+    padded[: len(x)] = x
+    out = torch.empty(8192, dtype=torch.uint8)
+    with interpreted():
+        _encode[(1,)](padded, out, 8192)
+    assert torch.equal(out, encode(padded, E2M1))
+
+
+@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("static", [False, True])
+def test_codes_are_those_of_the_oracle(format: str, dtype: torch.dtype, static: bool) -> None:
+    form, x = FORMATS[format], rows(dtype=dtype)
+    options = second_level(form) if static else {}
+    with interpreted():
+        quantized = casts.quantize(x, form, **options)
+    assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
+    assert quantized.codes.shape == form.codes_shape(x.shape)
+    if form.block != (0, 0):
+        assert quantized.scale.shape == form.scale_shape(x.shape)
+
+
+def test_e8m0_scales_at_both_ends() -> None:
+    """Blocks whose ideal scale is a power of two, just above one, zero, and below the smallest."""
+    amax = torch.tensor([448.0, 449.0, 896.0, 0.0, 448 * 2.0**-126, 448 * 2.0**-127, 1e-38, 3e38])
+    x = torch.zeros(len(amax), 32)
+    x[:, 3] = amax
+    x = x.bfloat16()
+    with interpreted():
+        quantized = casts.quantize(x, FORMATS["mxfp8"])
+    assert torch.equal(quantized.scale[:, 0], encode(x[:, 3].float() / 448, E8M0))
+
+
+@pytest.mark.parametrize("name", ["fp8_token", "int8_token"])
+def test_rows_of_any_size_have_correctly_rounded_quotients(name: str) -> None:
+    x = torch.randn(6, 512) * torch.tensor([1e-37, 3e-21, 1e-19, 1.0, 1e30, 1e37])[:, None]
+    x = x.to(torch.bfloat16)
+    with interpreted():
+        found = casts.quantize(x, FORMATS[name])
+    expected = quantize(x.float(), FORMATS[name])
+    assert torch.equal(found.scale.view(-1), expected.scale.view(-1))
+    assert torch.equal(found.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
+def test_hadamard_first(format: str, block: int) -> None:
+    """Bit for bit: the sums are those of the oracle, in its order. 144 is no whole number of threads."""
+    form = FORMATS[format]
+    for dtype, x in ((torch.bfloat16, rows(3, 768)), (torch.float16, rows(5, 256)), (torch.bfloat16, rows(4, 144))):
+        if x.shape[1] % max(block, form.block[1], 1):
+            continue
+        x = x.to(dtype)
+        x[-1] *= 1e-30 if dtype is torch.bfloat16 else 1e-3
+        options = second_level(form)
+        with interpreted():
+            quantized = casts.quantize(x, form, hadamard=block, **options)
+        turned = hadamard_transform(x, block).float()
+        assert torch.equal(quantized.dequantize(), fake_quantize(turned, form, **options))
+        if form.block != (0, 0):
+            expected = quantize(turned, form, **options)
+            assert torch.equal(quantized.codes.view(torch.uint8), expected.codes.view(torch.uint8))
+            assert torch.equal(quantized.scale.view(torch.uint8), expected.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_group", "int8_token"])
+def test_hadamard_after_what_makes_the_rows(format: str) -> None:
+    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
+    weight, options = torch.randn(384).bfloat16(), second_level(form)
+
+    def expected(made: torch.Tensor) -> torch.Tensor:
+        return fake_quantize(hadamard_transform(made, 128).float(), form, **options)
+
+    with interpreted():
+        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=128, **options)
+        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, hadamard=128, **options)
+        gated = fused.swiglu_quantize(x, residual, form, hadamard=128, **options)
+    assert torch.equal(hidden, x + residual)
+    for found, made in (
+        (norm, rmsnorm(x, weight, 1e-6)),
+        (added, rmsnorm(x + residual, weight, 1e-6)),
+        (gated, torch.nn.functional.silu(x) * residual),
+    ):
+        assert float((found.dequantize() != expected(made)).float().mean()) < 0.03
+        assert float((found.dequantize() - expected(made)).norm() / expected(made).norm()) < 0.01
+
+
+@triton.jit
+def _divide(x, step, out, n: tl.constexpr):
+    i = tl.arange(0, n)
+    divisor = tl.load(step + i)
+    tl.store(out + i, casts.quotient_to_code(tl.load(x + i), divisor, casts.reciprocal(divisor)))
+
+
+@pytest.mark.parametrize("tie", [0.25, 0.75, 1.25, 2.5, 3.5, 5.0, 1.3125, 15 / 16, 126.5])
+def test_quotients_beside_a_tie_are_on_its_side(tie: float) -> None:
+    """Of the numbers of 11 bits, the two beside a tie of E2M1, E4M3 or INT8, for steps of many mantissas."""
+    count = 1 << 16
+    step = torch.cat([torch.arange(1 << 23, (1 << 23) + count // 4), torch.arange((1 << 24) - count // 4, 1 << 24)])
+    step = torch.cat([step, torch.randint(1 << 23, 1 << 24, (count // 2,))]).double()
+    unit = torch.exp2((step * tie).log2().floor() - 10)
+    for x in ((step * tie / unit).floor() * unit, ((step * tie / unit).floor() + 1) * unit):
+        out = torch.empty(count)
+        with interpreted():
+            _divide[(1,)](x.float(), step.float(), out, count)
+        expected = (x / step).float()
+        assert torch.equal((out - tie).sign(), (expected - tie).sign())
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize(("tokens", "columns", "hadamard"), [(136, 256, 0), (3, 96, 0), (136, 256, 128), (33, 160, 16)])
+def test_swizzled_scales(format: str, tokens: int, columns: int, hadamard: int) -> None:
+    """Against the views by which torchao describes the layout: [tile, 4, 32, tile, 4] to [tile, tile, 32, 4, 4]."""
+    form = FORMATS[format]
+    options = {**second_level(form), "hadamard": hadamard}
+    x = rows(tokens, columns)
+    with interpreted():
+        codes, scale, _ = casts.quantize_swizzled(x, form, **options)
+        plain = casts.quantize(x, form, **options)
+    down, across = plain.scale.shape
+    padded = torch.zeros(-(-down // 128) * 128, -(-across // 4) * 4, dtype=torch.uint8)
+    padded[:down, :across] = plain.scale.view(torch.uint8)
+    tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+    assert torch.equal(scale.view(torch.uint8), tiles.flatten())
+    assert torch.equal(codes.view(torch.uint8), plain.codes.view(torch.uint8))
+
+
+def test_rows_that_begin_anywhere() -> None:
+    """Pairs of BF16 are read as words, so rows at odd places are copied first."""
+    wide = torch.randn(6, 1043).bfloat16()
+    form, options = FORMATS["nvfp4"], second_level(FORMATS["nvfp4"])
+    for x in (wide[:, 3:515], wide[:, 4:516], wide[::2, 2:514], wide.flatten()[1:3073].view(6, 512)):
+        with interpreted():
+            quantized = casts.quantize(x, form, **options)
+        assert torch.equal(quantized.dequantize(), fake_quantize(x.float(), form, **options))
+
+
+@pytest.mark.parametrize("arch", [90, 120])
+def test_ptx_of_the_rotation(arch: int) -> None:
+    """16 bytes at a time, nothing through shared memory, pairs of BF16 rounded at once, no register spilled."""
+    pointers = dict.fromkeys(("x", "second", "norm_weight", "hidden"), "*bf16")
+    signature = {**pointers, "codes": "*u8", "scale": "*fp8e4nv", "global_scale": "*fp32", "eps": "fp32"}
+    signature |= dict.fromkeys(("second_stride", "K", "columns"), "i32")
+    constants = {
+        "source": "plain", "element": "e2m1", "largest": 6.0, "kind": "e4m3", "block": 16, "static": False,
+        "hadamard": 128, "root": 128**-0.5, "flat": True, "width": 4096, "per": 32, "whole": True, "pairs": True,
+        "swizzled": False, "x_stride": 4096,
+    }  # fmt: skip
+    compiled = compile_kernel(casts.quantize_threads_kernel, signature, constants, arch=arch, num_warps=4, num_stages=1)
+    assert compiled.shared == 0
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.ptx)) == 4
+    assert len(re.findall(r"cvt\.rn\.bf16x2\.f32", compiled.ptx)) == 16
+    assert len(re.findall(r"shfl\.sync", compiled.ptx)) == 64
+    assert assemble(compiled).spilled == 0
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As transformers' modules compute it."""
+    return (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def nearly_all_equal(quantized: BlockScaledTensor, expected: torch.Tensor) -> None:
+    """A last bit of rsqrt or exp may move a value over a boundary; no more than that."""
+    assert float((quantized.dequantize() != expected).float().mean()) < 0.005
+
+
+@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+def test_fused_quantizers_give_what_the_modules_give(format: str) -> None:
+    form, x, residual = FORMATS[format], rows(), torch.randn(5, 384).bfloat16()
+    weight, options = torch.randn(384).bfloat16(), second_level(form)
+    with interpreted():
+        norm = fused.rmsnorm_quantize(x, weight, 1e-6, form, **options)
+        added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, **options)
+        gated = fused.swiglu_quantize(x, residual, form, **options)
+    nearly_all_equal(norm, fake_quantize(rmsnorm(x, weight, 1e-6).float(), form, **options))
+    assert torch.equal(hidden, x + residual)
+    nearly_all_equal(added, fake_quantize(rmsnorm(x + residual, weight, 1e-6).float(), form, **options))
+    nearly_all_equal(gated, fake_quantize((torch.nn.functional.silu(x) * residual).float(), form, **options))
+
+
+def test_halves_of_one_matmul_and_leading_axes() -> None:
+    both = torch.randn(2, 3, 256).bfloat16()
+    gate, up = both[..., :128], both[..., 128:]
+    with interpreted():
+        quantized = fused.swiglu_quantize(gate, up, FORMATS["mxfp8"])
+    expected = fake_quantize((torch.nn.functional.silu(gate) * up).float(), FORMATS["mxfp8"]).view(6, 128)
+    nearly_all_equal(quantized, expected)
+    assert quantized.shape == (6, 128)
+
+
+def test_mistakes_name_the_argument() -> None:
+    x = rows()
+    with pytest.raises(ValueError, match=r"plain of x \[5, 384\] to int4: no such kernel; activation formats: nvfp4"):
+        casts.quantize(x, FORMATS["int4"])
+    with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
+        casts.quantize(x.float(), FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="last axis must be a multiple of 32"):
+        casts.quantize(x[:, :200], FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="hadamard is 48"):
+        casts.quantize(x, FORMATS["mxfp8"], hadamard=48)
+    with pytest.raises(ValueError, match="fp8_token has no block scales that are swizzled"):
+        casts.quantize_swizzled(x, FORMATS["fp8_token"])
+    with pytest.raises(ValueError, match="rms to nvfp4: needs a static scale"):
+        fused.rmsnorm_quantize(x, torch.ones(384), 1e-6, FORMATS["nvfp4"])
+    with pytest.raises(ValueError, match=r"weight is \[100\] on cpu, expected \[384\]"):
+        fused.rmsnorm_quantize(x, torch.ones(100), 1e-6, FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match="the second input is"):
+        fused.swiglu_quantize(x, x[:4], FORMATS["mxfp8"])
+    with pytest.raises(ValueError, match=r"global_scale is \[2\] torch\.float32, expected one floating-point number"):
+        casts.quantize(x, FORMATS["nvfp4"], global_scale=torch.ones(2))
+    with pytest.raises(ValueError, match="scale is on meta, x on cpu"):
+        casts.quantize(x, FORMATS["fp8"], scale=torch.ones((), device="meta"))
+    with pytest.raises(ValueError, match="fp8_token measures its own"):
+        casts.quantize(x, FORMATS["fp8_token"], scale=STATIC)
+    with pytest.raises(ValueError, match="mxfp8 has no global scale"):
+        casts.quantize(x, FORMATS["mxfp8"], global_scale=STATIC)

@@ -1,0 +1,153 @@
+"""Quantizers on a GPU against the oracle on the CPU, into memory that holds something else before."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch")
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import fake_quantize, quantize
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.portable import casts, fused
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is allocated for a result is full of 0xA5, so that an element that is not written shows."""
+    empty = torch.empty
+
+    def filled(*args: object, **options: object) -> torch.Tensor:
+        tensor = empty(*args, **options)
+        if tensor.is_cuda and tensor.numel():
+            tensor.view(torch.uint8).fill_(0xA5)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", filled)
+
+
+def static(format: Format, device: str) -> dict[str, torch.Tensor]:
+    number = torch.tensor(0.02, device=device)
+    if format.block == (0, 0):
+        return {"scale": number}
+    return {"global_scale": number} if format.global_scale else {}
+
+
+def rows(tokens: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    x = (torch.randn(tokens, columns) * torch.randn(tokens, columns).exp()).to(dtype)
+    x[0, :16] = 0
+    if tokens > 2 and dtype is torch.bfloat16:
+        x[1] *= 1e-30
+        x[2] *= 1e30
+    return x
+
+
+@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("hadamard", [0, 16, 64, 128, 256])
+def test_codes_and_scales_bit_for_bit(format: str, hadamard: int) -> None:
+    form = FORMATS[format]
+    for dtype, tokens, columns in (
+        (torch.bfloat16, 300, 4096),
+        (torch.bfloat16, 5, 14336),
+        (torch.bfloat16, 7, 144),
+        (torch.float16, 37, 4096),
+        (torch.float16, 1, 256),
+    ):
+        if columns % max(hadamard, form.block[1], 1):
+            continue
+        x = rows(tokens, columns, dtype)
+        found = casts.quantize(x.cuda(), form, hadamard=hadamard, **static(form, "cuda"))
+        turned = (hadamard_transform(x, hadamard) if hadamard else x).float()
+        assert torch.equal(found.dequantize().cpu(), fake_quantize(turned, form, **static(form, "cpu")))
+        if form.block != (0, 0):
+            expected = quantize(turned, form, **static(form, "cpu"))
+            assert torch.equal(found.scale.view(torch.uint8).cpu(), expected.scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", casts.FORMATS_OUT)
+@pytest.mark.parametrize("hadamard", [0, 128])
+@pytest.mark.parametrize(("tokens", "columns"), [(9, 4096), (3, 14336), (5, 384)])
+def test_behind_what_makes_the_rows(format: str, hadamard: int, tokens: int, columns: int) -> None:
+    """rsqrt and exp may differ in a last bit, which moves a few values over a rounding boundary."""
+    form = FORMATS[format]
+    x, residual = torch.randn(2, tokens, columns, device="cuda").bfloat16()
+    weight, known = torch.randn(columns, device="cuda").bfloat16(), static(form, "cuda")
+
+    def normed(h: torch.Tensor) -> torch.Tensor:
+        return (h.float() * torch.rsqrt(h.float().square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * weight
+
+    added, hidden = fused.add_rmsnorm_quantize(x, residual, weight, 1e-6, form, hadamard=hadamard, **known)
+    assert torch.equal(hidden, x + residual)
+    for found, made in (
+        (fused.rmsnorm_quantize(x, weight, 1e-6, form, hadamard=hadamard, **known), normed(x)),
+        (added, normed(x + residual)),
+        (
+            fused.swiglu_quantize(x, residual, form, hadamard=hadamard, **known),
+            torch.nn.functional.silu(x) * residual,
+        ),
+    ):
+        turned = (hadamard_transform(made.cpu(), hadamard) if hadamard else made.cpu()).float()
+        expected, values = fake_quantize(turned, form, **static(form, "cpu")), found.dequantize().cpu()
+        assert float((values != expected).float().mean()) < 0.01
+        assert float((values - expected).norm() / expected.norm()) < 0.01
+
+
+@pytest.mark.parametrize("hadamard", [16, 32, 64, 128, 256])
+def test_rotated_nvfp4_by_scales_of_every_kind(hadamard: int) -> None:
+    """Whole numbers, of which many quotients are ties or beside one; scales of few bits, of many, and far away."""
+    form = FORMATS["nvfp4"]
+    whole = torch.randint(-60, 61, (40, 2048)).bfloat16()
+    for dtype, x in ((torch.bfloat16, whole), (torch.bfloat16, rows(40, 2048, torch.bfloat16)), (torch.float16, whole)):
+        for number in (1.0, 0.75, 1 / 3, 251 / 2688, 7 / 2688, 0.0123456, 1.0 - 2**-24, 1e-20, 1e20):
+            known = torch.tensor(number)
+            given, turned = x.to(dtype), hadamard_transform(x.to(dtype), hadamard).float()
+            found = casts.quantize(given.cuda(), form, hadamard=hadamard, global_scale=known.cuda())
+            expected = quantize(turned, form, global_scale=known)
+            assert torch.equal(found.codes.cpu(), expected.codes), (dtype, number)
+            assert torch.equal(found.scale.view(torch.uint8).cpu(), expected.scale.view(torch.uint8)), (dtype, number)
+
+
+def test_what_is_no_number_stays_in_its_rotation() -> None:
+    """NaN has the code of 6, and blocks beside it are what they were."""
+    form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
+    x = torch.randn(300, 4096, device="cuda").bfloat16()
+    before = casts.quantize(x, form, hadamard=128, **known)
+    x[7, 130] = torch.nan
+    after = casts.quantize(x, form, hadamard=128, **known)
+    hit = torch.zeros(300, 4096, dtype=torch.bool, device="cuda")
+    hit[7, 128:256] = True
+    assert bool(((after.codes[hit[:, ::2]] & 0x77) == 0x77).all())
+    assert torch.equal(after.codes[~hit[:, ::2]], before.codes[~hit[:, ::2]])
+    assert torch.equal(after.scale[~hit[:, ::16]].view(torch.uint8), before.scale[~hit[:, ::16]].view(torch.uint8))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8"])
+def test_swizzled_scales(format: str) -> None:
+    form = FORMATS[format]
+    for tokens, columns, hadamard in ((300, 4096, 128), (130, 4096, 0), (33, 160, 0)):
+        x, known = torch.randn(tokens, columns, device="cuda").bfloat16(), static(form, "cuda")
+        codes, scale, _ = casts.quantize_swizzled(x, form, hadamard=hadamard, **known)
+        plain = casts.quantize(x, form, hadamard=hadamard, **known)
+        down, across = plain.scale.shape
+        padded = torch.zeros(-(-down // 128) * 128, -(-across // 4) * 4, dtype=torch.uint8, device="cuda")
+        padded[:down, :across] = plain.scale.view(torch.uint8)
+        tiles = padded.view(-1, 4, 32, padded.shape[1] // 4, 4).permute(0, 3, 2, 1, 4)
+        assert torch.equal(scale.view(torch.uint8), tiles.flatten())
+        assert torch.equal(codes.view(torch.uint8), plain.codes.view(torch.uint8))
+
+
+def test_rows_at_odd_places_and_slices() -> None:
+    form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
+    wide = torch.randn(40, 1101, device="cuda").bfloat16()
+    for x in (wide[:, 3:515], wide[:, 4:516], wide[::2, 8:520], wide[:1, :512].expand(9, 512)):
+        for hadamard in (0, 64):
+            found = casts.quantize(x, form, hadamard=hadamard, **known)
+            turned = hadamard_transform(x.cpu(), hadamard) if hadamard else x.cpu()
+            assert torch.equal(found.dequantize().cpu(), fake_quantize(turned.float(), form, **static(form, "cpu")))
+    weights = torch.randn(513, device="cuda").bfloat16()
+    x = torch.randn(4, 512, device="cuda").bfloat16()
+    odd, even = (
+        fused.rmsnorm_quantize(x, weight, 1e-6, form, **known) for weight in (weights[1:], weights[1:].clone())
+    )
+    assert torch.equal(odd.codes, even.codes)

@@ -1,0 +1,201 @@
+"""The kernels between a decoder's matmuls: interpreted, against the modules of transformers; on a GPU likewise."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.aot import assemble, compile_kernel
+from quant.kernels.attention.kv_cache import KVPages
+from quant.kernels.interpreter import interpreted
+from quant.kernels.layout import prepack, why_not
+from quant.kernels.portable import decoder_step as kernels
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    module = LlamaRMSNorm(x.shape[-1], eps).to(x.device, x.dtype)
+    module.weight.data = weight
+    return module(x).detach()
+
+
+def nearly(y: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal, but for a last bit here and there."""
+    differs = y != expected
+    assert float(differs.float().mean()) < 0.01
+    torch.testing.assert_close(y, expected, rtol=2**-7, atol=0)
+
+
+def check_norm(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 4096), (5, 203), (3, 576)):
+        x, residual = (torch.randn(tokens, columns, device=device).to(dtype) for _ in range(2))
+        weight = torch.randn(columns, device=device).to(dtype)
+        for other in (residual, None):
+            y, hidden = kernels.add_rmsnorm(x, other, weight, 1e-5)
+            h = x if other is None else x + other
+            assert torch.equal(hidden, h)
+            nearly(y, rmsnorm(h, weight, 1e-5))
+
+
+def check_swiglu(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 14336), (7, 77)):
+        both = (3 * torch.randn(tokens, 2 * columns, device=device)).to(dtype)
+        gate, up = both.chunk(2, -1)
+        nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
+        in_turns = torch.stack([gate, up], -1).flatten(1)
+        assert torch.equal(kernels.swiglu(in_turns, in_turns=True), kernels.swiglu(both))
+
+
+def check_greedy(device: str, dtype: torch.dtype) -> None:
+    for tokens, columns in ((1, 128256), (3, 1000), (2, 5)):
+        logits = torch.randn(tokens, columns, device=device).to(dtype)  # rounded, so that the largest is there twice
+        logits[0, columns // 2] = logits[0].max()
+        assert torch.equal(kernels.greedy(logits), logits.argmax(-1))
+    logits = torch.zeros(4, 2500, device=device, dtype=dtype)
+    logits[1, 7:] = float("-inf")
+    logits[2] = float("-inf")
+    logits[3, 2000:] = float("nan")
+    assert kernels.greedy(logits).tolist() == [0, 0, 0, 2000]
+
+
+def check_rotation(device: str, dtype: torch.dtype) -> None:
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    for heads, kv_heads, dim in ((8, 2, 128), (3, 3, 48)):
+        lengths = torch.tensor([1, 16, 17, 40], dtype=torch.int32, device=device)
+        batch = len(lengths)
+        table = torch.randperm(batch * 3, device=device).view(batch, 3).int()
+        k = torch.full((batch * 3, kv_heads, 16, dim), 7.0, device=device, dtype=dtype)
+        pages = KVPages(k, k.clone(), None, dim)
+        qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
+        angle = (lengths - 1)[:, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)
+        cos, sin = (f(torch.cat([angle, angle], -1)).to(dtype) for f in (torch.cos, torch.sin))
+        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths)
+        split = qkv.view(batch, -1, 1, dim).split([heads, kv_heads, kv_heads], 1)
+        expected_q, expected_k = apply_rotary_pos_emb(split[0], split[1], cos[:, None], sin[:, None])
+        assert torch.equal(q, expected_q)
+        written = torch.zeros(pages.k.shape[:3], dtype=torch.bool, device=device)
+        for row, length in enumerate(lengths.tolist()):
+            page, slot = int(table[row, (length - 1) // 16]), (length - 1) % 16
+            assert torch.equal(pages.k[page, :, slot], expected_k[row, :, 0])
+            assert torch.equal(pages.v[page, :, slot], split[2][row, :, 0])
+            written[page, :, slot] = True
+        assert bool((pages.k[~written] == 7).all()) and bool((pages.v[~written] == 7).all())
+
+
+CHECKS = pytest.mark.parametrize("check", [check_norm, check_swiglu, check_greedy, check_rotation])
+
+
+@CHECKS
+@DTYPES
+def test_interpreted(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    with interpreted():
+        check("cpu", dtype)
+
+
+@pytest.mark.gpu
+@CHECKS
+@DTYPES
+def test_on_a_gpu(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+    check("cuda", dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 100, 600])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8_channel"])
+def test_gated_linear_on_a_gpu(name: str, tokens: int) -> None:
+    weight = quantize(torch.randn(2 * 448, 1600, device="cuda") / 40, FORMATS[name])
+    x = torch.randn(tokens, 1600, device="cuda", dtype=torch.bfloat16)
+    stored = kernels.rows_in_turns(weight)
+    stored = stored if why_not(stored) else prepack(stored)
+    y = kernels.gated_linear(x, stored)
+    gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
+    expected = torch.nn.functional.silu(gate) * up
+    assert y.shape == expected.shape
+    # Four roundings to BF16: of gate, of its activation, of up, and of their product; and of W where tokens are many.
+    error = (y.double() - expected).norm() / expected.norm()
+    assert error < (2**-8 if tokens <= 64 else 2**-7)
+
+
+def test_rows_in_turns() -> None:
+    w = torch.randn(6, 64)
+    stored = kernels.rows_in_turns(quantize(w, FORMATS["nvfp4"], global_scale=torch.tensor(0.01)))
+    turned = w.view(2, 3, 64).transpose(0, 1).reshape(6, 64)
+    expected = quantize(turned, FORMATS["nvfp4"], global_scale=torch.tensor(0.01))
+    assert torch.equal(stored.codes, expected.codes) and torch.equal(
+        stored.scale.view(torch.uint8), expected.scale.view(torch.uint8)
+    )
+
+
+def test_mistakes_name_the_argument() -> None:
+    x = torch.zeros(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"add_rmsnorm: residual is \[2, 32\] torch.bfloat16 on cpu, expected \[2, 64\]"
+    ):
+        kernels.add_rmsnorm(x, x[:, :32], x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"x is torch\.float32, expected float16 or bfloat16"):
+        kernels.add_rmsnorm(x.float(), None, x[0], 1e-5)
+    with pytest.raises(ValueError, match=r"both is not contiguous \(strides \(1, 2\)\)"):
+        kernels.swiglu(torch.zeros(64, 2, dtype=torch.bfloat16).T)
+    with pytest.raises(ValueError, match=r"both is \[2, 63\], expected"):
+        kernels.swiglu(torch.zeros(2, 63, dtype=torch.bfloat16))
+    pages = KVPages(torch.zeros(4, 2, 16, 16), torch.zeros(4, 2, 16, 16), None, 16)
+    with pytest.raises(ValueError, match=r"in torch\.float32, expected torch\.bfloat16"):
+        kernels.rotate_and_store(x, x, x, pages, x, x)
+
+
+POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "logits", "qkv", "cos", "sin", "q", "k", "v")
+OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "places": "*i32"}
+
+
+@pytest.mark.parametrize("arch", [90, 100, 120])
+@pytest.mark.parametrize(
+    ("kernel", "constants", "warps"),
+    [
+        (kernels.add_rmsnorm_kernel, {"add": True, "width": 4096}, 16),
+        (kernels.swiglu_kernel, {"in_turns": True, "width": 1024}, 4),
+        (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
+        (kernels.largest_of_row_kernel, {"width": 128}, 1),
+        (kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}, 1),
+    ],
+)
+def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
+    types = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
+    constants = {**constants, "overlap": True}
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names if name not in constants}
+    compiled = compile_kernel(kernel, signature, constants, arch=arch, num_warps=warps, num_stages=1)
+    assert assemble(compiled).spilled == 0
+    # Nothing that another kernel of the step writes is read, and nothing written, before it has ended.
+    before, after = compiled.ptx.split("griddepcontrol.wait", 1)
+    assert "griddepcontrol.launch_dependents" in before and "st.global" not in before and "st.global" in after
+    assert ("ld.global" in before) is (kernel is kernels.add_rmsnorm_kernel)
+
+
+def test_older_gpus_get_no_instruction_that_they_lack() -> None:
+    signature = {"both": "*bf16", "out": "*bf16", "K": "i32"}
+    constants = {"in_turns": False, "width": 1024, "overlap": False}
+    compiled = compile_kernel(kernels.swiglu_kernel, signature, constants, arch=89, num_warps=4, num_stages=1)
+    assert "griddepcontrol" not in compiled.ptx and assemble(compiled).spilled == 0
+
+
+def test_the_rotation_has_no_fused_products() -> None:
+    """Compiled as it is launched; with fusion, the rounding of a product before the sum is lost."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, constants = kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64, "overlap": True}
+    kinds = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
+    types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source, target = ASTSource(kernel, types, constexprs=values), GPUTarget("cuda", 90, 32)
+    for fused in (True, False):
+        options = {"num_warps": 1, "enable_fp_fusion": fused}
+        assert ("fma.rn" in triton.compile(source, target=target, options=options).asm["ptx"]) is fused

@@ -1,0 +1,381 @@
+"""The loop against really quantized models, exhaustive search, and the command line."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from quant.allocation.allocate import Allocation, allocate
+from quant.allocation.loop import Effort
+from quant.allocation.record import AllocationRecord
+from quant.allocation.request import AllocationRequest
+from quant.allocation.space import Constraint, Goal
+from quant.api import quantize
+from quant.calibration.sensitivity.costs import kv_cache_bytes
+from quant.calibration.sensitivity.knapsack import Infeasible
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.cli.main import main, quantize_command
+from quant.errors import UserError
+from quant.evaluation import evaluate
+from quant.kernels.linear.modules import QuantLinear
+from quant.planning import make_plan
+from quant.recipes.plan import Plan
+from quant.report import _kept_budget
+
+VOCABULARY = 61
+
+
+def _llama(layers: int = 3) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
+    return model.to(torch.bfloat16)
+
+
+def _rows(count: int = 12) -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (count, 24), generator=torch.Generator().manual_seed(3))
+
+
+def _allocate(goal: Goal, model: nn.Module | None = None, **options: Any) -> Allocation:
+    return allocate(
+        model or _llama(), _rows(), goal, **{"formats": "nvfp4,fp8", "effort": Effort(measurements=60), **options}
+    )
+
+
+def _stored_bits(model: nn.Module) -> float:
+    """Bits a weight, from the tensors that a quantized model really holds."""
+    nbytes = numel = 0
+    for name, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            nbytes += module.codes.nbytes + module.scale.nbytes
+            nbytes += 0 if module.global_scale is None else module.global_scale.nbytes
+            numel += module.weight_shape[0] * module.weight_shape[1]
+        elif isinstance(module, nn.Linear) and "lm_head" not in name:
+            nbytes += module.weight.nbytes
+            numel += module.weight.numel()
+    return 8 * nbytes / numel
+
+
+@pytest.mark.parametrize("bits", [4.8, 6.0])
+def test_bits_and_loss_are_those_of_the_quantized_model(bits: float) -> None:
+    model = _llama()
+    found = _allocate(Goal(bits=bits), model)
+    quantized = copy.deepcopy(model)
+    quantize.quantize(quantized, found.plan, _rows())
+    chosen = found.record.chosen
+    assert chosen.bits <= bits
+    assert chosen.bits == pytest.approx(_stored_bits(quantized), rel=1e-12)
+    assert chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
+    assert chosen.kl_measured <= found.record.rounds[0].measured
+
+
+def test_mixing_beats_every_format_that_is_as_small() -> None:
+    record = _allocate(Goal(bits=8.01)).record
+    assert all(record.chosen.kl_measured <= uniform.kl for uniform in record.uniform if uniform.bits <= 8.01)
+
+
+def test_a_limit_on_the_loss_ends_near_the_smallest_size_of_an_exhaustive_search() -> None:
+    """Every threshold on the score per byte that demoting a group costs, each measured for real."""
+    model, limit, rows = _llama(), 0.02, _rows()
+    found = _allocate(Goal(max_kl=limit), model)
+    assert found.record.chosen.kl_measured <= limit
+    gain = {
+        g.name: (g.scores["nvfp4"] - g.scores["fp8"]) / (g.bytes["fp8"] - g.bytes["nvfp4"])
+        for g in found.sensitivity.groups
+    }
+    base = make_plan(model, "nvfp4")
+    promoted = {layer.name: layer for layer in make_plan(model, "fp8").layers}
+    smallest = np.inf
+    for threshold in sorted(gain.values()):
+        above = [m for m in base.quantized if gain[m.group or m.name] >= threshold]
+        plan = base.replace_layers(promoted[m.name] for m in above)
+        quantized = copy.deepcopy(model)
+        quantize.quantize(quantized, plan, rows)
+        if (evaluate(quantized, rows[8:], model).kl or 0.0) <= limit:
+            smallest = min(smallest, sum(m.nbytes for m in plan.quantized))
+    assert np.isfinite(smallest)
+    assert found.record.chosen.bytes <= 1.03 * smallest
+
+
+def test_a_limit_on_perplexity() -> None:
+    model = _llama()
+    found = _allocate(Goal(max_ppl_increase=0.02), model)
+    quantized = copy.deepcopy(model)
+    quantize.quantize(quantized, found.plan, _rows())
+    result = evaluate(quantized, _rows()[8:], model)
+    assert result.baseline_perplexity is not None
+    assert result.perplexity <= 1.02 * result.baseline_perplexity * (1 + 1e-5)
+    assert found.record.chosen.bits < 16
+
+
+def test_fit_counts_weights_embeddings_and_cache() -> None:
+    model = _llama()
+    cache = kv_cache_bytes(model.config, 4096, 2)
+    every = sum(t.nbytes for t in {id(p): p for p in (*model.parameters(), *model.buffers())}.values())
+    limit = cache + int(0.7 * every)
+    found = _allocate(Goal(fit=limit, context=4096, batch=2), model)
+    quantized = copy.deepcopy(model)
+    quantize.quantize(quantized, found.plan, _rows())
+    held = sum(t.nbytes for n, t in quantized.state_dict().items() if "input_scale" not in n and n != "lm_head.weight")
+    held += (
+        quantized.lm_head.weight.nbytes if quantized.lm_head.weight is not quantized.model.embed_tokens.weight else 0
+    )
+    held += sum(b.nbytes for n, b in quantized.named_buffers() if "inv_freq" in n)
+    assert cache + held <= limit
+    assert cache + held > 0.9 * limit
+    memory = found.plan.provenance["allocation"]["memory"]
+    assert memory["kv_cache"] == cache and memory["tokens"] == 2 * 4096
+    assert sum(memory[k] for k in ("codes", "scales", "embeddings", "rest", "kv_cache")) == cache + held
+    assert found.record.chosen.memory == cache + held
+    assert AllocationRecord.from_dict(json.loads(json.dumps(found.record.to_dict()))) == found.record
+
+
+def test_from_python_in_one_call() -> None:
+    model = _llama()
+    quantized = copy.deepcopy(model)
+    result = quantize.quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8")
+    assert result.plan.layers == _allocate(Goal(bits=6.0), model, effort=Effort()).plan.layers
+    assert _stored_bits(quantized) <= 6.0
+    with pytest.raises(UserError, match="recipe 'fp8' fixes the formats"):
+        quantize.quantize(_llama(), "fp8", _rows(), bits=6.0)
+    with pytest.raises(UserError, match="nothing to allocate for"):
+        quantize.quantize(_llama(), data=_rows(), formats="nvfp4")
+    with pytest.raises(UserError, match="guard= and observer= would change"):
+        quantize.quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
+
+
+def test_every_layer_says_why() -> None:
+    found = _allocate(Goal(bits=5.5))
+    formats = {str(layer.weight) for layer in found.plan.layers if layer.kind == "linear"}
+    assert len(formats) > 1
+    for layer in found.plan.layers:
+        assert layer.reason
+        if layer.kind == "linear":
+            assert layer.cost == layer.nbytes and layer.score is not None
+            assert "sensitivity rank" in layer.reason and "would" in layer.reason
+    found.plan.check_groups()
+    assert Plan.from_dict(json.loads(json.dumps(found.plan.to_dict()))) == found.plan
+    assert found.plan.provenance["allocation"]["bits"] == found.record.chosen.bits
+
+
+def test_records_survive_json() -> None:
+    found = _allocate(Goal(bits=6.0))
+    assert AllocationRecord.from_dict(json.loads(json.dumps(found.record.to_dict()))) == found.record
+    assert Sensitivity.from_dict(json.loads(json.dumps(found.sensitivity.to_dict()))) == found.sensitivity
+    sizes = [point.bits for point in found.record.curve]
+    assert sizes == sorted(sizes) and sizes[-1] == 16.0
+    assert {u.name for u in found.record.uniform} == {"nvfp4", "fp8"}
+    with pytest.raises(ValueError, match="allocation record"):
+        AllocationRecord.from_dict({"budget": {}})
+
+
+def test_constraints() -> None:
+    constraints = [
+        Constraint.parse("pin", "*.down_proj=nvfp4"),
+        Constraint.parse("at_least", "*.q_proj=fp8"),
+        Constraint.parse("forbid", "*.o_proj=nvfp4"),
+    ]
+    plan = _allocate(Goal(bits=7.0), constraints=constraints, exclude=["*.layers.0.mlp.*"]).plan
+    for layer in plan.layers:
+        if layer.kind != "linear":
+            continue
+        if ".layers.0.mlp." in layer.name:
+            assert layer.weight is None and layer.reason == "--exclude *.layers.0.mlp.*"
+        elif "down_proj" in layer.name:
+            assert str(layer.weight) == "nvfp4"
+        elif "mlp" not in layer.name:
+            assert str(layer.weight) != "nvfp4"
+
+
+def test_a_solver_with_data_is_measured_itself() -> None:
+    model = _llama(2)
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Effort(rounds=1, measurements=20))
+    quantized = copy.deepcopy(model)
+    quantize.quantize(quantized, found.plan, _rows())
+    assert {layer.solver for layer in found.plan.quantized} == {"gptq"}
+    assert found.record.chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
+    # The copy that was measured is what quantizing by the plan gives, so nobody need do it again.
+    assert (
+        found.quantized is not None
+        and found.quantized.plan.digest() == quantize.plan_of_model(quantized, found.plan).digest()
+    )
+    ours, again = found.quantized.model.state_dict(), quantized.state_dict()
+    assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
+    # What the solver leaves of each group alone foretells it better than rounding to nearest does.
+    plain = _allocate(Goal(bits=6.0), model, solver="mse", effort=Effort(rounds=0, measurements=0))
+    guesses = [_score_of(table, found.plan) for table in (found.sensitivity, plain.sensitivity)]
+    assert abs(guesses[0] - found.record.chosen.kl_measured) < abs(guesses[1] - found.record.chosen.kl_measured)
+    limited = _allocate(Goal(max_kl=0.03), model, solver="gptq", effort=Effort(rounds=1, measurements=20))
+    assert limited.record.chosen.kl_measured <= 0.03
+
+
+def _score_of(table: Sensitivity, plan: Plan) -> float:
+    """Sum of the scores of the formats in `plan`."""
+    formats = {m.name: str(m.weight) if m.weight else "keep" for m in plan.layers}
+    return sum(group.scores[formats[group.layers[0]]] for group in table.groups)
+
+
+def test_an_encoder_is_measured_on_its_embeddings() -> None:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(0)
+    config = BertConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
+    )  # fmt: skip
+    model = BertModel(config).eval()
+    found = _allocate(Goal(bits=6.0), model, method="kl")
+    quantized = copy.deepcopy(model)
+    quantize.quantize(quantized, found.plan, _rows())
+    with torch.no_grad():
+        a, b = (m(_rows()[8:]).last_hidden_state.mean(1) for m in (model, quantized))
+    expected = float((1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean())
+    assert found.record.chosen.kl_measured == pytest.approx(expected, rel=0.05, abs=1e-7)
+    assert "cosine" in found.record.unit
+    with pytest.raises(UserError, match="--max-ppl-increase needs a causal language model"):
+        _allocate(Goal(max_ppl_increase=0.01), model)
+
+
+@pytest.mark.parametrize(
+    ("goal", "message"),
+    [
+        (Goal(bits=4.2), r"--bits 4\.2: the smallest feasible value with these formats is 4\.50"),
+        (
+            Goal(fit=1e5, context=8192),
+            r"--fit 100 kB: the smallest feasible value is 3,\d+,\d+ bytes .*, of which 3.15 MB are the KV",
+        ),
+        (Goal(latency=1e-9, target=("h100",)), r"--latency 1e-06 ms: the smallest feasible value is .* ms"),
+        (Goal(max_kl=1e-9, bits=5.0), r"--max-kl 1e-09: even the least lossy choice within the budgets measures"),
+    ],
+)
+def test_infeasible_says_what_is_feasible(goal: Goal, message: str) -> None:
+    with pytest.raises(Infeasible, match=message):
+        _allocate(goal)
+
+
+def test_an_infeasible_budget_is_refused_before_anything_is_measured() -> None:
+    stages: list[str] = []
+    with pytest.raises(Infeasible, match="smallest feasible value"):
+        _allocate(Goal(bits=4.2), progress=lambda stage, done, total: stages.append(stage))
+    assert stages == []
+    with pytest.raises(UserError, match=r"unknown target 'h1000'; known runtimes: .*; known GPUs: .*h100"):
+        Goal(bits=5.0, target=("h1000",))
+
+
+def test_targets() -> None:
+    with pytest.raises(ValueError, match=r"tensorrt-rtx-sm89 runs none of nvfp4 .* it has fp8@fp8"):
+        _allocate(Goal(bits=8.0, target=("tensorrt-rtx-sm89",)), formats="nvfp4")
+    plan = _allocate(Goal(bits=8.5, target=("tensorrt-rtx-sm89",))).plan
+    assert {str(layer.weight) for layer in plan.quantized} == {"fp8"} and plan.target == "tensorrt-rtx-sm89"
+    found = _allocate(Goal(latency=5.1e-7, target=("vllm", "h100")))
+    note = found.plan.provenance["allocation"]
+    assert note["seconds"] <= 5.1e-7 and note["timing"] == "h100, roofline"
+    chosen = found.record.chosen
+    assert (chosen.seconds, chosen.timing) == (note["seconds"], note["timing"])
+    assert re.fullmatch(r"; 0\.000[45]\d* of 0\.00051 ms a decode step \(h100, roofline\)", _kept_budget(found.record))
+
+
+def test_bad_requests() -> None:
+    assert AllocationRequest().goal() is None
+    with pytest.raises(UserError, match="--formats needs something to allocate for"):
+        AllocationRequest(formats="nvfp4").goal()
+    with pytest.raises(UserError, match="--fit 'many' is no size; write it like 24GB"):
+        AllocationRequest(fit="many").goal()
+    with pytest.raises(UserError, match="--latency needs the GPU"):
+        AllocationRequest(latency="1ms").goal()
+    with pytest.raises(UserError, match="one limit on the loss"):
+        AllocationRequest(max_kl=0.1, max_ppl_increase="1%").goal()
+    with pytest.raises(UserError, match="--at-least 'fp8': write it as GLOB=FORMAT"):
+        AllocationRequest(bits=5.0, at_least=("fp8",)).options()
+    with pytest.raises(UserError, match="'mxfp8' is none of the formats nvfp4, fp8, keep"):
+        _allocate(Goal(bits=6.0), constraints=[Constraint("pin", "*", "mxfp8")])
+    with pytest.raises(UserError, match="no layer that a format is chosen for matches"):
+        _allocate(Goal(bits=6.0), constraints=[Constraint("pin", "*.nothing", "fp8")])
+
+
+@pytest.fixture
+def model_dir(tmp_path: Path) -> Path:
+    from safetensors.torch import save_file
+
+    directory = tmp_path / "model"
+    _llama(2).save_pretrained(directory)  # type: ignore[operator]
+    save_file({"calibration": _rows(), "eval": _rows(16)[12:]}, tmp_path / "tokens.safetensors")
+    return directory
+
+
+def test_the_command_line_allocates(model_dir: Path, tmp_path: Path) -> None:
+    out, tokens = tmp_path / "out", tmp_path / "tokens.safetensors"
+    arguments = [
+        str(model_dir), "--bits", "6.0", "--calib", f"{tokens}:calibration", "--calib-samples", "12", "--eval",
+        f"{tokens}:eval", "--eval-samples", "4", "--seqlen", "24", "--out", str(out), "--json",
+        "--sensitivity", str(tmp_path / "scores.json"), "--search", "30",
+    ]  # fmt: skip
+    done = CliRunner().invoke(quantize_command, arguments)
+    assert done.exit_code == 0, done.output
+    report = json.loads(done.stdout)
+    record = AllocationRecord.from_dict(report["allocation"])
+    assert record.budget.kind == "bits" and record.chosen.bits <= 6.0
+    assert Sensitivity.from_dict(report["sensitivity"]) == Sensitivity.load(tmp_path / "scores.json")
+    assert json.loads((out / "report.json").read_text())["allocation"] == report["allocation"]
+    formats = {layer["weight"] for layer in json.loads((out / "plan.json").read_text())["layers"]}
+    assert {"nvfp4", "fp8"} <= formats
+
+
+def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:
+    """With GPTQ the copy that the allocation measured goes into the checkpoint: read back, it loses what the report
+    says."""
+    tokens, out = f"{tmp_path / 'tokens.safetensors'}", tmp_path / "out"
+    arguments = [
+        str(model_dir), "--bits", "6", "--solver", "gptq", "--calib", f"{tokens}:calibration", "--calib-samples", "9",
+        "--eval", f"{tokens}:eval", "--eval-samples", "4", "--seqlen", "24", "--out", str(out), "--json",
+    ]  # fmt: skip
+    done = CliRunner().invoke(quantize_command, arguments)
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.stdout)["evaluation"]
+    again = ["evaluate", str(out), "--text", f"{tokens}:eval", "--samples", "4", "--seqlen", "24", "--json"]
+    read = CliRunner().invoke(main, [*again, "--baseline", str(model_dir)])
+    assert read.exit_code == 0, read.output
+    found = json.loads(read.stdout)
+    assert found["kl"] == pytest.approx(said["kl"], rel=1e-3) and said["kl"] > 0
+
+
+def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
+    def error(*arguments: str) -> str:
+        done = CliRunner().invoke(quantize_command, [str(model_dir), "--out", str(tmp_path / "out"), *arguments])
+        assert done.exit_code == 2 and not (tmp_path / "out").exists()
+        return done.stderr
+
+    assert "--format fixes the formats that a budget would choose" in error("--bits", "5", "--format", "nvfp4")
+    assert "--dry-run reads no weights" in error("--bits", "5", "--dry-run")
+    assert "--guard would change what the allocation has measured" in error("--bits", "5", "--guard", "0.1 keep")
+    assert "write it like 24GB or 500MiB" in error("--fit", "24kg")
+    calib = f"{tmp_path / 'tokens.safetensors'}:calibration"
+    assert "smallest feasible value" in error("--bits", "3", "--calib", calib, "--seqlen", "24", "--calib-samples", "9")
+
+
+def test_sensitivity_command(model_dir: Path, tmp_path: Path) -> None:
+    tokens, out = f"{tmp_path / 'tokens.safetensors'}:calibration", tmp_path / "scores.json"
+    arguments = [str(model_dir), "--formats", "nvfp4,mxfp8", "--method", "kl", "--calib", tokens, "--samples", "2"]
+    arguments = ["sensitivity", *arguments, "--seqlen", "24", "--out", str(out)]
+    done = CliRunner().invoke(main, [*arguments, "--json"])
+    assert done.exit_code == 0, done.output
+    table = Sensitivity.from_dict(json.loads(done.stdout))
+    assert table == Sensitivity.load(out)
+    assert table.method == "kl" and table.formats == ("nvfp4", "mxfp8", "keep") and len(table.groups) == 8
+    shown = CliRunner().invoke(main, arguments)
+    assert "gate_proj" in shown.output

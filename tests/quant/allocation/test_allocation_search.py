@@ -1,0 +1,81 @@
+"""The local search against every choice there is, on losses whose parts interact."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quant.allocation.search import Search
+from quant.calibration.sensitivity.knapsack import Problem, solve
+
+GROUPS, FORMATS = 7, 3
+SIZE = np.array([4.5, 8.0, 16.0])
+
+
+class Interacting:
+    """½ |Σ errors|² over tokens: what a group adds depends on all others. Counts what it is asked."""
+
+    def __init__(self, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        common = rng.normal(size=(1, 1, 24))
+        own = rng.normal(size=(GROUPS, 1, 24)) + 2.0 * rng.choice([-1, 1], (GROUPS, 1, 1)) * common
+        self.errors = own * rng.lognormal(0, 1, (GROUPS, 1, 1)) * np.array([1.0, 0.15, 0.0])[None, :, None]
+        self.asked = 0
+        self.remembered: tuple[int, ...] | None = None
+
+    def value(self, choice: Any) -> float:
+        return 0.5 * float(np.square(self.errors[np.arange(GROUPS), list(choice)].sum(0)).sum())
+
+    def start(self, named: Mapping[str, int]) -> float:
+        self.remembered = tuple(named.values())
+        return self.loss(named)
+
+    def loss(self, named: Mapping[str, int]) -> float:
+        self.asked += 1
+        return self.value(named.values())
+
+
+def _search(seed: int, measurements: int) -> tuple[Search, Interacting, np.ndarray, float]:
+    baseline = Interacting(seed)
+    scores = 0.5 * np.square(baseline.errors).sum(-1)
+    weights = np.random.default_rng(seed + 1000).integers(1, 5, (GROUPS, 1))
+    problem = Problem(tuple(map(str, range(GROUPS))), ("a", "b", "c"), scores, {"bytes": weights * SIZE})
+    limit = 6.5 * weights.sum()
+    named = lambda choice: dict(zip(problem.groups, map(int, choice), strict=True))  # noqa: E731
+    search = Search(problem, {"bytes": limit}, baseline, named, measurements)  # type: ignore[arg-type]
+    return search, baseline, solve(problem, {"bytes": limit}), limit
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_nothing_near_the_answer_is_better_and_often_nothing_at_all(seed: int) -> None:
+    search, baseline, first, limit = _search(seed, 10_000)
+    found = search.improve(first)
+    taken = search.problem.costs["bytes"]
+    fits = [c for c in itertools.product(range(FORMATS), repeat=GROUPS) if taken[np.arange(GROUPS), c].sum() <= limit]
+    value = baseline.value(found)
+    assert tuple(found) in fits and value <= baseline.value(first) and search.loss_of(found) == value
+    near = [c for c in fits if (np.array(c) != found).sum() <= 2]
+    assert value <= min(map(baseline.value, near)) * (1 + 2e-4)
+    assert value <= 1.3 * min(map(baseline.value, fits))
+
+
+def test_it_does_better_than_scores_that_add_up() -> None:
+    ratios = []
+    for seed in range(12):
+        search, baseline, first, _ = _search(seed, 10_000)
+        ratios.append(baseline.value(search.improve(first)) / baseline.value(first))
+    assert max(ratios) <= 1 and np.mean(ratios) < 0.9, ratios
+
+
+@pytest.mark.parametrize("measurements", [0, 1, 9, 20])
+def test_it_stops_when_its_measurements_are_used_up(measurements: int) -> None:
+    search, baseline, first, limit = _search(3, measurements)
+    found = search.improve(first)
+    # A step that was begun is finished: nine sizes of step and a new start.
+    assert baseline.asked <= measurements + 12
+    assert search.problem.total("bytes", found) <= limit
+    assert baseline.value(found) <= baseline.value(first)

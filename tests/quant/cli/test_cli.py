@@ -1,0 +1,449 @@
+"""The commands: what they print and write, and every mistake in one line, exit code 2 and nothing written."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+from samples import BASE
+
+from quant.api.checkpoint import load
+from quant.cli.main import main, quantize_command
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.models.open import open_model
+from quant.planning import make_plan
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import presets
+
+pytest.importorskip("transformers")
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def run(command: Any, *arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(a) for a in arguments])
+
+
+def quantize_base(out: Path, *arguments: object) -> Result:
+    return run(quantize_command, BASE, "--out", out, "--quiet", *arguments)
+
+
+def tree(directory: Path) -> dict[str, int]:
+    return {str(p.relative_to(directory)): p.stat().st_size for p in directory.rglob("*")}
+
+
+def refused(result: Result) -> str:
+    """The one line of a refused command."""
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert re.fullmatch(r"error: [^\n]+\n", result.stderr), result.stderr
+    return result.stderr
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A copy of the golden model that a test may damage."""
+    return Path(shutil.copytree(BASE, tmp_path / "model"))
+
+
+def change_weights(model: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    change(tensors)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def put_nans(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.1.mlp.up_proj.weight"][3, :5] = torch.nan
+
+
+# The main job
+
+
+def test_quantize_writes_what_its_report_says(tmp_path: Path) -> None:
+    result = run(quantize_command, BASE, "--format", "nvfp4a16", "--out", tmp_path / "out", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    report = json.loads(result.stdout)
+    out = tmp_path / "out"
+    assert json.loads((out / "report.json").read_text()) == report
+    assert {p.name for p in out.iterdir()} >= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "plan.json",
+        "report.html",
+        "report.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    plan = Plan.load(out / "plan.json")
+    assert len(plan.quantized) == 14 and report["plan_digest"] == plan.digest()
+    assert report["bytes_after"] == (out / "model.safetensors").stat().st_size
+    assert plan.provenance["recipe"] == "nvfp4a16" and plan.provenance["seed"] == 0
+    # SNR of one layer, in float64 from the weight and the file.
+    name = "model.layers.0.mlp.down_proj"
+    weight = load_file(BASE / "model.safetensors")[f"{name}.weight"].double()
+    error = load(out).get_submodule(name).dequantize(torch.float64) - weight
+    expected = 10 * float(torch.log10(weight.square().sum() / error.square().sum()))
+    assert next(x["snr_db"] for x in report["layers"] if x["name"] == name) == pytest.approx(expected, abs=1e-3)
+
+
+def test_processors_of_images_and_sounds_come_along(model: Path, tmp_path: Path) -> None:
+    for name in ("preprocessor_config.json", "processor_config.json", "notes.json"):
+        (model / name).write_text(f'{{"of": "{name}"}}')
+    result = run(quantize_command, model, "--format", "mxfp8", "--out", tmp_path / "out", "--quiet")
+    assert (result.exit_code, result.output) == (0, "")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"of": "preprocessor_config.json"}'
+    assert (tmp_path / "out" / "processor_config.json").exists() and not (tmp_path / "out" / "notes.json").exists()
+
+
+def test_quantize_says_where_it_wrote_on_stderr_only(tmp_path: Path) -> None:
+    result = run(quantize_command, BASE, "--format", "mxfp8", "--out", tmp_path / "out")
+    assert result.exit_code == 0 and result.stdout == ""
+    assert "written to" in result.stderr
+    quiet = run(quantize_command, BASE, "--format", "mxfp8", "--out", tmp_path / "quiet", "--quiet")
+    assert (quiet.exit_code, quiet.output) == (0, "")
+
+
+def test_a_calibration_text_gives_static_scales(tmp_path: Path) -> None:
+    text = tmp_path / "ids.safetensors"
+    save_file({"ids": torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(1))}, text)
+    options = ("--format", "fp8", "--calib", text, "--calib-samples", 2, "--seqlen", 16)
+    assert quantize_base(tmp_path / "out", *options).exit_code == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    scales = {n: t for n, t in tensors.items() if n.endswith(".input_scale")}
+    assert len(scales) == 14 and all(t.shape == (1,) for t in scales.values())
+    caught: list[torch.Tensor] = []
+    model = open_model(BASE).model
+    down = model.get_submodule("model.layers.1.mlp.down_proj")
+    down.register_forward_pre_hook(lambda module, args: caught.append(args[0].abs().amax().float()))
+    with torch.no_grad():
+        for row in load_file(text)["ids"]:
+            model(row[None])
+    expected = (torch.stack(caught).amax() / 448).bfloat16()
+    assert torch.equal(scales["model.layers.1.mlp.down_proj.input_scale"][0], expected)
+    # Layers that read one input share its scale.
+    attention = "model.layers.0.self_attn."
+    assert len({float(scales[f"{attention}{p}_proj.input_scale"]) for p in "qkv"}) == 1
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, tmp_path: Path) -> None:
+    before = tree(tmp_path)
+    change_weights(model, put_nans)  # which nobody looks at
+    result = run(quantize_command, model, "--format", "nvfp4", "--dry-run", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    plan = Plan.from_dict(json.loads(result.stdout))
+    assert plan.layers == make_plan(open_model(BASE).model, "nvfp4").layers
+    table = run(quantize_command, model, "--format", "nvfp4", "--dry-run", "--out", tmp_path / "out")
+    assert table.exit_code == 0
+    assert f"14 quantized at {plan.effective_bits:.4f} bits a weight" in table.stdout
+    assert tree(tmp_path) == before
+
+
+def test_an_edited_plan_changes_exactly_that_layer(tmp_path: Path) -> None:
+    assert quantize_base(tmp_path / "first", "--format", "nvfp4a16").exit_code == 0
+    plan = json.loads((tmp_path / "first" / "plan.json").read_text())
+    name = "model.layers.0.mlp.down_proj"
+    next(x for x in plan["layers"] if x["name"] == name).update(weight="mxfp8", reason="by hand")
+    (tmp_path / "edited.json").write_text(json.dumps(plan))
+    assert quantize_base(tmp_path / "second", "--plan", tmp_path / "edited.json").exit_code == 0
+    first, second = (load_file(tmp_path / d / "model.safetensors") for d in ("first", "second"))
+    assert {n for n in first.keys() ^ second.keys() if not n.startswith(name)} == set()
+    assert f"{name}.weight_packed" in first and second[f"{name}.weight"].dtype is torch.float8_e4m3fn
+    for other in first.keys() & second.keys() - {f"{name}.weight_scale"}:
+        a, b = first[other], second[other]
+        assert torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), other
+    assert Plan.load(tmp_path / "second" / "plan.json").by_name[name].reason == "by hand"
+
+
+def test_a_recipe_file_and_globs(tmp_path: Path) -> None:
+    (tmp_path / "r.toml").write_text('weight = "mxfp8"\n[[rules]]\nmatch = "*mlp*"\nweight = "nvfp4"\n')
+    options = ("--recipe", tmp_path / "r.toml", "--exclude", "*.1.*", "--dry-run", "--json")
+    plan = Plan.from_dict(json.loads(run(quantize_command, BASE, *options).stdout))
+    expected = {
+        f"model.layers.0.{'self_attn' if p[0] in 'qkvo' else 'mlp'}.{p}": "mxfp8" if p[0] in "qkvo" else "nvfp4"
+        for p in PROJECTIONS
+    }
+    assert {x.name: x.weight.name for x in plan.quantized if x.weight} == expected
+
+
+def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
+    for out in ("a", "b"):
+        assert quantize_base(tmp_path / out, "--format", "nvfp4a16", "--seed", 7).exit_code == 0
+    a, b = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("a", "b"))
+    assert a == b
+
+
+def test_a_bare_state_dict_is_quantized_weight_only(tmp_path: Path) -> None:
+    weights = {"net.up.weight": torch.randn(64, 32), "net.up.bias": torch.randn(64), "net.norm.weight": torch.ones(32)}
+    save_file(weights, tmp_path / "bare.safetensors")
+    result = run(
+        quantize_command, tmp_path / "bare.safetensors", "--format", "nvfp4", "--out", tmp_path / "out", "--quiet"
+    )
+    assert result.exit_code == 0, result.output
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert set(tensors) == {
+        *(f"net.up.{n}" for n in ("weight_packed", "weight_scale", "weight_global_scale", "bias")),
+        "net.norm.weight",
+    }
+    expected = quantize(weights["net.up.weight"], FORMATS["nvfp4"])
+    assert torch.equal(tensors["net.up.weight_packed"], expected.codes)
+    assert torch.equal(tensors["net.up.bias"], weights["net.up.bias"])
+    layer = Plan.load(tmp_path / "out" / "plan.json").by_name["net.up"]
+    assert layer.activation is None and "weight only" in layer.reason
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file or directory"),
+        (b"", "the file is empty"),
+        (b"\x10\x00\x00\x00\x00\x00\x00\x00{}", "truncated"),
+        (b"hello, world, this is a text", "unknown file type"),
+        (b"PK\x03\x04 not really a zip", "archive"),
+    ],
+    ids=["missing", "empty", "truncated", "magic", "zip"],
+)
+@pytest.mark.parametrize("dry", [False, True])
+def test_a_file_that_is_no_model(tmp_path: Path, content: bytes | None, message: str, dry: bool) -> None:
+    file = tmp_path / "model.bin"
+    if content is not None:
+        file.write_bytes(content)
+    before = tree(tmp_path)
+    options = ["--dry-run"] if dry else ["--out", tmp_path / "out"]
+    line = refused(run(quantize_command, file, "--format", "nvfp4a16", *options))
+    assert message in line and str(file) in line
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("keep", [8, 100, 5000, -1])
+def test_truncated_weights(model: Path, tmp_path: Path, keep: int) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:keep])
+    before = tree(tmp_path)
+    assert str(weights) in refused(run(quantize_command, model, "--format", "nvfp4a16", "--out", tmp_path / "out"))
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_without_config(model: Path, tmp_path: Path) -> None:
+    (model / "config.json").unlink()
+    assert "no config.json" in refused(run(quantize_command, model, "--format", "nvfp4a16", "--out", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_weights_name_the_layer_and_the_count(model: Path, tmp_path: Path) -> None:
+    change_weights(model, put_nans)
+    before = tree(tmp_path)
+    line = refused(run(quantize_command, model, "--format", "nvfp4a16", "--out", tmp_path / "out", "--quiet"))
+    assert "model.layers.1.mlp.up_proj [256, 128]: 5 NaN" in line
+    assert tree(tmp_path) == before
+    excluded = ("--exclude", "*1.mlp*", "--out", tmp_path / "out", "--quiet")
+    assert run(quantize_command, model, "--format", "nvfp4a16", *excluded).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--format", "nvfp5"), "unknown format 'nvfp5'; known formats: " + ", ".join(presets())),
+        (("--format", "nvfp4a16", "--solver", "magic"), "unknown solver 'magic'; known solvers: rtn"),
+        (("--format", "nvfp4a16", "--exclude", "nothing*"), "glob 'nothing*' matches no layer"),
+        (("--format", "nvfp4a16", "--include", "nothing*"), "glob 'nothing*' matches no layer"),
+        (("--format", "nvfp4a16", "--exclude", "*"), "quantizes none"),
+        (("--format", "fp8", "--calib", "{tmp}/absent.txt"), "absent.txt"),
+        (("--format", "nvfp4a16", "--eval", "{tmp}/absent.txt"), "absent.txt"),
+        (("--recipe", "{tmp}/absent.toml"), "absent.toml"),
+        (("--plan", "{tmp}/absent.json"), "absent.json"),
+        (("--recipe", "{tmp}/key.toml"), "unknown key(s) wieght; known keys: name, weight"),
+        (("--plan", "{tmp}/key.toml"), "not a plan"),
+        ((), "exactly one of --format, --recipe and --plan"),
+        (("--format", "mxfp8", "--recipe", "x"), "exactly one of --format, --recipe and --plan"),
+        (("--plan", "x", "--exclude", "*"), "--plan says everything already"),
+    ],
+)
+def test_options_that_cannot_be_meant(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
+    (tmp_path / "key.toml").write_text('wieght = "nvfp4"\n')
+    before = tree(tmp_path)
+    options = tuple(o.replace("{tmp}", str(tmp_path)) for o in options)
+    assert message in refused(quantize_base(tmp_path / "out", *options))
+    assert tree(tmp_path) == before
+
+
+def test_no_destination() -> None:
+    assert "--out DIR" in refused(run(quantize_command, BASE, "--format", "nvfp4a16"))
+
+
+def test_a_plan_for_another_model(tmp_path: Path) -> None:
+    plan = make_plan(torch.nn.Sequential(torch.nn.Linear(32, 32)), "nvfp4a16", run=lambda m: m(torch.zeros(1, 32)))
+    plan.save(tmp_path / "plan.json")
+    line = refused(quantize_base(tmp_path / "out", "--plan", tmp_path / "plan.json"))
+    assert "0: is not in the model" in line and "model.layers.*.mlp.up_proj" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_plan_with_mistakes_in_two_layers(tmp_path: Path) -> None:
+    """Both are named, the one that cannot be read and the one that no solver knows, before any text is read."""
+    assert quantize_base(tmp_path / "out", "--format", "nvfp4a16").exit_code == 0
+    file = tmp_path / "out" / "plan.json"
+    fields = json.loads(file.read_text())
+    first, second = [layer for layer in fields["layers"] if layer["weight"]][:2]
+    first["weight"], second["solver"] = "nvfp5", "magic"
+    file.write_text(json.dumps(fields))
+    line = refused(quantize_base(tmp_path / "again", "--plan", file, "--calib", tmp_path / "absent.txt"))
+    assert f"{first['name']}: unknown format 'nvfp5'" in line and f"{second['name']}: unknown solver 'magic'" in line
+
+
+def test_a_destination_that_is_not_empty(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious.txt").write_text("old")
+    before = tree(tmp_path)
+    assert "is not empty; pass --overwrite" in refused(quantize_base(out, "--format", "nvfp4a16"))
+    assert tree(tmp_path) == before
+    assert "holds precious.txt and no plan.json" in refused(quantize_base(out, "--format", "nvfp4a16", "--overwrite"))
+    assert tree(tmp_path) == before
+    (out / "plan.json").write_text("old")
+    assert quantize_base(out, "--format", "nvfp4a16", "--overwrite").exit_code == 0
+    assert not (out / "precious.txt").exists() and (out / "plan.json").read_text() != "old"
+
+
+def test_what_is_quantized_already(tmp_path: Path) -> None:
+    assert quantize_base(tmp_path / "out", "--format", "nvfp4a16").exit_code == 0
+    line = refused(run(quantize_command, tmp_path / "out", "--format", "fp8_channel", "--out", tmp_path / "again"))
+    assert "already quantized" in line and not (tmp_path / "again").exists()
+
+
+FULL_DISK = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
+from quant.cli import quantize_command
+quantize_command()
+"""
+
+
+def test_no_space_left(tmp_path: Path) -> None:
+    """A process whose files cannot grow beyond 20 kB, as on a full disk."""
+    arguments = [str(BASE), "--format", "nvfp4a16", "--out", str(tmp_path / "deep" / "out"), "--quiet"]
+    done = subprocess.run([sys.executable, "-c", FULL_DISK, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, ""), done
+    assert re.fullmatch(r"error: .*cannot be written: .*File too large.*\n", done.stderr), done.stderr
+    assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == []
+    assert not (tmp_path / "deep" / "out").exists()
+
+
+# The toolbox
+
+
+def test_inspect_reads_what_was_written(tmp_path: Path) -> None:
+    assert quantize_base(tmp_path / "out", "--format", "nvfp4a16").exit_code == 0
+    result = run(main, "inspect", tmp_path / "out", "--json")
+    content = json.loads(result.stdout)
+    assert Plan.from_dict(content["plan"]) == Plan.load(tmp_path / "out" / "plan.json")
+    assert content["report"] == json.loads((tmp_path / "out" / "report.json").read_text())
+    table = run(main, "inspect", tmp_path / "out")
+    assert table.exit_code == 0 and "14 quantized at 4.5" in table.stdout
+    assert "no plan.json" in refused(run(main, "inspect", BASE))
+    # What looks like markup to rich is text all the same.
+    plan = Plan.load(tmp_path / "out" / "plan.json")
+    plan.replace_layers([replace(plan.by_name["lm_head"], reason="[experts, in, out] [bold]")]).save(
+        tmp_path / "out" / "plan.json"
+    )
+    assert "kept in 16 bit: [experts, in, out] [bold]" in run(main, "inspect", tmp_path / "out").stdout
+
+
+def test_evaluate_against_arithmetic_of_its_own(tmp_path: Path) -> None:
+    ids = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    assert quantize_base(tmp_path / "out", "--format", "mxfp4a16").exit_code == 0
+    options = ("--text", tmp_path / "ids.safetensors", "--samples", 3, "--seqlen", 24, "--json")
+    result = run(main, "evaluate", tmp_path / "out", "--baseline", BASE, *options)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    with torch.no_grad():
+        logs = [
+            m.float()(ids).logits.double().log_softmax(-1)[:, :-1]
+            for m in (load(tmp_path / "out"), open_model(BASE).model)
+        ]
+    expected = [float(torch.exp(-log.gather(-1, ids[:, 1:, None]).mean())) for log in logs]
+    kl = float((logs[1].exp() * (logs[1] - logs[0])).sum(-1).mean())
+    assert found["perplexity"] == pytest.approx(expected[0], rel=1e-5)
+    assert found["baseline_perplexity"] == pytest.approx(expected[1], rel=1e-5)
+    assert found["kl"] == pytest.approx(kl, rel=1e-3) and found["kl"] > 1e-3
+    assert found["top1"] == pytest.approx(float((logs[0].argmax(-1) == logs[1].argmax(-1)).double().mean()), abs=0.03)
+    assert found["tokens"] == 3 * 23
+    itself = json.loads(run(main, "evaluate", BASE, "--baseline", BASE, *options).stdout)
+    assert itself["kl"] == pytest.approx(0, abs=1e-9) and itself["top1"] == 1
+
+
+def test_a_cache_of_the_plan_counts_in_its_own_evaluation(tmp_path: Path) -> None:
+    ids = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    (tmp_path / "recipe.toml").write_text('weight = "mxfp4"\nkv_cache = "fp8"\n')
+    text = ("--eval", tmp_path / "ids.safetensors", "--eval-samples", 3, "--seqlen", 24)
+    given = ("--recipe", tmp_path / "recipe.toml", "--calib", tmp_path / "ids.safetensors", "--calib-samples", 3)
+    result = quantize_base(tmp_path / "out", *given, *text)
+    assert result.exit_code == 0, result.stderr
+    reported = json.loads((tmp_path / "out" / "report.json").read_text())["evaluation"]["kl"]
+    again = ("--baseline", BASE, "--text", tmp_path / "ids.safetensors", "--samples", 3, "--seqlen", 24, "--json")
+    with_cache = json.loads(run(main, "evaluate", tmp_path / "out", *again).stdout)["kl"]
+    without = json.loads(run(main, "evaluate", tmp_path / "out", *again, "--kv-cache", "16bit").stdout)["kl"]
+    assert reported == pytest.approx(with_cache, rel=1e-3)
+    assert abs(without - with_cache) > 0.01 * without
+
+
+def test_evaluate_refuses_what_it_cannot_run(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "bare.safetensors")
+    save_file({"ids": torch.zeros(1, 8, dtype=torch.long)}, tmp_path / "ids.safetensors")
+    text = ("--text", tmp_path / "ids.safetensors")
+    assert "cannot be run" in refused(run(main, "evaluate", tmp_path / "bare.safetensors", *text))
+    assert "no such file" in refused(run(main, "evaluate", tmp_path / "absent", *text))
+    assert "absent" in refused(run(main, "evaluate", BASE, "--text", tmp_path / "absent.txt"))
+
+
+def test_formats_lists_presets_and_numbers() -> None:
+    tables = json.loads(run(main, "formats", "--json").stdout)
+    assert set(tables["presets"]) == set(presets()) and set(tables["formats"]) == set(FORMATS)
+    assert tables["formats"]["nvfp4"]["bits_per_weight"] == 4.5
+    assert tables["formats"]["mxfp6"]["bits_per_weight"] == 6.25
+    printed = run(main, "formats").stdout
+    assert all(name in printed for name in (*presets(), *FORMATS))
+
+
+def test_doctor_tells_what_is_here() -> None:
+    findings = json.loads(run(main, "doctor", "--json").stdout)
+    assert findings["versions"]["torch"] == torch.__version__
+    assert len(findings["gpus"]) == torch.cuda.device_count()
+    assert findings["packages"]["transformers"]["installed"] is True
+    missing = [n for n, p in findings["packages"].items() if not p["installed"] and p["extra"]]
+    printed = run(main, "doctor").stdout
+    assert torch.__version__ in printed
+    assert ("'blockscale[" in printed) == bool(missing)
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    result = run(quantize_command, tmp_path / "absent", "--format", "mxfp8", "--dry-run", "--debug")
+    assert isinstance(result.exception, ValueError) and result.stderr == ""
+
+
+@pytest.mark.parametrize("command", [("formats",), ("inspect", "DIR"), ("plan", "show", "DIR"), ("--help",)])
+def test_what_only_reads_does_not_wait_for_torch(command: tuple[str, ...], tmp_path: Path) -> None:
+    """torch takes seconds to import."""
+    make_plan(open_model(BASE, meta=True).model, "nvfp4").save(tmp_path / "plan.json")  # type: ignore[arg-type]
+    arguments = [str(tmp_path) if part == "DIR" else part for part in command]
+    program = (
+        "import sys; from click.testing import CliRunner; from quant.cli.main import main; "
+        f"found = CliRunner().invoke(main, {arguments!r}); assert found.exit_code == 0, found.output; "
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,99 @@
+"""`quant bench`: what it asks for and what it prints; on a GPU, rates that no data sheet contradicts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from samples import BASE
+
+from quant.cli.main import main, quantize_command
+from quant.kernels import ceilings, hardware
+from quant.kernels.ceilings import Ceiling
+from quant.kernels.hardware import TARGETS
+from quant.kernels.linear import benchmark
+
+
+def bench(*arguments: object) -> Any:
+    return CliRunner().invoke(main, ["bench", *map(str, arguments)])
+
+
+def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = bench()
+    assert result.exit_code == 2 and result.stderr == "error: nothing to measure: name a MODEL, or pass --ceilings\n"
+    assert "--tokens 0,1: expected numbers of 1 or more" in bench("model", "--tokens", "0,1").stderr
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    hardware.current.cache_clear()
+    assert bench("--ceilings").stderr == "error: there is no GPU cuda:0 on this machine; PyTorch sees 0\n"
+
+
+def test_rates_are_printed_with_their_share_of_the_data_sheet(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = [Ceiling("copy", 3.0e12, "TB/s", 3.35e12), Ceiling("fp8", 1.3e15, "TFLOP/s", None)]
+    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(ceilings, "measure_ceilings", lambda: measured)
+    assert bench("--ceilings").stdout.splitlines() == [
+        "h100",
+        "  copy: 3.00 TB/s, 90% of the data sheet",
+        "  fp8: 1300 TFLOP/s",
+    ]
+    found = json.loads(bench("--ceilings", "--json").stdout)
+    assert found["ceilings"]["copy"] == {
+        "rate": 3.0e12,
+        "unit": "TB/s",
+        "sheet": 3.35e12,
+        "share": pytest.approx(0.8955, abs=1e-4),
+    }
+
+
+def test_a_model_without_quantized_linears_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    assert "has no quantized linear; bench a checkpoint that `quantize` wrote" in bench(BASE).stderr
+
+
+def test_every_shape_of_a_model_is_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The measurement itself replaced: its arguments are the model's weights, and what it gives is printed."""
+    pytest.importorskip("transformers", reason="the [hf] extra installs it")
+    out = tmp_path / "q"
+    made = CliRunner().invoke(quantize_command, [str(BASE), "--format", "mxfp8", "--out", str(out), "--quiet"])
+    assert made.exit_code == 0, made.output
+
+    def time(weights: Any, tokens: Any, progress: Any) -> list[dict[str, Any]]:
+        first = weights[0]
+        row = {"format": first.format.name, "out": first.shape[0], "in": first.shape[1], "tokens": tokens[0]}
+        rates = {"microseconds": 12.5, "bytes_per_second": 2e12, "flops": 3e12, "times_16_bit": 1.5}
+        return [{**row, **rates, "choice": "dense"}]
+
+    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(benchmark, "time_as_called", time)
+    line = bench(out, "--tokens", "16", "--quiet").stdout.splitlines()[1]
+    assert line.startswith("  mxfp8 [") and line.endswith(
+        "], 16 tokens: 12.5 µs, 2.00 TB/s, 3.0 TFLOP/s, 1.50 × 16 bit (dense)"
+    )
+
+
+@pytest.mark.gpu
+def test_ceilings_of_this_gpu() -> None:
+    found = {c.name: c for c in ceilings.measure_ceilings()}
+    assert {"copy", "read", "bf16"} <= set(found)
+    for ceiling in found.values():
+        assert ceiling.share is None or 0.2 < ceiling.share < 1.05, ceiling
+    if "fp8" in found:
+        assert found["fp8"].rate > found["bf16"].rate
+
+
+@pytest.mark.gpu
+def test_matmuls_of_this_gpu() -> None:
+    from quant.formats.format import FORMATS
+    from quant.formats.tensor import quantize
+
+    weights = [quantize(torch.randn(512, 1024), FORMATS[name]) for name in ("nvfp4", "mxfp8")]
+    rows = benchmark.time_as_called(weights, [1, 100])
+    assert [(row["format"], row["tokens"]) for row in rows] == [
+        ("nvfp4", 1), ("nvfp4", 100), ("mxfp8", 1), ("mxfp8", 100)
+    ]  # fmt: skip
+    gpu = hardware.current()
+    for row in rows:
+        assert 0 < row["microseconds"] < 1e5 and row["times_16_bit"] > 0
+        assert not gpu.known or row["flops"] < gpu.tflops["bf16"] * 1e12

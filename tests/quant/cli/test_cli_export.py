@@ -1,0 +1,174 @@
+"""`quant export`: what it writes and prints, and its mistakes in one line, exit code 2 and nothing written."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from samples import BASE, TEXTS
+
+from quant.cli.main import main, quantize_command
+from quant.recipes.plan import Plan
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
+pytest.importorskip("onnxscript", reason="needs the extra onnx")
+
+TEXT = TEXTS / "calibration.txt"
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["export", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("checkpoint") / "model-nvfp4a16"
+    arguments = [str(BASE), "--format", "nvfp4a16", "--out", str(out), "--quiet"]
+    assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
+    return out
+
+
+def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deployed"
+    shapes = "batch=1:1:4,sequence=1:8:16,past=0:8:16"  # each of the two files has a dimension of its own
+    result = export(checkpoint, "--to", "onnx", "--out", out, "--decode", "--shapes", shapes, "--json")
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    assert sorted(file.name for file in out.iterdir()) == ["decode.onnx", "model.onnx", "plan.json", "receipt.json"]
+    plan = Plan.load(out / "plan.json")
+    assert plan.digest() == Plan.load(checkpoint / "plan.json").digest()
+    receipt = json.loads((out / "receipt.json").read_text())
+    assert receipt["passed"] and found["passed"]
+    assert [layer["name"] for layer in receipt["layers"]] == [layer.name for layer in plan.quantized]
+    assert all(layer["checkpoint"] == 0.0 for layer in receipt["layers"])
+    assert json.loads((checkpoint / "report.json").read_text())["receipt"]["layers"] == receipt["layers"]
+    assert "Export receipt" in (checkpoint / "report.html").read_text()
+    for file in ("model.onnx", "decode.onnx"):
+        model = onnx.load(out / file)
+        assert [entry.value for entry in model.metadata_props] == [plan.digest()]
+    taken = export(checkpoint, "--to", "onnx", "--out", out)
+    assert taken.exit_code == 2 and "is not empty; pass --overwrite" in taken.stderr
+
+
+def test_it_says_what_it_compared(checkpoint: Path, tmp_path: Path) -> None:
+    result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
+    assert result.exit_code == 0, result.output
+    assert "14 layers compared with PyTorch; " in result.stderr
+    assert "MB  model.onnx" in result.stderr
+
+
+def test_a_difference_is_not_written(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quant.export.onnx_graph import verify
+
+    original = verify.quantized_linear
+
+    def another(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return original(x, *rest) * 1.01
+
+    monkeypatch.setattr(verify, "quantized_linear", another)
+    result = export(checkpoint, "--to", "onnx", "--out", tmp_path / "deployed")
+    assert result.exit_code == 2
+    assert "differ from PyTorch; the worst is model.layers." in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((BASE, "--to", "onnx"), "no quantized checkpoint; make one: quantize MODEL"),
+        (("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e"), "name it with --target, such as sm120"),
+        (("CHECKPOINT", "--to", "triton-server", "--out", "OUT"), "name it with --target, such as sm120"),
+        (
+            ("CHECKPOINT", "--to", "tensorrt", "--out", "OUT/e", "--target", "sm42"),
+            "unknown target 'sm42'; known targets",
+        ),
+        (
+            ("CHECKPOINT", "--to", "tensorrt", "--out", BASE, "--target", "sm120"),
+            "is a directory; name a file with --out",
+        ),
+        (("CHECKPOINT", "--to", "aoti", "--out", BASE / "config.json"), "config.json exists; pass --overwrite"),
+        (
+            ("CHECKPOINT", "--to", "triton-server", "--out", BASE / "config.json", "--target", "sm120"),
+            "is a file; name a",
+        ),
+        (("CHECKPOINT", "--to", "aoti", "--out", "OUT/e"), "an AOTInductor package ends in .pt2"),
+        (
+            ("CHECKPOINT", "--to", "aoti", "--target", "h100"),
+            "no use for --target; it is for --to tensorrt, triton-server",
+        ),
+        (
+            ("CHECKPOINT", "--to", "torch-tensorrt", "--shapes", "batch=1:1:2"),
+            "--to torch-tensorrt has no use for --shapes",
+        ),
+        (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--shapes", "width=1:2:3"), "no input or dimension 'width'"),
+        (("CHECKPOINT", "--to", "onnx", "--out", "OUT", "--input", "x:fp7:2"), "expected NAME:DTYPE:DIMS"),
+    ],
+)
+def test_mistakes(checkpoint: Path, tmp_path: Path, arguments: tuple[Any, ...], words: str) -> None:
+    places = {"CHECKPOINT": str(checkpoint), "OUT": str(tmp_path / "out"), "OUT/e": str(tmp_path / "e")}
+    result = export(*(places.get(str(a), a) for a in arguments))
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("error: ")
+    assert words in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    out = tmp_path / "repository"
+    arguments = ["--to", "triton-server", "--target", "sm120", "--shapes", "batch=1:1:4,sequence=1:8:16", "--out", out]
+    result = export(checkpoint, *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"]
+    home = out / "model-nvfp4a16"
+    config = (home / "config.pbtxt").read_text()
+    assert "max_batch_size: 4" in config and 'name: "logits"' in config
+    assert {row["found"] for row in json.loads((home / "1" / "receipt.json").read_text())["audit"]} >= {
+        "half, fp4 weights"
+    }
+    assert "vllm serve" in (out / "serve.md").read_text()
+    again = export(checkpoint, *arguments)
+    assert again.exit_code == 0, again.output
+    assert sorted(file.name for file in home.iterdir()) == ["1", "2", "config.pbtxt"]
+    assert "model-nvfp4a16/2/model.engine" in again.stderr
+
+
+def test_fp8_attention_of_an_edited_plan(checkpoint: Path, tmp_path: Path) -> None:
+    edited = Path(shutil.copytree(checkpoint, tmp_path / "edited"))
+    fields = json.loads((edited / "plan.json").read_text())
+    (edited / "plan.json").write_text(json.dumps({**fields, "attention": "fp8"}))
+    calibration = ["--calib", TEXT, "--calib-samples", 2, "--seqlen", 32]
+    result = export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", *calibration)
+    assert result.exit_code == 2
+    assert "model.layers.0.self_attn: native FP8 attention takes heads of 64, 128" in result.stderr
+    assert "pass --attention none" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert export(edited, "--to", "onnx", "--out", tmp_path / "out", "--quiet", "--attention", "none").exit_code == 0
+
+
+def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "perceptron.py").write_text(
+        "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    from quant.api.checkpoint import save
+    from quant.api.quantize import quantize
+
+    model = importlib.import_module("perceptron").make().eval()
+    plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan
+    save(model, plan, tmp_path / "checkpoint")
+    result = export(
+        tmp_path / "checkpoint", "--to", "onnx", "--out", tmp_path / "out", "--json",
+        "--model-factory", "perceptron:make", "--input", "x:fp32:rows,64",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (value,) = onnx.load(tmp_path / "out" / "model.onnx").graph.input
+    assert [dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim] == ["rows", 64]

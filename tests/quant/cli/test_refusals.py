@@ -1,0 +1,293 @@
+"""What cannot be done is said before anything slow, in one line with the way out; nothing given is ignored."""
+
+import re
+import warnings
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from samples import BASE
+from torch import nn
+
+import quant
+from quant.cli.base import Command
+from quant.cli.main import main, quantize_command
+from quant.errors import UserError
+from quant.planning import check_plan_fits
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import Plan
+
+transformers = pytest.importorskip("transformers", reason="the extra hf")
+
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+def bert() -> nn.Module:
+    config = transformers.BertConfig(**SIZES, vocab_size=300, max_position_embeddings=64)
+    return transformers.BertForSequenceClassification(config)
+
+
+def vit() -> nn.Module:
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=16, patch_size=8))
+
+
+def t5() -> nn.Module:
+    config = transformers.T5Config(vocab_size=300, d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16)
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def gpt2() -> nn.Module:
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=1, n_head=4))
+
+
+@pytest.fixture
+def ids(tmp_path: Path) -> Path:
+    save_file({"ids": torch.arange(64)}, tmp_path / "ids.safetensors")
+    return tmp_path / "ids.safetensors"
+
+
+def refused(out: Path, *arguments: object) -> str:
+    given = [str(a) for a in (*arguments, "--out", out)]
+    result = CliRunner().invoke(quantize_command, given)
+    assert result.exit_code == 2 and not out.exists(), result.output
+    # No bar: refused before the first slow step.
+    assert re.fullmatch(r"\s*error: [^\n]+\n", result.stderr) and not result.stdout, result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (bert, "gives [1, 2], and perplexity takes one prediction for each token"),
+        (vit, "ViTForImageClassification cannot be evaluated on text: it does not run on token ids"),
+        (t5, "encoder-decoder"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_first(make: type, message: str, tmp_path: Path, ids: Path) -> None:
+    make().save_pretrained(tmp_path / "model")
+    options = ("--eval", ids, "--eval-samples", 1, "--seqlen", 8)
+    assert message in refused(tmp_path / "out", tmp_path / "model", "--format", "fp8_channel", *options)
+    text = ("--text", str(ids), "--samples", "1", "--seqlen", "8")
+    result = CliRunner().invoke(main, ["evaluate", str(tmp_path / "model"), *text])
+    assert result.exit_code == 2 and message in result.stderr
+
+
+def test_a_model_of_images_is_not_calibrated_on_text(tmp_path: Path, ids: Path) -> None:
+    vit().save_pretrained(tmp_path / "model")
+    options = ("--calib", ids, "--calib-samples", 1, "--seqlen", 8)
+    line = refused(tmp_path / "out", tmp_path / "model", "--format", "fp8", *options)
+    assert "cannot be calibrated on text" in line and "choose a format that needs none, such as fp8_channel" in line
+
+
+def test_images_calibrate_and_show_the_fusion_groups() -> None:
+    """No `run`: the first image shows which layers share an input. Scales against the inputs themselves."""
+    torch.manual_seed(0)
+    model, images = vit().eval(), torch.randn(3, 3, 16, 16)
+    first = model.get_submodule("vit.layers.0.attention.q_proj")
+    seen = []
+    handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max()))
+    with torch.no_grad():
+        model(images)
+    handle.remove()
+    plan = quant.quantize(model, "fp8", images).plan
+    attention = "vit.layers.0.attention"
+    assert plan.by_name[f"{attention}.v_proj"].group == f"{attention}.(q_proj|k_proj|v_proj)"
+    scale = model.get_submodule(f"{attention}.q_proj").input_scale
+    assert float(scale) == pytest.approx(float(seen[0]) / 448, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (("--solver", "gptq"), "solver gptq"),
+        (("--kv-cache", "fp8"), "a KV cache's scales"),
+        (("--guard", "0.1 fp8"), "a guard"),
+        (("--observer", "mse"), "an observer"),
+        (("--calib", "absent.txt"), "--calib"),
+        (("--eval", "absent.txt"), "--eval"),
+    ],
+)
+def test_a_state_dict_takes_no_option_that_needs_a_run(arguments: tuple[str, ...], named: str, tmp_path: Path) -> None:
+    line = refused(tmp_path / "out", BASE / "model.safetensors", "--format", "nvfp4", *arguments)
+    assert f"{named} takes a model that runs, and this is a bare state dict; pass --model-factory" in line
+
+
+def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> None:
+    model = quant.open_model(BASE, meta=True).model
+    assert model is not None
+    quant.make_plan(model, "nvfp4").save(tmp_path / "plan.json")
+    line = refused(tmp_path / "out", BASE / "model.safetensors", "--plan", tmp_path / "plan.json")
+    assert "self_attn.q_proj's static input scale takes a model that runs" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--format", "nvfp4", "--ctx", "100"), "--ctx means something to --fit only"),
+        (("--bits", "5", "--batch", "4"), "--batch means something to --fit and --latency only"),
+        (("--format", "nvfp4", "--kv-cache", "fp9"), "--kv-cache fp9: unknown format"),
+    ],
+)
+def test_options_that_would_do_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path / "out", BASE, *arguments)
+
+
+def test_a_kv_cache_in_16_bit_may_be_said(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        quantize_command, [str(BASE), "--format", "mxfp8", "--kv-cache", "16bit", "--out", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0 and Plan.load(tmp_path / "out" / "plan.json").kv_cache is None
+
+
+def test_a_recipe_that_fits_nothing_says_why() -> None:
+    odd = nn.Sequential(nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 10))
+    with pytest.raises(
+        UserError, match=r"1 layer, 0 first: in = 40 is not a multiple of nvfp4's block of 16.*int8 take"
+    ):
+        quant.make_plan(odd, "nvfp4")
+    with pytest.raises(UserError, match=r"4 layers, transformer.h.0.attn.c_attn first: not a linear layer"):
+        quant.make_plan(gpt2(), "fp8_channel")
+
+
+def test_weights_on_the_meta_device() -> None:
+    model = nn.Sequential(nn.Linear(64, 64)).to("meta")
+    with pytest.raises(UserError, match=r"0: its weight is on the meta device.*make_plan plans without"):
+        quant.quantize(model, "nvfp4a16")
+    assert quant.make_plan(model, "nvfp4a16").effective_bits == 4.5 + 8 * 4 / 64**2
+
+
+def test_a_plan_that_quantizes_a_shared_weight(tmp_path: Path) -> None:
+    """Made for an untied model: config.json would tie the two again, and drop the quantized one."""
+    sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
+    apart, tied = (
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tie))
+        for tie in (False, True)
+    )
+    recipe = quant.Recipe("heads", "fp8_channel", "fp8_token", rules=(quant.Rule("lm_head", "fp8_channel"),))
+    plan = quant.make_plan(apart, recipe)
+    check_plan_fits(plan, find_layers(apart))
+    with pytest.raises(UserError, match="the weight of lm_head is also another layer's"):
+        quant.quantize(tied, plan)
+    tied.save_pretrained(tmp_path / "model")
+    plan.save(tmp_path / "plan.json")
+    line = refused(tmp_path / "out", tmp_path / "model", "--plan", tmp_path / "plan.json")
+    assert "lm_head: its weight is also that of model.embed_tokens in the model" in line
+
+
+def test_an_embedding_is_set_by_its_format_alone(tmp_path: Path) -> None:
+    model = quant.open_model(BASE, meta=True).model
+    assert model is not None
+    quant.make_plan(model, "nvfp4").save(tmp_path / "plan.json")
+    options = ["--set", "model.embed_tokens=nvfp4", "--out", str(tmp_path / "edited.json")]
+    result = CliRunner().invoke(main, ["plan", "edit", str(tmp_path / "plan.json"), *options])
+    assert result.exit_code == 0, result.output
+    edited = Plan.load(tmp_path / "edited.json").by_name["model.embed_tokens"]
+    assert str(edited.weight) == "nvfp4" and edited.activation is None
+
+
+def test_what_a_guard_changed_is_in_the_report(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ["--format", "nvfp4a16", "--guard", "1e-6", "--out", str(out)]
+    result = CliRunner().invoke(quantize_command, [str(BASE), *options])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "nothing is quantized" in said and "the guard '1e-6' gave 14 of 14 layers another format, 14 of them" in said
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_no_memory_is_one_line(library: str) -> None:
+    """Asked of the allocators themselves, for more than there is; any other error of torch is a defect and shows."""
+
+    @click.command(cls=Command)
+    @click.option("--fail", is_flag=True)
+    def command(fail: bool) -> None:
+        if fail:
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+        torch.empty(1 << 60, dtype=torch.uint8) if library == "torch" else np.empty(1 << 60, dtype=np.uint8)
+
+    result = CliRunner().invoke(command)
+    assert result.exit_code == 2 and re.fullmatch(r"error: out of memory: [^\n]+\n", result.stderr)
+    assert isinstance(CliRunner().invoke(command, ["--fail"]).exception, RuntimeError)
+
+
+@pytest.mark.parametrize("out", ["runs", "runs/model"])
+def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> None:
+    """Not even where the place is one that an earlier run wrote."""
+    llama().save_pretrained(tmp_path / "runs" / "model")  # type: ignore[operator]
+    for place in (tmp_path / "runs", tmp_path / "runs" / "model"):
+        (place / "plan.json").write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    options = ["--format", "mxfp8", "--out", str(tmp_path / out), "--overwrite"]
+    result = CliRunner().invoke(quantize_command, [str(tmp_path / "runs" / "model"), *options])
+    assert result.exit_code == 2 and "which it would replace; name another directory" in result.stderr
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def llama() -> nn.Module:
+    sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (["some text"], r"data is a list; make rows of token ids of it: quant.calibration_rows\(data"),
+        ({"input_ids": torch.zeros(1, 8)}, "data is a dict"),
+        (torch.zeros(8, dtype=torch.int64), r"data is \[8\]; expected token ids \[rows, seqlen\]"),
+        (torch.zeros(0, 8, dtype=torch.int64), r"data is \[0, 8\]"),
+    ],
+)
+def test_data_that_is_no_rows(data: object, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        quant.quantize(llama(), "nvfp4", data)  # type: ignore[arg-type]
+
+
+def test_one_glob_needs_no_list() -> None:
+    kept = quant.make_plan(llama(), "fp8_channel", exclude="*.mlp.*")
+    assert not any(".mlp." in layer.name for layer in kept.quantized) and len(kept.quantized) == 4
+    only = quant.make_plan(llama(), "fp8_channel", include="*.mlp.*")
+    assert [layer.name.rpartition(".")[2] for layer in only.quantized] == ["gate_proj", "up_proj", "down_proj"]
+
+
+def test_what_is_quantized_is_saved_and_quantized_once(tmp_path: Path) -> None:
+    result = quant.quantize(llama(), "fp8_channel")
+    with pytest.raises(UserError, match="quantized already; start from the original"):
+        quant.quantize(result.model, "mxfp8")
+    with pytest.raises(UserError, match=r"use quant.save\(model, plan, directory\)"):
+        result.model.save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+    quant.save(result.model, result.plan, tmp_path / "right")
+    with pytest.raises(UserError, match=r"use quant.save"):
+        quant.load(tmp_path / "right").save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+    assert not (tmp_path / "wrong").exists()
+    with pytest.raises(ValueError, match=r"self_attn.q_proj: the plan has it in fp8_channel, and the model holds no"):
+        quant.save(llama(), result.plan, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="device cuda: PyTorch sees no GPU here"):
+        quant.quantize(llama(), "nvfp4", torch.zeros(1, 8, dtype=torch.int64), solver="gptq", device="cuda")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_warning_of_ours_is_one_line(quiet: bool) -> None:
+    """And none with --quiet; what others warn of goes its way."""
+
+    @click.command(cls=Command)
+    @click.option("--quiet", is_flag=True)
+    def command(quiet: bool) -> None:
+        net = nn.Sequential(nn.ReLU(), nn.Linear(64, 32))
+        quant.quantize(net, "fp8", -torch.ones(8, 64))
+        warnings.warn("another's", stacklevel=1)
+
+    with pytest.warns(UserWarning, match="another") as caught:
+        said = CliRunner().invoke(command, ["--quiet"] if quiet else []).stderr
+    ours = re.findall(r"(?m)^warning: 1: its input was zero in all calibration data, .+ such as fp8_token$", said)
+    assert len(ours) == (not quiet) and said.count("zero") == (not quiet)
+    assert [(str(each.message), each.filename) for each in caught] == [("another's", __file__)]
