@@ -243,14 +243,6 @@ def test_tensors_are_named_and_typed_as_in_the_goldens(
     assert json.loads((GOLDENS / golden / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
 
 
-def test_modelopt_writes_one_scale_for_both_formats() -> None:
-    # The same calibration batch: an NVFP4 cache has the scale amax / 448, too.
-    tensors = [load_file(GOLDENS / "modelopt" / name / "model.safetensors") for name in ("fp8", "nvfp4")]
-    for name in ("k_proj.k_scale", "v_proj.v_scale"):
-        one, other = (t[f"model.layers.0.self_attn.{name}"] for t in tensors)
-        assert one == other
-
-
 def test_scales_of_heads_load_into_compressed_tensors(model: torch.nn.Module, rows: torch.Tensor) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
     peer = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / "base", dtype=torch.bfloat16)

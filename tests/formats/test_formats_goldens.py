@@ -10,8 +10,6 @@ from safetensors.torch import load_file
 from samples import GOLDENS
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3
-from quant.formats.rounding import decode
 from quant.formats.tensor import BlockScaledTensor, quantize, quantize_with_scale
 
 NVFP4 = FORMATS["nvfp4"]
@@ -41,10 +39,6 @@ def assert_bytes(ours: torch.Tensor, golden: torch.Tensor, what: str) -> None:
     assert (ours.dtype, ours.numel()) == (golden.dtype, golden.numel()), what
     differ = int((ours.reshape(-1).view(torch.uint8) != golden.reshape(-1).view(torch.uint8)).sum())
     assert differ == 0, f"{what}: {differ} bytes differ"
-
-
-def test_base_has_fourteen_linear_layers() -> None:
-    assert len(list(layers())) == 14
 
 
 @pytest.mark.parametrize(
@@ -98,20 +92,11 @@ def test_compressed_tensors_mx(golden: str, format: str) -> None:
 
 @pytest.mark.parametrize("golden", ["NVFP4", "NVFP4A16"])
 def test_compressed_tensors_nvfp4(golden: str) -> None:
-    """Its arithmetic differs in where it rounds: to BF16 after 1 / amax, after 2688 times that, after amax / 6.
-
-    With those two roundings its scales are ours, and with its scales its elements are ours.
-    """
+    """With its scales our codes are its codes. The solver `compressed_tensors` makes those scales too, see
+    test_checkpoint_roundtrip.py."""
     tensors = checkpoint(f"compressed_tensors/{golden}")
     for name, weight in layers():
-        reciprocal = tensors[f"{name}.weight_global_scale"]
-        expected = (1 / group_amax(name)).bfloat16() * 2688
-        assert expected.dtype is torch.bfloat16
-        assert_bytes(expected.float(), reciprocal, f"{name}.weight_global_scale")
-        local = weight.unflatten(-1, (-1, 16)).abs().amax(-1) / 6
-        assert local.dtype is torch.bfloat16
-        scale = (local.float() * reciprocal).clamp(max=448).to(torch.float8_e4m3fn)
-        assert_bytes(scale, tensors[f"{name}.weight_scale"], f"{name}.weight_scale")
+        scale, reciprocal = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_global_scale"]
         quantized = quantize_with_scale(weight, NVFP4, scale.float(), 1 / reciprocal.double().reshape(()))
         assert_bytes(quantized.scale, scale, f"{name}.weight_scale")
         assert_bytes(quantized.codes, tensors[f"{name}.weight_packed"], f"{name}.weight_packed")
@@ -168,18 +153,3 @@ def test_fp8_whose_quotient_the_tool_rounds_to_bfloat16_first(golden: str, forma
         differ += int((apart > 0).sum())
         total += weight.numel()
     assert 0.01 < differ / total < 0.07
-
-
-@pytest.mark.parametrize("golden", ["w4a16", "nvfp4", "mxfp4", "mxfp8"])
-def test_goldens_decode_to_within_their_step(golden: str) -> None:
-    """Reading a peer's checkpoint back: every value within half the widest gap, 1 step of E2M1 and 16 of E4M3."""
-    tensors = checkpoint(f"modelopt/{golden}")
-    format = FORMATS[golden if golden.startswith("mx") else "nvfp4"]
-    half_gap = 16.0 if format.element is E4M3 else 1.0
-    for name, weight in layers():
-        second = tensors.get(f"{name}.weight_scale_2")
-        scale = tensors[f"{name}.weight_scale"]
-        read = BlockScaledTensor(tensors[f"{name}.weight"], scale, format, tuple(weight.shape), second)
-        step = decode(scale, format.scale) * (1 if second is None else second)
-        step = step.repeat_interleave(format.block[1], dim=-1)
-        assert bool(((read.dequantize() - weight.float()).abs() <= half_gap * step * (1 + 1e-6)).all())

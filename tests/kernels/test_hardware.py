@@ -106,17 +106,15 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("tokens", [1, 16, 17, 100, 600, 5000])
-def test_a_guess_covers_the_shape_and_repeats(format: str, tokens: int) -> None:
+def test_a_guess_covers_the_shape(format: str, tokens: int) -> None:
     for shape in ((28672, 4096), (77, 203), (64, 64)):
         first = tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
-        assert first == tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
         if isinstance(first, tiles.Tiles):
             steps = -(-shape[1] // first.block_k)
             assert first.splits == 1 or steps >= 2 * first.splits
             # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
             columns = FORMATS[format].block[1]
             assert columns == 0 or first.block_k % columns == 0 or columns % first.block_k == 0
-        assert first in tiles.candidates(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
 
 
 def test_the_shipped_tables_can_be_launched() -> None:
@@ -135,3 +133,14 @@ def test_the_shipped_tables_can_be_launched() -> None:
             assert choice in tiles.candidates(FORMATS[format], int(tokens), shape, gpu, layout == "prepacked")
             # No peer of the entry reads more than the memory delivers.
             assert FORMATS[format].nbytes(shape) / entry["microseconds"] * 1e6 < gpu.bandwidth
+
+
+def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
+    """The kernel and the tokens of its tile, for every shape of the shipped table; only the rest is left to tuning."""
+    entries = json.loads((tuning._SHIPPED / "h100.json").read_text())["entries"]
+    for name, entry in entries.items():
+        format, layout, tokens, rows, columns = name.split("|")
+        shape, fastest = (int(rows), int(columns)), tiles.from_dict(entry["choice"])
+        found = tiles.guess(FORMATS[format], int(tokens), shape, TARGETS["h100"], layout == "prepacked")
+        assert type(found) is type(fastest), name
+        assert getattr(found, "block_m", None) == getattr(fastest, "block_m", None), name

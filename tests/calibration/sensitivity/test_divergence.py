@@ -110,10 +110,17 @@ def test_which_divergence() -> None:
     assert type(divergence_of(llama, rows)) is NextToken
 
 
-def test_few_are_tokens_or_whole_inputs() -> None:
-    assert few_of(torch.zeros(5, 40, dtype=torch.int64)).shape == (1, 16)
-    assert few_of(torch.zeros(50, 40)).shape == (16, 40)
-    assert few_of(torch.zeros(50, 40, 40, 3)).shape == (1, 40, 40, 3)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "expected"),
+    [
+        ((5, 40), torch.int64, list(range(16))),  # token ids: the first of the first row
+        ((50, 3), torch.float32, list(range(48))),  # vectors: whole ones
+        ((5, 2, 2, 3), torch.float32, list(range(12))),  # images: the first
+    ],
+)
+def test_few_are_tokens_or_whole_inputs(shape: tuple[int, ...], dtype: torch.dtype, expected: list[int]) -> None:
+    rows = torch.arange(torch.Size(shape).numel()).view(shape).to(dtype)
+    assert few_of(rows).flatten().tolist() == expected
 
 
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+rtn", "local_hessian"])

@@ -1,12 +1,14 @@
 """The Hopper kernel, compiled without a GPU: W goes from registers into wgmma, and nothing spills.
 
-Its decoding is repeated in PyTorch by test_prepack.py; its values are tested on a GPU by test_matmul_gpu.py.
+test_layout.py repeats its decoding in PyTorch; test_matmul_gpu.py compares its values with float64 on a GPU.
 """
 
 import re
 from collections.abc import Callable
 
 import pytest
+import torch
+from index_arithmetic import run_in_torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
@@ -84,14 +86,10 @@ def test_a_guess_is_always_a_launch_that_the_kernel_takes(shape: tuple[int, int]
 
 
 @pytest.mark.parametrize(("units", "programs"), [(1, 1), (7, 3), (14336, 132), (14300, 264), (132, 132)])
-def test_every_unit_has_one_program(units: int, programs: int) -> None:
-    """`_span` and `_program_of` in Python: the spans cover the units in order, and the inverse finds each."""
-    each, rest = divmod(units, programs)
-    owners = []
-    for program in range(programs):
-        begin = program * each + min(program, rest)
-        owners += [program] * (each + (program < rest))
-        assert len(owners) == begin + each + (program < rest)
-    longer = rest * (each + 1)
-    for unit, owner in enumerate(owners):
-        assert owner == (unit // (each + 1) if unit < longer else rest + (unit - longer) // each)
+def test_every_unit_belongs_to_one_program_which_is_found_again(units: int, programs: int) -> None:
+    begin, end, each, rest = run_in_torch(matmul_few._span, programs)(units)
+    dealt = [(unit, program) for program in range(programs) for unit in range(int(begin[program]), int(end[program]))]
+    assert [unit for unit, _ in dealt] == list(range(units))
+    assert int((end - begin).max() - (end - begin).min()) <= 1
+    found = run_in_torch(matmul_few._program_of, programs)(torch.arange(units), each, rest)
+    assert found.tolist() == [program for _, program in dealt]

@@ -1,4 +1,4 @@
-"""Hopper's kernel for many tokens: compiled and read without a GPU, its dealing in Python; its values on a GPU."""
+"""Hopper's kernel for many tokens: compiled and read without a GPU, its values tested on one."""
 
 import re
 from collections import Counter
@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from index_arithmetic import run_in_torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
@@ -19,7 +20,7 @@ from quant.kernels.hopper import matmul_many
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
 from quant.kernels.linear.experts import grouped_linear
-from quant.kernels.tiles import PREFILL_UNITS, PrefillTiles, deal, guess, prefill_tiles
+from quant.kernels.tiles import PREFILL_UNITS, deal, prefill_tiles
 
 BEST = tuple((*size, prefill_tiles(*size, TARGETS["h100"]).groups) for size in PREFILL_UNITS)
 SIZES = (*BEST, (128, 1, 1), (64, 1, 1), (192, 1, 1))
@@ -79,52 +80,17 @@ def test_weights_go_from_registers_into_wgmma(
     assert assemble(kernel).spilled == 0
 
 
-def units_of(tiles: int, steps: int, programs: int) -> list[list[tuple[int, int, int]]]:
-    """By program, what `_turn` gives: (tile, first unit of it, how many units)."""
-    programs, full, cut, parts = deal(tiles, programs, steps)
-    found = []
-    for program in range(programs):
-        whole = [(tile, 0, steps) for tile in range(program, full, programs)]
-        if program < cut * parts:
-            part = program % parts
-            start = steps * part // parts
-            whole.insert(0, (full + program // parts, start, steps * (part + 1) // parts - start))
-        found.append(whole)
+def units_of(tiles: int, steps: int, sms: int) -> list[list[tuple[int, int, int]]]:
+    """By program, what the kernel's own `_turns` and `_turn` give: (tile, first unit of it, how many units)."""
+    programs, full, cut, parts = deal(tiles, sms, steps)
+    first, end = run_in_torch(matmul_many._turns, programs)(full, cut, parts)
+    found: list[list[tuple[int, int, int]]] = [[] for _ in range(programs)]
+    for turn in range(int(end.max())):
+        pieces = run_in_torch(matmul_many._turn, programs)(torch.tensor(turn), full, steps, parts, 1, cut > 0)
+        for program, piece in enumerate(zip(*(x.expand(programs).tolist() for x in pieces), strict=True)):
+            if first[program] <= turn < end[program]:
+                found[program].append(piece)
     return found
-
-
-@pytest.mark.parametrize(
-    ("shape", "tokens", "size"),
-    [
-        ((4096, 4096), 128, (64, 1, 2)),
-        ((4096, 4096), 256, (64, 1, 2)),
-        ((4096, 4096), 320, (80, 1, 2)),
-        ((4096, 4096), 384, (96, 1, 2)),
-        ((4096, 4096), 512, (128, 1, 2)),
-        ((4096, 4096), 576, (144, 1, 2)),
-        ((4096, 14336), 576, (144, 1, 2)),
-        ((4096, 4096), 640, (160, 1, 2)),
-        ((4096, 14336), 640, (160, 1, 2)),
-        ((28672, 4096), 640, (160, 1, 2)),
-        ((4096, 4096), 700, (192, 1, 2)),
-        ((4096, 14336), 768, (192, 1, 2)),
-        ((28672, 4096), 768, (192, 1, 2)),
-        ((4096, 4096), 1024, (256, 1, 2)),
-        ((4096, 14336), 1024, (256, 1, 2)),
-        ((28672, 4096), 1024, (256, 1, 2)),
-        ((4096, 4096), 1100, (144, 1, 2)),
-        ((4096, 14336), 1100, (192, 1, 2)),
-        ((4096, 4096), 1536, (192, 1, 2)),
-        ((4096, 14336), 1536, (192, 1, 2)),
-    ],
-)
-def test_the_guess_is_what_took_the_least_time_on_an_h100(
-    shape: tuple[int, int], tokens: int, size: tuple[int, int, int]
-) -> None:
-    """All of `PREFILL_UNITS` were timed there, each a sum of rounds, ends and cuts to within a few percent."""
-    found = guess(FORMATS["nvfp4"], tokens, shape, TARGETS["h100"], prepacked=True)
-    assert isinstance(found, PrefillTiles)
-    assert (found.block_m, found.halves, found.groups) == size
 
 
 @pytest.mark.parametrize(

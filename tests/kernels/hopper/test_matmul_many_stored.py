@@ -72,7 +72,6 @@ def test_many_tokens_go_to_hoppers_kernel(form: str, tokens: int) -> None:
     for shape in ((28672, 4096), (4096, 14336), (1024, 1024)):
         choice = tiles.guess(format, tokens, shape, h100, prepacked=False)
         assert isinstance(choice, tiles.PrefillTiles) and choice.step in (128, 64 * choice.depth)
-        assert choice in tiles.candidates(format, tokens, shape, h100, prepacked=False)
         without = tiles.guess(format, tokens, shape, h100, prepacked=False, stored=False)
         assert without == tiles.guess(format, tokens, shape, replace(h100, capability=(8, 9)), prepacked=False)
         assert not isinstance(without, tiles.PrefillTiles)
