@@ -35,7 +35,7 @@ def calls(name: str, like: torch.Tensor) -> dict[str, tuple[int, Call]]:
     """By source: how many 16-bit tensors pass beside the codes, and the call for an input and a Hadamard block."""
     form, columns = FORMATS[name], like.shape[1]
     number = torch.tensor(0.02, device="cuda")
-    known = {"scale": number} if form.block == (0, 0) else {"global_scale": number} if form.global_scale else {}
+    known = {"scale": number} if form.per_tensor else {"global_scale": number} if form.global_scale else {}
     weight, other = torch.ones(columns, device="cuda", dtype=like.dtype), torch.randn_like(like)
     return {
         "alone": (1, lambda x, h: casts.quantize(x, form, hadamard=h, **known)),

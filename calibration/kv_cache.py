@@ -33,9 +33,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.observers import Observer, get_observer, is_per_tensor
+from quant.calibration.observers import Observer, get_observer
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import divided, global_scale_of
+from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.hadamard import hadamard_transform
 
 Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -72,10 +72,7 @@ class AttentionScales:
 
 def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
     """The static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
-    if format.global_scale:
-        return global_scale_of(amax, format)
-    scale = divided(amax.float(), format.element.max)
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
 
 
 def collect_attention_scales(
@@ -178,7 +175,7 @@ def _check_formats(formats: Any, granularity: str) -> None:
     if not given:
         raise ValueError("neither kv_format nor attention_format is given: there is nothing to calibrate")
     for format in given:
-        if not is_per_tensor(format):
+        if not format.is_static:
             raise ValueError(
                 f"{format} finds its scales at run time, so there is none to calibrate for the KV cache or attention; "
                 "use fp8 or nvfp4"

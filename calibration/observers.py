@@ -56,11 +56,6 @@ class Observer(Protocol):
         ...
 
 
-def is_per_tensor(format: Format) -> bool:
-    """Whether the static amax of `format` is one number: one scale a tensor, or a second-level scale."""
-    return format.global_scale or format.block == (0, 0)
-
-
 def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Largest magnitude of each block of `x`, `[..., rows, columns]`, in its dtype, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
@@ -96,7 +91,7 @@ class AbsMax:
         if x.numel() == 0:
             return
         x = x.detach()
-        amax = (x.abs().amax() if is_per_tensor(self.format) else block_amax(x, self.format)).float()
+        amax = (x.abs().amax() if self.format.is_static else block_amax(x, self.format)).float()
         _check_finite(amax, x, self.name, self._batch)
         if self._amax is not None and amax.shape != self._amax.shape:
             raise ValueError(
@@ -116,7 +111,7 @@ class _HistogramObserver:
     """What the observers over a histogram share; they differ in `_choose`."""
 
     def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096) -> None:
-        if not is_per_tensor(format):
+        if not format.is_static:
             raise ValueError(
                 f"{name}: a {type(self).__name__} observer keeps one histogram, but {format} has a scale for every "
                 f"{' × '.join(str(n or 'all') for n in format.block)} block; use the absmax observer"

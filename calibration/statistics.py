@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from quant.calibration.cpu_matmul import usual_products
 from quant.formats import tensor
 from quant.formats.format import Format
-from quant.formats.scaling import divided, global_scale_of
+from quant.formats.scaling import global_scale_of, scale_of
 
 
 @dataclass(eq=False)
@@ -177,7 +177,7 @@ def static_input_scale(
         dtype: of the model. Scales of FP8 inputs are stored in it, so they are rounded to it here.
         name: of the layer, for a warning where the inputs were all zero and say nothing of a scale.
     """
-    if name and (activation.global_scale or activation.block == (0, 0)) and bool(amax == 0):
+    if name and activation.is_static and bool(amax == 0):
         warnings.warn(
             f"{name}: its input was zero in all calibration data, so its static input scale is arbitrary; calibrate on "
             "data that reaches it, or keep it in 16 bit or in a format that measures each input, such as fp8_token",
@@ -185,10 +185,9 @@ def static_input_scale(
         )
     if activation.global_scale:
         return 1 / (1 / global_scale_of(amax, activation, "max"))
-    if activation.block != (0, 0):
+    if not activation.per_tensor:
         return None
-    scale = divided(amax.float(), activation.element.max)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_of(amax, activation.element.max)
     if dtype not in (torch.bfloat16, torch.float16):
         return scale
     info = torch.finfo(dtype)  # no scale may become 0: FP16 ends at 6e-8, which inputs of 3e-5 ask for

@@ -231,10 +231,10 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     first = weights[0]
     if len(weights) == 1:
         return first
-    shared = [w.scale if w.format.block[0] == 0 else w.global_scale for w in weights]
+    shared = [w.scale if w.format.per_tensor else w.global_scale for w in weights]
     if shared[0] is not None and not all(s is not None and torch.equal(s, shared[0]) for s in shared):
         raise ValueError(f"cannot join {len(weights)} matrices of {first.format}: their per-matrix scales differ")
-    scale = first.scale if first.format.block[0] == 0 else torch.cat([w.scale for w in weights])
+    scale = first.scale if first.format.per_tensor else torch.cat([w.scale for w in weights])
     rows = sum(w.shape[0] for w in weights)
     codes = torch.cat([w.codes for w in weights])
     return BlockScaledTensor(codes, scale, first.format, (rows, first.shape[1]), first.global_scale)

@@ -92,7 +92,7 @@ def compress(
     scale = weight.scale
     if format.scale.is_wide:
         scale = stored_scale(scale, dtype)
-        if format.block == (0, 0):
+        if format.per_tensor:
             scale = scale.reshape(1)
     if format.name == "int4":
         tensors["weight_packed"] = (weight.codes ^ 0x88).view(torch.int32)
@@ -299,7 +299,7 @@ def _weight_arguments(format: Format) -> dict[str, Any]:
 def _activation_arguments(format: Format) -> dict[str, Any]:
     if format.global_scale:
         return _arguments(format, dynamic="local", observer="static_minmax")
-    if format.block == (0, 0):
+    if format.per_tensor:
         return _arguments(format, dynamic=False, observer="static_minmax")
     return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
 
@@ -310,7 +310,7 @@ def _arguments(
     rows, columns = format.block
     if format.global_scale:
         strategy = "tensor_group"
-    elif (rows, columns) == (0, 0):
+    elif format.per_tensor:
         strategy = "tensor"
     elif columns == 0:
         strategy = "token" if rows_are_tokens else "channel"

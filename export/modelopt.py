@@ -113,7 +113,7 @@ def compress(
     if format.scale.is_wide:
         # Matrices cut from one may share their scale, and no two tensors of a file may share memory.
         scale = scale.to(torch.float32, copy=True)
-        if format.block == (0, 0) or (format.block[1] and scale.numel() == 1):
+        if format.per_tensor or (format.block[1] and scale.numel() == 1):
             scale = scale.reshape(())
         else:
             scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)

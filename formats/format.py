@@ -40,6 +40,21 @@ class Format:
     def __str__(self) -> str:
         return self.name
 
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one block scale serves a whole matrix."""
+        return self.block == (0, 0)
+
+    @property
+    def per_row(self) -> bool:
+        """Whether each row has one scale: an output channel of a weight, a token of an activation."""
+        return self.block == (1, 0)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether activations in this format have a scale for the whole tensor, measured in calibration."""
+        return self.global_scale or self.per_tensor
+
     def block_shape(self, shape: Sequence[int]) -> tuple[int, int]:
         """Block (rows, columns) for a tensor of `shape`, whole axes filled in. A 1-D tensor is one row."""
         rows, columns = _matrix(shape)

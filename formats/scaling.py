@@ -50,10 +50,19 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
     return x / x.new_full((), number)
 
 
+def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
+    """The float32 scale that maps magnitudes `amax` to `largest`; 1 where `amax` is zero."""
+    return nonzero(divided(amax.float(), largest))
+
+
+def nonzero(scale: torch.Tensor) -> torch.Tensor:
+    """`scale` with 1 where it is not positive, so that a division by it changes nothing."""
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:
     """The FP32 second-level scale of a matrix whose largest magnitude is `amax`; 1 for an all-zero matrix."""
-    scale = divided(amax.float(), format.element.max * HEADROOM.get(rule, E4M3.max))
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return scale_of(amax, format.element.max * HEADROOM.get(rule, E4M3.max))
 
 
 def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
@@ -66,11 +75,7 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
         return decode_power_of_two(encode_power_of_two(divided(amax, format.element.max)))
     if format.scale is E4M3:
         return round_to((amax / (format.element.max * global_scale)).clamp_(min=_MIN_E4M3), E4M3)
-    return _nonzero(round_to(divided(amax, format.element.max), format.scale))
-
-
-def _nonzero(scale: torch.Tensor) -> torch.Tensor:
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return nonzero(round_to(divided(amax, format.element.max), format.scale))
 
 
 def ocp_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
@@ -135,14 +140,14 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
     nearest = _nearest_scale(amax, format, global_scale)
     if format.scale is E8M0:
         return [(nearest / 2).clamp(min=2.0**-127)]
-    return [_nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
+    return [nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
 
 
 def _squared_error(blocks: torch.Tensor, format: Format, step: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     """Squared error of each block in units of its amax, because 1e-30 and 1e30 squared are beyond float32."""
     steps = blocks / step
     error = round_to(steps, format.element).sub_(steps).square_().sum(dim=(-3, -1), keepdim=True)
-    return error.mul_((step / _nonzero(amax)).square_())
+    return error.mul_((step / nonzero(amax)).square_())
 
 
 def _require(format: Format, scale: object, rule: str) -> None:

@@ -140,7 +140,7 @@ def choose_scale(
     rows, columns = weight.shape[-2:]
     for index in np.ndindex(*weight.shape[:-2]):
         second = torch.ones((), device=weight.device) if global_scale is None else global_scale[index]
-        if format.block == (0, 0) and rule == "max":
+        if format.per_tensor and rule == "max":
             # One block: its amax is known, and the matrix need not be held as one float32 block.
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
             continue

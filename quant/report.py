@@ -306,7 +306,7 @@ def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[
     """Rows of `weight` beside the same rows of `quantized`, about `_CHUNK_ELEMENTS` at a time, in whole blocks."""
     rows, columns = quantized.shape[-2:]
     block = quantized.format.block_shape(quantized.shape)[0]
-    whole = quantized.format.block[0] == 0  # one row of scales serves all rows
+    whole = quantized.format.per_tensor  # one row of scales serves all rows
     elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
     step = max(elements // columns // (1 if whole else block), 1) * (1 if whole else block)
     for index in np.ndindex(*quantized.shape[:-2]):

@@ -73,6 +73,11 @@ class LayerPlan:
         return math.prod(self.shape)
 
     @property
+    def has_static_scale(self) -> bool:
+        """Whether the input has a scale that calibration measures."""
+        return self.activation is not None and self.activation.is_static
+
+    @property
     def nbytes(self) -> int:
         """Bytes as planned: weight, scales, pads, branch and input scale; 0 where tied to another layer's."""
         if self.tied_to is not None:

@@ -32,6 +32,11 @@ class Candidate:
     weight: Format | None
     activation: Format | None
 
+    @property
+    def has_static_scale(self) -> bool:
+        """Whether the input has a scale that calibration measures."""
+        return self.activation is not None and self.activation.is_static
+
     def applied(self, layer: LayerPlan) -> LayerPlan:
         """The layer in these formats; nothing stands beside its weight."""
         return replace(

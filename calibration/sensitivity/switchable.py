@@ -100,13 +100,6 @@ class Memory:
             self.calls[name] = call
 
 
-def needs_static_scale(candidate: Candidate) -> bool:
-    """Whether the candidate's inputs have a scale that is measured beforehand."""
-    return candidate.activation is not None and (
-        candidate.activation.global_scale or candidate.activation.block == (0, 0)
-    )
-
-
 class TrialLayer(nn.Module):
     """A linear, or one projection of a fused-experts module, in whatever format its trial says."""
 
@@ -363,7 +356,7 @@ class Trial:
 
     def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
         """Static scale of a group's inputs; None for formats that measure theirs."""
-        if not needs_static_scale(candidate):
+        if not candidate.has_static_scale:
             return None
         if (group, candidate.name) in self.forms:
             return self.forms[group, candidate.name].input_scale
@@ -400,7 +393,7 @@ def measure_amax(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
     """What `Trial.amax` takes: nothing where no candidate has static scales."""
-    if not any(needs_static_scale(candidate) for candidate in candidates.values()):
+    if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]
     return collect_input_amax(model, names, rows, progress)

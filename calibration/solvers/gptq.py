@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, to_errors
 from quant.calibration.statistics import diagonal_blocks
 from quant.formats.format import Format
+from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
 # Columns whose feedback to the rest of the matrix is gathered into one product.
@@ -69,8 +70,7 @@ def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
         ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
     """
     diagonal = second_moment.diagonal()
-    mean = diagonal.mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    mean = nonzero(diagonal.mean())
     used = damping
     while used <= 10:
         moment = second_moment.clone()

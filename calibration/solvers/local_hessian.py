@@ -13,6 +13,7 @@ import torch
 from quant.calibration.solvers.block_search import local_scales, search_block
 from quant.calibration.solvers.gptq import block_factors
 from quant.formats.format import Format
+from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 
 _DAMPING = 0.01
@@ -39,8 +40,7 @@ def local_hessian(
     """
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale
-    mean = moments.diagonal(dim1=1, dim2=2).mean()
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
+    mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
     if feedback and weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:

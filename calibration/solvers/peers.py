@@ -31,7 +31,7 @@ def quantize_like_modelopt(weight: torch.Tensor, format: Format, amax: torch.Ten
         amax: largest magnitude of the fusion group, for formats with a global scale.
     """
     ours = quantize(weight.float(), format, global_scale=None if amax is None else global_scale_of(amax, format))
-    if format.block == (0, 0):
+    if format.per_tensor:
         return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
     if format.name == "mxfp4":
         quotient = _quotient(weight, ours)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from quant.calibration.observers import get_observer, is_per_tensor
+from quant.calibration.observers import get_observer
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import MomentSum, round_activation, static_input_scale
 from quant.calibration.walk.guard import Guard
@@ -152,7 +152,7 @@ class Group:
     def fix_input_scale(self, observer: str, stored: torch.dtype) -> None:
         """The static scale of the input's format, from the original inputs, where the format has one."""
         self.input_scale = None
-        if self.activation is None or self.amax is None or not is_per_tensor(self.activation):
+        if self.activation is None or self.amax is None or not self.activation.is_static:
             return
         if observer == "absmax" and not self.hadamard:
             amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()

@@ -85,7 +85,7 @@ def layer_problem(
         if weight.name == "fp8_block":
             why = "TensorRT miscompiles FP8 weights in blocks with FP8 inputs"
         return f"{why}; use {choices} in the plan"
-    if (activation.global_scale or activation.block == (0, 0)) and not static_scale:
+    if activation.is_static and not static_scale:
         return f"{activation} inputs need a calibrated scale in an engine; quantize with calibration text (--calib)"
     return None
 

@@ -94,7 +94,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
         return op.DequantizeLinear(codes, scale, axis=1, block_size=columns)
     if rows > 1:
         return trt.TRT_BlockDequantize(codes, scale, block_shape=[rows, columns], output_dtype=int(dtype))
-    if format.block == (0, 0):
+    if format.per_tensor:
         return op.DequantizeLinear(codes, op.Squeeze(scale), output_dtype=int(dtype))
     return op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=0, output_dtype=int(dtype))
 
@@ -112,7 +112,7 @@ def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
     if format.scale is E8M0:
         codes, scale = trt.TRT_MXFP8DynamicQuantize(x, axis=-1, block_size=block, output_dtype=FLOAT8E4M3FN, _outputs=2)
         return trt.TRT_MXFP8DequantizeLinear(codes, scale, axis=-1, block_size=block, output_dtype=int(x.dtype)), None
-    if format.block == (0, 0):
+    if format.per_tensor:
         return round_trip(format, x, input_scale, x.dtype), None
     wide = op.Cast(x, to=FLOAT)
     amax = op.ReduceMax(op.Abs(wide), [-1], keepdims=1)

@@ -297,7 +297,7 @@ def _as_float(values: np.ndarray) -> torch.Tensor:
 
 def _is_by_token(module: QuantLinear) -> bool:
     format = module.activation_format
-    return format is not None and format.block == (1, 0) and module.input_scale is None
+    return format is not None and format.per_row and module.input_scale is None
 
 
 def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, module: QuantLinear) -> torch.Tensor:

@@ -32,7 +32,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.rounding import decode, encode, round_to
-from quant.formats.scaling import divided, global_scale_of, max_rule
+from quant.formats.scaling import global_scale_of, max_rule, scale_of
 from quant.formats.tensor import BlockScaledTensor
 
 KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
@@ -130,8 +130,7 @@ def encode_kv(
         codes = pack(encode(blocks / (stored * second), E2M1).flatten(-3), 4)
         return codes, None, encode(stored.flatten(-3), E4M3)
     if scale is None:
-        scale = divided(x.abs().amax(-1), E4M3.max)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scale = scale_of(x.abs().amax(-1), E4M3.max)
         return encode(x / scale[..., None], E4M3), scale, None
     return encode(x / scale[:, None, None], E4M3), None, None
 
@@ -194,10 +193,7 @@ def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
     if format is None or format.name == "fp8_token":
         return None
     amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
-    if format.global_scale:
-        return global_scale_of(amax, format)
-    scale = divided(amax, format.element.max)
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
 
 
 class PagedKVCache:

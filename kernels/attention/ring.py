@@ -37,7 +37,7 @@ from torch.nn.functional import pad
 
 from quant.formats.format import Format
 from quant.formats.number import E4M3
-from quant.formats.scaling import divided, global_scale_of
+from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.kv_cache import KVPages, decode_kv, encode_kv
 from quant.kernels.attention_reference import SCALE_BLOCK, reference
@@ -74,8 +74,7 @@ def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """E4M3 codes of `[batch, heads, tokens, dim]` and scales `[batch, heads, blocks]`, one for 128 tokens of a head."""
     tokens = x.shape[2]
     blocks = pad(x.float(), (0, 0, 0, -tokens % SCALE_BLOCK)).unflatten(2, (-1, SCALE_BLOCK))
-    scale = divided(blocks.abs().amax((-2, -1)), E4M3.max)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = scale_of(blocks.abs().amax((-2, -1)), E4M3.max)
     codes = (blocks / scale[..., None, None]).clamp_(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn)
     return codes.flatten(2, 3)[:, :, :tokens], scale
 

@@ -77,13 +77,13 @@ def scaling(form):
 @gluon.constexpr_function
 def whole_scale(form):
     """Whether all of a matrix has one scale."""
-    return form in FORMATS and FORMATS[form].block == (0, 0)
+    return form in FORMATS and FORMATS[form].per_tensor
 
 
 @gluon.constexpr_function
 def scales_by_row(form):
     """Whether each row of the sum has a scale of its own."""
-    return form in FORMATS and FORMATS[form].block == (1, 0)
+    return form in FORMATS and FORMATS[form].per_row
 
 
 @gluon.constexpr_function

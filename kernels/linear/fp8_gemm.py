@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import divided
+from quant.formats.scaling import scale_of
 
 _STEP = 16
 
@@ -36,11 +36,11 @@ def _is_e4m3(format: Format) -> bool:
 
 
 def _per_tensor(format: Format) -> bool:
-    return _is_e4m3(format) and format.block == (0, 0)
+    return _is_e4m3(format) and format.per_tensor
 
 
 def _per_row(format: Format) -> bool:
-    return _is_e4m3(format) and format.block == (1, 0)
+    return _is_e4m3(format) and format.per_row
 
 
 def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,8 +54,7 @@ def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None)
     largest = activation.element.max
     if scale is None:
         amax = x.abs().amax(-1, keepdim=True) if _per_row(activation) else x.abs().amax()
-        scale = divided(amax.float(), largest)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scale = scale_of(amax, largest)
     else:
         scale = scale.reshape(())
     return (x.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale

@@ -159,11 +159,10 @@ def _linear(
         return linear(x, dense, bias)
     out = x.new_empty(*x.shape[:-1], codes.shape[0])
     block_rows = format.block_shape(weight.shape)[0]
-    whole = format.block[0] == 0
     rows = max(_SLICE_ELEMENTS // x.shape[-1] // block_rows, 1) * block_rows
     for start in range(0, codes.shape[0], rows):
         stop = min(start + rows, codes.shape[0])
-        part = scale if whole else scale[start // block_rows : -(-stop // block_rows)]
+        part = scale if format.per_tensor else scale[start // block_rows : -(-stop // block_rows)]
         piece = replace(weight, codes=codes[start:stop], scale=part, shape=(stop - start, x.shape[-1]))
         out[..., start:stop] = linear(x, piece.dequantize(x.dtype), None if bias is None else bias[start:stop])
     return out

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import divided, global_scale_of
+from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
 from quant.kernels.portable.e2m1 import columns as _columns
@@ -547,21 +547,19 @@ def quantize_rows(
     rows = _contiguous_rows(x)
     other = rows if second is None else _contiguous_rows(second)
     tokens, columns = rows.shape
-    per_tensor = format.block == (0, 0)
-    unmeasured = scale is None if per_tensor else format.global_scale and global_scale is None
+    unmeasured = scale is None if format.per_tensor else format.global_scale and global_scale is None
     if unmeasured and (source != "plain" or hadamard):
         raise ValueError(f"{source} to {format}: needs a static scale, for the tensor's amax is not known in one pass")
-    if per_tensor and scale is None:
+    if format.per_tensor and scale is None:
         amax = rows.abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=torch.float32)
-        scale = divided(amax, format.element.max)
-        scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+        scale = scale_of(amax, format.element.max)
     if format.global_scale and global_scale is None:
         amax = rows.abs().amax() if rows.numel() else rows.new_zeros(())
         global_scale = global_scale_of(amax, format)
     codes = torch.empty(
         format.codes_shape(rows.shape), dtype=format.element.torch_dtype or torch.uint8, device=x.device
     )
-    if per_tensor:
+    if format.per_tensor:
         assert scale is not None
         scales = scale.reshape(1, 1).float()
     elif swizzled:
@@ -587,7 +585,7 @@ def quantize_rows(
             "largest": format.element.max,
             "kind": "wide" if format.scale.is_wide else format.scale.name,
             "block": format.block[1],
-            "static": per_tensor,
+            "static": format.per_tensor,
         }
         shape = {"source": source, "flat": flat, "width": launch.width, "num_warps": launch.warps}
         if launch.per:
@@ -626,7 +624,7 @@ def _launch(
     by_threads = hadamard or swizzled or format.name == "nvfp4"
     per = 0 if not by_threads else 32 if hadamard or format.block[1] == 32 else 16
     width = min(tokens * columns & -(tokens * columns), 4096)
-    scales_by_block = format.block[1] > 0 or (hadamard > 0 and format.block == (0, 0))
+    scales_by_block = format.block[1] > 0 or (hadamard > 0 and format.per_tensor)
     flat = contiguous and scales_by_block and source in ("plain", "swiglu") and width >= 1024
     if flat:
         programs = tokens * columns // width
@@ -683,7 +681,7 @@ def _check_scales(
             )
         if tensor.device != x.device:
             raise ValueError(f"{what}: {name} is on {tensor.device}, x on {x.device}")
-    if scale is not None and format.block != (0, 0):
+    if scale is not None and not format.per_tensor:
         raise ValueError(f"{what}: a static scale is for formats of one scale a tensor; {format} measures its own")
     if global_scale is not None and not format.global_scale:
         raise ValueError(f"{what}: {format} has no global scale")

@@ -243,11 +243,6 @@ def _without_data(layer: LayerPlan) -> LayerPlan:
     return replace(layer, solver="mse", reason=reason)
 
 
-def has_static_scale(layer: LayerPlan) -> bool:
-    """Whether the layer's activation format has a scale that is measured beforehand."""
-    return layer.activation is not None and (layer.activation.global_scale or layer.activation.block == (0, 0))
-
-
 def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
     """`plan` with a guard and an observer, as `quantize` describes them; None leaves what the plan says.
 
@@ -290,7 +285,7 @@ def lacks_data(plan: Plan) -> str | None:
     for layer in plan.quantized:
         if solver_needs_data(layer):
             return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
-        if has_static_scale(layer):
+        if layer.has_static_scale:
             return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}, or choose {_DYNAMIC}"
     if plan.provenance.get("guard"):
         return f"a guard compares layers on held-out text; {way_out}"
@@ -341,7 +336,7 @@ def calibrate(
     Raises:
         UserError: the plan needs data and there is none.
     """
-    static = [layer for layer in plan.quantized if has_static_scale(layer)]
+    static = [layer for layer in plan.quantized if layer.has_static_scale]
     if not static:
         return {}
     if data is None:

@@ -351,7 +351,7 @@ def _check_state_dict(job: Job, plan: Plan) -> None:
     }
     named = [what for what, value in needs.items() if value is not None]
     named += [f"{layer.name}'s solver {layer.solver}" for layer in plan.quantized if quantize.solver_needs_data(layer)]
-    named += [f"{layer.name}'s static input scale" for layer in plan.quantized if quantize.has_static_scale(layer)]
+    named += [f"{layer.name}'s static input scale" for layer in plan.quantized if layer.has_static_scale]
     if named:
         raise UserError(
             f"{job.model}: {named[0]} takes a model that runs, and this is a bare state dict; pass --model-factory to "

@@ -42,7 +42,7 @@ from quant.extras import require
 from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
-from quant.formats.scaling import divided
+from quant.formats.scaling import scale_of
 from quant.kernels.attention.forward import DIMS, attention
 from quant.kernels.attention.kv_cache import HEADROOM, first_scale, kv_format, round_kv
 from quant.kernels.attention.quantize import quantize_attention
@@ -303,8 +303,7 @@ def _scales_of_heads(
     q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scales `[batch, heads]` of q, measured, and of k and v, as they are."""
-    q_scale = divided(q.abs().amax((2, 3)).float(), E4M3.max)
-    q_scale = torch.where(q_scale > 0, q_scale, torch.ones_like(q_scale))
+    q_scale = scale_of(q.abs().amax((2, 3)), E4M3.max)
     return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
 
 

@@ -35,6 +35,7 @@ from functools import lru_cache
 
 import torch
 
+from quant.formats.scaling import nonzero
 from quant.kernels.hadamard import hadamard_transform
 
 PRIOR = 64
@@ -146,8 +147,7 @@ def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     product = (rows.mT @ rows).double() / seen
     product = torch.where(product.isfinite().all(), product, torch.zeros_like(product))
     channels = product.diagonal(dim1=-2, dim2=-1)
-    least = channels.mean(-1, keepdim=True) * _FLOOR
-    least = torch.where(least > 0, least, torch.ones_like(least))
+    least = nonzero(channels.mean(-1, keepdim=True) * _FLOOR)
     prior = torch.diag_embed(channels * PRIOR)
     mean: torch.Tensor = (product * seen + prior) / (seen + PRIOR) + torch.diag_embed(least.expand_as(channels))
     return mean

@@ -115,3 +115,9 @@ def test_a_row_is_a_matrix_of_one_row_and_a_scalar_is_refused() -> None:
     assert FORMATS["fp8"].block_shape((33,)) == (1, 33)
     with pytest.raises(ValueError, match="a scalar has no blocks"):
         FORMATS["nvfp4"].scale_shape(())
+
+
+def test_extent_of_scales() -> None:
+    assert {name for name, format in FORMATS.items() if format.per_tensor} == {"fp8"}
+    assert {n for n, format in FORMATS.items() if format.per_row} == {"fp8_channel", "fp8_token", "int8", "int8_token"}
+    assert {name for name, format in FORMATS.items() if format.is_static} == {"fp8", "nvfp4"}

@@ -9,7 +9,7 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3, NUMBERS
-from quant.formats.scaling import HEADROOM, SCALE_RULES, global_scale_of
+from quant.formats.scaling import HEADROOM, SCALE_RULES, global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor, quantize
 
 MX = [format for format in FORMATS.values() if format.scale.name == "e8m0"]
@@ -217,3 +217,9 @@ def test_rules_are_refused_where_they_are_not_defined(format: Format, rule: str)
 def test_unknown_rule_lists_the_known() -> None:
     with pytest.raises(ValueError, match="unknown scale rule 'best'; known rules: max, ocp, even, four_over_six, mse"):
         quantize(torch.ones(1, 16), NVFP4, rule="best")
+
+
+def test_scale_of_is_the_quotient_rounded_once_and_one_for_zero() -> None:
+    amax = torch.tensor([0.0, 3e-45, 1.0, 100.1, 3e38])
+    quotients = (amax.double() / 448).float().tolist()
+    assert scale_of(amax, 448.0).tolist() == [1.0, 1.0, *quotients[2:]]  # 3e-45 / 448 is no float32 but zero
