@@ -58,7 +58,7 @@ class Command(click.Command):
 @contextmanager
 def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
     """Warnings of this package without file and line, which say nothing to users; others as Python has them."""
-    ours = str(Path(__file__).parent)
+    ours = str(Path(__file__).parents[1])
     with warnings.catch_warnings():
         usual = warnings.showwarning
 

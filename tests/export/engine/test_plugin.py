@@ -249,7 +249,7 @@ import json, sys
 import onnx
 import tensorrt_rtx as trt
 from onnx import TensorProto as T, helper as h
-from quant.export import plugin, plugin_tensorrt
+from quant.export.engine import plugin, plugin_tensorrt
 
 plugin_tensorrt.register(trt, [89, 120])
 bf16, dim = T.BFLOAT16, 64

@@ -327,7 +327,7 @@ def test_what_is_quantized_already(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-from quant.cli import quantize_command
+from quant.cli.main import quantize_command
 quantize_command()
 """
 

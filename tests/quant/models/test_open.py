@@ -747,7 +747,7 @@ def test_gguf_of_unknown_architecture(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"transformers cannot load this GGUF file: .*no_such_architecture"):
         open_model(tmp_path / "m.gguf")
     with pytest.raises(UserError, match=r"m\.gguf: no usable tokenizer .*convert the file again"):
-        gguf.load_tokenizer(tmp_path / "m.gguf")
+        gguf_models.load_tokenizer(tmp_path / "m.gguf")
 
 
 def test_alias_opens_the_packaged_model() -> None:
