@@ -42,7 +42,7 @@ from quant.kernels.attention.forward import fp8_attention, has_fp8_tensor_cores
 from quant.kernels.attention_reference import attention_reference
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.ops import op_name
+from quant.kernels.linear.ops import LINEAR
 
 _ATTENTION = "quant::fp8_attention"
 EXPORTED_ATTENTION = "quant::onnx_attention"
@@ -137,8 +137,7 @@ def lowered(
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        bodies = {op_name(format): _linear_of(format) for format in FORMATS.values()}
-        with visible({**bodies, EXPORTED_ATTENTION: exported_attention}):
+        with visible({LINEAR: _linear, EXPORTED_ATTENTION: exported_attention}):
             program = program.run_decompositions({})
     _share_input_scales(program)
     return program
@@ -214,26 +213,24 @@ def _share_input_scales(program: torch.export.ExportedProgram) -> None:
     program.graph_module.recompile()
 
 
-def _linear_of(format: Format) -> Callable[..., torch.Tensor]:
-    def linear(
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
-        activation: str,
-    ) -> torch.Tensor:
-        shape = (codes.shape[0], x.shape[-1])
-        if takes(format, activation, shape, x.dtype) and has_fp8_tensor_cores(x.device):
-            return fp8_linear(x, codes, scale, bias, input_scale, activation)
-        if activation:
-            given = FORMATS[activation]
-            x = fake_quantize(x, given, **{"global_scale" if given.global_scale else "scale": input_scale})
-        weight = dequantize_in_graph(BlockScaledTensor(codes, scale, format, shape, global_scale), x.dtype)
-        return torch.nn.functional.linear(x, weight, bias)
-
-    return linear
+def _linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+) -> torch.Tensor:
+    format, shape = FORMATS[weight_format], (codes.shape[0], x.shape[-1])
+    if takes(format, activation, shape, x.dtype) and has_fp8_tensor_cores(x.device):
+        return fp8_linear(x, codes, scale, bias, input_scale, activation)
+    if activation:
+        given = FORMATS[activation]
+        x = fake_quantize(x, given, **{"global_scale" if given.global_scale else "scale": input_scale})
+    weight = dequantize_in_graph(BlockScaledTensor(codes, scale, format, shape, global_scale), x.dtype)
+    return torch.nn.functional.linear(x, weight, bias)
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:

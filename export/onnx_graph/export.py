@@ -271,7 +271,7 @@ def _name_layers(model: Any, prefix: str) -> None:
     groups: dict[str, list[Any]] = {}
     for node in graph:
         source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
-        if "torch.ops.quant.linear_" in source:
+        if "torch.ops.quant.linear.default" in source:
             groups.setdefault(source, []).append(node)
         elif "torch.ops.quant.onnx_attention" in source:
             # The modules that the op was called in, outermost first, and then the op itself.

@@ -121,7 +121,7 @@ def check_graph(exported: torch.export.ExportedProgram) -> None:
     """
     for layer, node in linear_nodes(exported):
         rank = node.args[0].meta["val"].dim()
-        if node.args[6] == "nvfp4" and rank > 3:
+        if node.args[7] == "nvfp4" and rank > 3:
             raise ValueError(
                 f"{layer}: NVFP4 inputs of {rank} dimensions, and TensorRT quantizes at most three; flatten the "
                 "leading dimensions before the layer, or use fp8"
@@ -129,10 +129,10 @@ def check_graph(exported: torch.export.ExportedProgram) -> None:
 
 
 def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
-    """Each `quant::linear_*` node of a graph, with the name of its layer."""
+    """Each `quant::linear` node of a graph, with the name of its layer."""
     buffers: Mapping[str, str] = exported.graph_signature.inputs_to_buffers
     for node in exported.graph.nodes:
-        if node.op == "call_function" and str(node.target).startswith("quant.linear_"):
+        if node.op == "call_function" and node.target is torch.ops.quant.linear.default:
             yield buffers[node.args[1].name].removesuffix(".codes"), node
 
 

@@ -1,4 +1,4 @@
-"""One ONNX translation for each linear op: what quantized layers are in an ONNX file (attention: `onnx_attention`).
+"""The ONNX translation of the linear op, format by format: what quantized layers are in an ONNX file (attention: `onnx_attention`).
 
     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
@@ -53,19 +53,23 @@ def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
         packed: filled while the graph is translated: ONNX type of each value that holds packed 4-bit codes.
     """
     register_schemas()
-    linears = {
-        getattr(torch.ops.quant, f"linear_{format.name}").default: _linear(format, packed)
-        for format in FORMATS.values()
-        if format.element in (E4M3, E2M1, INT4, INT8) and not (format.element is E2M1 and format.scale is E8M0)
-    }
-    return {**linears, **attention_translations()}
+    return {torch.ops.quant.linear.default: _linear(packed), **attention_translations()}
 
 
-def _linear(format: Format, packed: dict[Any, int]) -> Translation:
+def _linear(packed: dict[Any, int]) -> Translation:
     def translate(
-        x: Any, codes: Any, scale: Any, global_scale: Any, bias: Any, input_scale: Any, activation: str
+        x: Any,
+        codes: Any,
+        scale: Any,
+        global_scale: Any,
+        bias: Any,
+        input_scale: Any,
+        weight_format: str,
+        activation: str,
     ) -> Any:
-        op, dtype = opset(), x.dtype
+        op, dtype, format = opset(), x.dtype, FORMATS[weight_format]
+        if format.element not in (E4M3, E2M1, INT4, INT8) or (format.element is E2M1 and format.scale is E8M0):
+            raise ValueError(f"a linear in {format} has no ONNX translation")
         if format.element.bits == 4:
             packed[codes] = element_type(format)
         weight = op.Transpose(_weight(format, codes, scale, global_scale, dtype), perm=[1, 0])

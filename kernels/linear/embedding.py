@@ -1,6 +1,6 @@
 """`QuantEmbedding`: a look-up in a quantized table. Only the rows that are asked for are dequantized.
 
-    quant::embedding_fp8_channel(ids, codes, scale, global_scale?, dtype) -> [..., dim]
+    quant::embedding(ids, codes, scale, global_scale?, weight_format, columns, dtype) -> [..., dim]
 
 An embedding of 128256 × 4096 is 1 GiB in BF16, of which a step reads a few rows: quantizing it saves memory, not
 time, and every error goes through the whole model. So recipes keep it in 16 bit, and a rule that names it opts in.
@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import _QuantModule
 
-SCHEMA = "(Tensor ids, Tensor codes, Tensor scale, Tensor? global_scale, int columns, ScalarType dtype) -> Tensor"
+EMBEDDING = "quant::embedding"
 
 
 def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -40,8 +40,9 @@ def quantized_embedding(ids: torch.Tensor, weight: BlockScaledTensor, dtype: tor
         raise ValueError(f"embedding of {list(weight.shape)}: ids are {ids.dtype}, expected int32 or int64")
     if ids.device != weight.codes.device:
         raise ValueError(f"embedding of {list(weight.shape)}: ids are on {ids.device}, codes on {weight.codes.device}")
-    op = getattr(torch.ops.quant, f"embedding_{weight.format.name}")
-    return op(ids, weight.codes, weight.scale, weight.global_scale, weight.shape[1], dtype)  # type: ignore[no-any-return]
+    return torch.ops.quant.embedding(  # type: ignore[no-any-return]
+        ids, weight.codes, weight.scale, weight.global_scale, weight.format.name, weight.shape[1], dtype
+    )
 
 
 class QuantEmbedding(_QuantModule):
@@ -71,8 +72,9 @@ def takes(module: nn.Module) -> str:
     return "it renormalizes rows as they are read" if module.max_norm is not None else ""
 
 
-def _rows(format: Format, ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def _rows(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """The oracle: the rows as a tensor of their own, each with its scales."""
+    format = weight.format
     flat = ids.flatten().long()
     columns = weight.shape[1]
     block = format.block_shape(weight.shape)
@@ -84,42 +86,44 @@ def _rows(format: Format, ids: torch.Tensor, weight: BlockScaledTensor, dtype: t
     return part.dequantize(dtype).view(*ids.shape, columns) if len(flat) else part.codes.new_empty(0, dtype=dtype)
 
 
-def _register(format: Format) -> None:
-    def body(
-        ids: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        columns: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], columns), global_scale)
-        if not ids.numel():
-            return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
-        if ids.is_cuda and dtype in (torch.float16, torch.bfloat16):
-            from quant.kernels.linear.tuning import has_triton
-
-            if has_triton():
-                from quant.kernels.portable.embedding import look_up
-
-                return look_up(ids, weight, dtype)
-        return _rows(format, ids, weight, dtype)
-
-    def fake(
-        ids: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        columns: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+def _embedding(
+    ids: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
+    if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
+    if ids.is_cuda and dtype in (torch.float16, torch.bfloat16):
+        from quant.kernels.linear.tuning import has_triton
 
-    name = f"quant::embedding_{format.name}"
-    torch.library.define(name, SCHEMA)
-    torch.library.impl(name, "default", body)
-    torch.library.register_fake(name, fake)
+        if has_triton():
+            from quant.kernels.portable.embedding import look_up
+
+            return look_up(ids, weight, dtype)
+    return _rows(ids, weight, dtype)
 
 
-for _format in FORMATS.values():
-    _register(_format)
+def _fake(
+    ids: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    columns: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
+
+
+torch.library.define(
+    EMBEDDING,
+    "(Tensor ids, Tensor codes, Tensor scale, Tensor? global_scale, str weight_format, int columns, "
+    "ScalarType dtype) -> Tensor",
+)
+torch.library.impl(EMBEDDING, "default", _embedding)
+torch.library.register_fake(EMBEDDING, _fake)

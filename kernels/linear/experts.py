@@ -1,14 +1,13 @@
 """Mixture of experts without waiting: tokens sorted by expert, one op a projection, then put back.
 
-    quant::grouped_linear_nvfp4(x, codes, scale, global_scale?, input_scale?, offsets, activation) -> y
+    quant::grouped_linear(x, codes, scale, global_scale?, input_scale?, offsets, weight_format, activation) -> y
 
     order    slots (token, choice) sorted by expert            x = hidden[order // k]
     offsets  where each expert's rows begin                    y = grouped(act(grouped(x, up)), down)
     out[token] = Σ over its k slots of weight · y              summed in one order, whatever the GPU does
 
 Where each expert's rows begin stays on the GPU, so nothing waits for the router and a decoding step can be captured
-in a graph. One op a weight format, as in `kernels/linear/ops.py`: on a GPU the kernels of `matmul_grouped.py` run it,
-on a CPU each expert runs through the oracle.
+in a graph. On a GPU the kernels of `matmul_grouped.py` run the op, on a CPU each expert runs through the oracle.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.ops import quantized_linear
 
-SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? input_scale, Tensor offsets, "
-    "str activation) -> Tensor"
-)
+GROUPED_LINEAR = "quant::grouped_linear"
 
 
 def grouped_linear(
@@ -56,9 +52,16 @@ def grouped_linear(
         raise ValueError(
             f"grouped linear: offsets is {list(offsets.shape)} {offsets.dtype}, expected [{weight.shape[0] + 1}] int32"
         )
-    op = getattr(torch.ops.quant, f"grouped_linear_{weight.format.name}")
-    name = activation.name if activation else ""
-    return op(x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, name)  # type: ignore[no-any-return]
+    return torch.ops.quant.grouped_linear(  # type: ignore[no-any-return]
+        x,
+        weight.codes,
+        weight.scale,
+        weight.global_scale,
+        input_scale,
+        offsets,
+        weight.format.name,
+        activation.name if activation else "",
+    )
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,16 +95,16 @@ def experts_forward(
 
 
 def _grouped(
-    format: Format,
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     offsets: torch.Tensor,
+    weight_format: str,
     activation: str,
 ) -> torch.Tensor:
-    weight = BlockScaledTensor(codes, scale, format, (*codes.shape[:2], x.shape[1]), global_scale)
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
     given = FORMATS[activation] if activation else None
     if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _rows_stand_alone(given, input_scale):
         from quant.kernels.linear.tuning import has_triton
@@ -155,26 +158,14 @@ def _on_gpu(
     return matmul_grouped.grouped_linear(dispatch._round(x, activation, input_scale), weight, offsets)
 
 
-def _register(format: Format) -> None:
-    def body(
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
-        offsets: torch.Tensor,
-        activation: str,
-    ) -> torch.Tensor:
-        return _grouped(format, x, codes, scale, global_scale, input_scale, offsets, activation)
-
-    def fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
-        return x.new_empty(x.shape[0], codes.shape[1])
-
-    name = f"quant::grouped_linear_{format.name}"
-    torch.library.define(name, SCHEMA)
-    torch.library.impl(name, "default", body)
-    torch.library.register_fake(name, fake)
+def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(x.shape[0], codes.shape[1])
 
 
-for _format in FORMATS.values():
-    _register(_format)
+torch.library.define(
+    GROUPED_LINEAR,
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? input_scale, Tensor offsets, "
+    "str weight_format, str activation) -> Tensor",
+)
+torch.library.impl(GROUPED_LINEAR, "default", _grouped)
+torch.library.register_fake(GROUPED_LINEAR, _fake)

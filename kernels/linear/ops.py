@@ -1,9 +1,10 @@
-"""The custom ops: one `quant::linear_<format>` per weight format, all with one schema.
+"""The custom op of a quantized linear: one for all formats, which are arguments by name.
 
-    quant::linear_nvfp4(x, codes, scale, global_scale?, bias?, input_scale?, activation) -> y
+    quant::linear(x, codes, scale, global_scale?, bias?, input_scale?, weight_format, activation) -> y
 
 The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT all see the same
-node, and each has its own translation of it. On a GPU, `kernels/linear/dispatch.py` picks a kernel. The body below is
+node, and each has its own translation of it. `quant::grouped_linear` (experts.py) and `quant::embedding`
+(embedding.py) are its siblings. On a GPU, `kernels/linear/dispatch.py` picks a kernel. The body below is
 the oracle: it rounds the input to the activation format, dequantizes the weight exactly and calls a plain matmul. It
 runs anywhere.
 
@@ -28,16 +29,8 @@ from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.attention.forward import has_fp8_tensor_cores
 from quant.kernels.linear.fp8_gemm import fp8_linear_fused, takes
 
-SCHEMA = (
-    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
-    "str activation) -> Tensor"
-)
+LINEAR = "quant::linear"
 _SLICE_ELEMENTS = 1 << 23
-
-
-def op_name(format: Format) -> str:
-    """Qualified name of the op that multiplies by a weight in `format`."""
-    return f"quant::linear_{format.name}"
 
 
 def quantized_linear(
@@ -47,7 +40,7 @@ def quantized_linear(
     input_scale: torch.Tensor | None = None,
     activation: Format | None = None,
 ) -> torch.Tensor:
-    """`x @ weight.T + bias` through the op of the weight's format.
+    """`x @ weight.T + bias` through the custom op.
 
     Args:
         x: `[..., in]`, FP16, BF16 or FP32.
@@ -64,9 +57,16 @@ def quantized_linear(
     """
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
-    op = getattr(torch.ops.quant, f"linear_{weight.format.name}")
-    name = activation.name if activation else ""
-    return op(x, weight.codes, weight.scale, weight.global_scale, bias, input_scale, name)  # type: ignore[no-any-return]
+    return torch.ops.quant.linear(  # type: ignore[no-any-return]
+        x,
+        weight.codes,
+        weight.scale,
+        weight.global_scale,
+        bias,
+        input_scale,
+        weight.format.name,
+        activation.name if activation else "",
+    )
 
 
 def set_cache_budget(nbytes: int) -> None:
@@ -129,15 +129,16 @@ _cache = _Cache(budget=2 << 30)
 
 
 def _linear(
-    format: Format,
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
+    weight_format: str,
     activation: str,
 ) -> torch.Tensor:
+    format = FORMATS[weight_format]
     weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
     if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
         return fp8_linear_fused(x, codes, scale, bias, input_scale, activation)
@@ -168,25 +169,14 @@ def _linear(
     return out
 
 
-def _register(format: Format) -> None:
-    def body(
-        x: torch.Tensor,
-        codes: torch.Tensor,
-        scale: torch.Tensor,
-        global_scale: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        input_scale: torch.Tensor | None,
-        activation: str,
-    ) -> torch.Tensor:
-        return _linear(format, x, codes, scale, global_scale, bias, input_scale, activation)
-
-    def fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
-        return x.new_empty(*x.shape[:-1], codes.shape[0])
-
-    torch.library.define(op_name(format), SCHEMA)
-    torch.library.impl(op_name(format), "default", body)
-    torch.library.register_fake(op_name(format), fake)
+def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
-for _format in FORMATS.values():
-    _register(_format)
+torch.library.define(
+    LINEAR,
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
+    "str weight_format, str activation) -> Tensor",
+)
+torch.library.impl(LINEAR, "default", _linear)
+torch.library.register_fake(LINEAR, _fake)

@@ -82,8 +82,8 @@ def test_slots_beyond_the_last_expert_count_nothing() -> None:
 def test_the_op_is_traced_with_its_shape() -> None:
     weight = quantize(torch.randn(3, 32, 64), FORMATS["nvfp4"])
     x, offsets = torch.randn(5, 64), torch.tensor([0, 2, 2, 5], dtype=torch.int32)
-    arguments = (x, weight.codes, weight.scale, weight.global_scale, None, offsets, "")
-    torch.library.opcheck(torch.ops.quant.grouped_linear_nvfp4.default, arguments, test_utils="test_faketensor")
+    arguments = (x, weight.codes, weight.scale, weight.global_scale, None, offsets, "nvfp4", "")
+    torch.library.opcheck(torch.ops.quant.grouped_linear.default, arguments, test_utils="test_faketensor")
     dense = weight.dequantize(torch.float64)
     expected = torch.cat([x[:2].double() @ dense[0].T, x[2:].double() @ dense[2].T])
     y = experts.grouped_linear(x, weight, offsets)
