@@ -31,7 +31,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize import quantize_attention
 from quant.kernels.ceilings import copy_rate, warm_up
-from quant.kernels.linear import tuning
+from quant.kernels.timing import graph_microseconds
 
 TOKENS, WIDTH = 16384, 2048
 DRAWS = 8
@@ -100,7 +100,7 @@ def speed(compile_only: bool) -> Iterator[Row]:
         for name, call in contenders(dim, causal):
             try:
                 call()
-                row[name] = None if compile_only else work / tuning.graph_microseconds([call]) * 1e-6
+                row[name] = None if compile_only else work / graph_microseconds([call]) * 1e-6
             except RuntimeError as error:
                 row[name] = f"{type(error).__name__}"
         yield row
@@ -126,7 +126,7 @@ def quantizing(compile_only: bool) -> Iterator[Row]:
         calls = [lambda x=x, o=options: quantize_attention(*x, **o) for x in sets]  # type: ignore[misc]
         calls[0]()
         if not compile_only:
-            us = tuning.graph_microseconds(calls)
+            us = graph_microseconds(calls)
             rate = 3 * TOKENS * 48 * 128 / us * 1e6
             yield {"what": f"quantize, {name}", "dim": 128, "us": us, "TB/s": rate * 1e-12, "of copy": rate / copy}
 

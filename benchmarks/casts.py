@@ -22,8 +22,8 @@ from _table import machine, show_all, versions
 
 from quant.formats.format import FORMATS
 from quant.kernels.ceilings import copy_rate
-from quant.kernels.linear.tuning import graph_microseconds
 from quant.kernels.portable import casts, fused
+from quant.kernels.timing import graph_microseconds
 
 ELEMENTS = 1 << 26
 WIDTHS = (4096, 14336)

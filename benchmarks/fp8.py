@@ -24,8 +24,8 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.hardware import current
 from quant.kernels.layout import prepack
 from quant.kernels.linear import experts
-from quant.kernels.linear.tuning import graph_microseconds
 from quant.kernels.portable import casts, matmul_fp8_block
+from quant.kernels.timing import graph_microseconds
 
 SHAPES = ((4096, 28672, 4096), (8192, 8192, 8192), (1024, 4096, 14336))
 EXPERTS, HIDDEN, INNER, CHOICES = 128, 2048, 1536, 8

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from quant.kernels.hardware import Hardware, current
-from quant.kernels.linear.tuning import graph_microseconds
+from quant.kernels.timing import graph_microseconds
 
 _BYTES = 1 << 30
 _SIZE = 8192

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -107,6 +108,12 @@ def get_hardware(name: str) -> Hardware:
         return TARGETS[name]
     except KeyError:
         raise ValueError(f"unknown GPU {name!r}; known: {', '.join(TARGETS)}") from None
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed; it comes with a CUDA build of PyTorch."""
+    return find_spec("triton") is not None
 
 
 @cache

@@ -31,16 +31,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
-from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3, Number
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
 
 TILE = 64
 # Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
@@ -168,46 +165,6 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     inverse[table[known]] = torch.arange(256, dtype=torch.uint8)[known]
     scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
     return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale.view(*lead, columns // 16))
-
-
-def prepack_model(model: nn.Module) -> dict[str, str]:
-    """Prepacks what is quantized in `model` and has a kernel layout, in place; `state_dict` is as before.
-
-    Returns:
-        Why not, by the name of each linear or stack of experts that keeps the layout of a checkpoint.
-    """
-    skipped = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear | QuantExperts) or is_prepacked(module.stored_weight):
-            continue
-        reason = why_not(module.stored_weight)
-        if reason:
-            skipped[name] = reason
-            continue
-        _replace(module, prepack(module.stored_weight))
-        module.register_state_dict_post_hook(_save_restored)
-    return skipped
-
-
-def restore_model(model: nn.Module) -> None:
-    """Undoes `prepack_model`."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear | QuantExperts) and is_prepacked(module.stored_weight):
-            _replace(module, restore(module.stored_weight))
-
-
-def _replace(module: QuantLinear | QuantExperts, weight: BlockScaledTensor) -> None:
-    module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
-
-
-def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    assert isinstance(module, QuantLinear | QuantExperts)
-    weight = module.stored_weight
-    if is_prepacked(weight):
-        weight = restore(weight)
-        state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
-        if weight.global_scale is None:
-            state_dict.pop(f"{prefix}global_scale", None)
 
 
 @cache

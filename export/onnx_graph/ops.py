@@ -1,4 +1,4 @@
-"""The ONNX translation of the linear op, format by format: what quantized layers are in an ONNX file (attention: `onnx_attention`).
+"""The ONNX translation of the linear op: what a quantized layer of each format is in a file (attention: attention.py).
 
     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8

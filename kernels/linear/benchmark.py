@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +12,9 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
 from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.tuning import graph_microseconds
+from quant.kernels.linear.tuning import call_of, copies, extra_copies
 from quant.kernels.tiles import to_dict
+from quant.kernels.timing import graph_microseconds
 
 
 def time_as_called(
@@ -44,15 +44,15 @@ def time_as_called(
         format = weight.format.name
         if gpu.has_wgmma and not why_not(weight):
             weight = as_computed(prepack(weight))
-        copies = [weight, *(_copy(weight) for _ in range(_count(gpu.l2, weight.codes.nbytes)))]
+        weights = list(copies(weight, gpu.l2))
         dense = [
             torch.randn(out, columns, device=weight.codes.device, dtype=torch.bfloat16)
-            for _ in range(1 + _count(gpu.l2, 2 * out * columns))
+            for _ in range(1 + extra_copies(gpu.l2, 2 * out * columns))
         ]
         for count in tokens:
             x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
             choice = dispatch.choose(weight, x)
-            took = graph_microseconds([_call(x, copy, choice) for copy in copies])
+            took = graph_microseconds([call_of(x, copy, choice) for copy in weights])
             base = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
             rows.append(
                 {
@@ -70,15 +70,3 @@ def time_as_called(
         if progress is not None:
             progress(done + 1, len(weights))
     return rows
-
-
-def _count(l2: int, nbytes: int) -> int:
-    return min(max(3 * l2 // nbytes, 1), 32)
-
-
-def _copy(weight: BlockScaledTensor) -> BlockScaledTensor:
-    return replace(weight, codes=weight.codes.clone(), scale=weight.scale.clone())
-
-
-def _call(x: torch.Tensor, weight: BlockScaledTensor, choice: Any) -> Callable[[], Any]:
-    return lambda: dispatch.run(x, weight, None, choice)

@@ -18,7 +18,8 @@ from torch.nn.functional import linear as dense_linear
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize, round_activation
 from quant.kernels import hardware, tiles
-from quant.kernels.linear import tuning
+from quant.kernels.layout import as_computed, is_prepacked, restore
+from quant.kernels.linear import tables
 
 _FLOATS = (torch.float16, torch.bfloat16)
 
@@ -42,11 +43,9 @@ def linear(
     Raises:
         ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
     """
-    from quant.kernels.layout import as_computed
-
     weight = as_computed(weight)
     check(x, weight, bias)
-    if x.dtype not in _FLOATS or not tuning.has_triton():
+    if x.dtype not in _FLOATS or not hardware.has_triton():
         return None
     tokens = x.numel() // x.shape[-1]
     if takes_prefill(weight, activation, tokens, x.dtype) and hardware.current(x.device.index or 0).has_wgmma:
@@ -62,8 +61,6 @@ def linear(
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
     """Raises ValueError, naming the argument, where a kernel could not take the arguments."""
-    from quant.kernels.layout import is_prepacked
-
     shape, format = weight.shape, weight.format
     codes_shape, scale_shape = format.codes_shape(shape), format.scale_shape(shape)
     if is_prepacked(weight):
@@ -96,14 +93,12 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None)
 
 def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
     """How to multiply x `[tokens, in]`, as `_rows` gives it, by `weight`."""
-    from quant.kernels.layout import is_prepacked
-
     prepacked = is_prepacked(weight)
     if prepacked and x.dtype is not torch.bfloat16:
         return tiles.DENSE
     gpu = hardware.current(x.device.index or 0)
     shape = (weight.shape[0], weight.shape[1])
-    found = tuning.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    found = tables.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
     choice = found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
     if isinstance(choice, tiles.PrefillTiles) and not prepacked and not _takes_stored(weight, x):
         return tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked, stored=False)
@@ -136,22 +131,20 @@ def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, c
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` of `weight`, on a GPU, in `dtype`."""
-    from quant.kernels import layout
     from quant.kernels.portable import matmul
 
-    weight = layout.as_computed(weight)
-    if not layout.is_prepacked(weight):
+    weight = as_computed(weight)
+    if not is_prepacked(weight):
         return matmul.dequantize(weight, dtype)
     if dtype is torch.bfloat16:
         from quant.kernels.hopper import decode_nvfp4
 
         return decode_nvfp4.dequantize(weight)
-    return matmul.dequantize(layout.restore(weight), dtype)
+    return matmul.dequantize(restore(weight), dtype)
 
 
 def takes_prefill(weight: BlockScaledTensor, activation: str, tokens: int, dtype: torch.dtype) -> bool:
     """Whether `prefill_linear` multiplies: its weight is prepacked, and the plan gave the layer 8-bit activations."""
-    from quant.kernels.layout import is_prepacked
     from quant.kernels.portable import casts
 
     allowed = activation in ("fp8", "fp8_token") and dtype is torch.bfloat16
@@ -184,7 +177,6 @@ def prefill_linear(
 
 def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: torch.device) -> bool:
     """Whether tensor cores of this GPU take both sides as they are stored, and got a first product right."""
-    from quant.kernels.layout import is_prepacked
     from quant.kernels.portable import casts, matmul_scaled
 
     form, columns = weight.format, weight.shape[1]

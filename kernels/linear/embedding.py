@@ -16,6 +16,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import has_triton
 from quant.kernels.linear.modules import _QuantModule
 
 EMBEDDING = "quant::embedding"
@@ -98,13 +99,10 @@ def _embedding(
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
-    if ids.is_cuda and dtype in (torch.float16, torch.bfloat16):
-        from quant.kernels.linear.tuning import has_triton
+    if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
+        from quant.kernels.portable.embedding import look_up
 
-        if has_triton():
-            from quant.kernels.portable.embedding import look_up
-
-            return look_up(ids, weight, dtype)
+        return look_up(ids, weight, dtype)
     return _rows(ids, weight, dtype)
 
 

@@ -19,6 +19,9 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import current, has_triton
+from quant.kernels.layout import is_prepacked, restore
+from quant.kernels.linear import dispatch
 from quant.kernels.linear.ops import quantized_linear
 
 GROUPED_LINEAR = "quant::grouped_linear"
@@ -106,11 +109,9 @@ def _grouped(
 ) -> torch.Tensor:
     weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], x.shape[1]), global_scale)
     given = FORMATS[activation] if activation else None
-    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _rows_stand_alone(given, input_scale):
-        from quant.kernels.linear.tuning import has_triton
-
-        if has_triton():
-            return _on_gpu(x, weight, offsets, input_scale, given)
+    in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
+    if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(given, input_scale):
+        return _on_gpu(x, weight, offsets, input_scale, given)
     y = x.new_zeros(len(x), codes.shape[1])
     bounds = offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
@@ -131,10 +132,7 @@ def _on_gpu(
     input_scale: torch.Tensor | None,
     activation: Format | None,
 ) -> torch.Tensor:
-    from quant.kernels.hardware import current
     from quant.kernels.hopper import matmul_many
-    from quant.kernels.layout import is_prepacked, restore
-    from quant.kernels.linear import dispatch
     from quant.kernels.portable import casts, matmul_grouped, matmul_scaled
 
     matmul_grouped.check(x, weight, offsets)

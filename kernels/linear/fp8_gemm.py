@@ -16,6 +16,7 @@ import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import scale_of
+from quant.kernels.hardware import has_triton
 
 _STEP = 16
 
@@ -91,8 +92,6 @@ def fp8_linear_fused(
     activation: str,
 ) -> torch.Tensor:
     """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass; it cannot be traced."""
-    from quant.kernels.linear.tuning import has_triton
-
     form, columns = FORMATS[activation], x.shape[-1]
     if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
         return fp8_linear(x, codes, scale, bias, input_scale, activation)

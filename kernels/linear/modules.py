@@ -22,6 +22,8 @@ from torch import nn
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
+from quant.kernels.layout import is_prepacked, prepack, restore, why_not
+from quant.kernels.linear import experts
 from quant.kernels.linear.ops import quantized_linear
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
@@ -115,8 +117,6 @@ class _QuantModule(nn.Module):
     @property
     def quantized_weight(self) -> BlockScaledTensor:
         """The weight in the layout of a checkpoint, sharing the module's buffers unless they are prepacked."""
-        from quant.kernels.layout import is_prepacked, restore
-
         weight = self.stored_weight
         return restore(weight) if is_prepacked(weight) else weight
 
@@ -236,9 +236,7 @@ class QuantExperts(_QuantModule):
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
-        from quant.kernels.linear.experts import grouped_linear
-
-        return grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+        return experts.grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
 
 
 def experts_forward(
@@ -266,8 +264,6 @@ def experts_forward(
     first = "gate_up_proj" if self.has_gate else "up_proj"
     projections = (getattr(self, first), self.down_proj)
     if hidden_states.is_cuda and observe is None and all(isinstance(p, QuantExperts) for p in projections):
-        from quant.kernels.linear import experts
-
         return experts.experts_forward(self, hidden_states, top_k_index, top_k_weights)
     out = torch.zeros_like(hidden_states)
 
@@ -293,3 +289,43 @@ def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert:
         return projection(x, expert)  # type: ignore[no-any-return]
     assert isinstance(projection, torch.Tensor)
     return nn.functional.linear(x, projection[expert])
+
+
+def prepack_model(model: nn.Module) -> dict[str, str]:
+    """Prepacks what is quantized in `model` and has a kernel layout, in place; `state_dict` is as before.
+
+    Returns:
+        Why not, by the name of each linear or stack of experts that keeps the layout of a checkpoint.
+    """
+    skipped = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, QuantLinear | QuantExperts) or is_prepacked(module.stored_weight):
+            continue
+        reason = why_not(module.stored_weight)
+        if reason:
+            skipped[name] = reason
+            continue
+        _replace(module, prepack(module.stored_weight))
+        module.register_state_dict_post_hook(_save_restored)
+    return skipped
+
+
+def restore_model(model: nn.Module) -> None:
+    """Undoes `prepack_model`."""
+    for module in model.modules():
+        if isinstance(module, QuantLinear | QuantExperts) and is_prepacked(module.stored_weight):
+            _replace(module, restore(module.stored_weight))
+
+
+def _replace(module: QuantLinear | QuantExperts, weight: BlockScaledTensor) -> None:
+    module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
+
+
+def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
+    assert isinstance(module, QuantLinear | QuantExperts)
+    weight = module.stored_weight
+    if is_prepacked(weight):
+        weight = restore(weight)
+        state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
+        if weight.global_scale is None:
+            state_dict.pop(f"{prefix}global_scale", None)

@@ -27,6 +27,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.attention.forward import has_fp8_tensor_cores
+from quant.kernels.layout import is_prepacked, restore
+from quant.kernels.linear import dispatch
 from quant.kernels.linear.fp8_gemm import fp8_linear_fused, takes
 
 LINEAR = "quant::linear"
@@ -143,13 +145,9 @@ def _linear(
     if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
         return fp8_linear_fused(x, codes, scale, bias, input_scale, activation)
     if x.is_cuda:
-        from quant.kernels.linear import dispatch
-
         y = dispatch.linear(x, weight, bias, input_scale, activation)
         if y is not None:
             return y
-    from quant.kernels.layout import is_prepacked, restore
-
     if is_prepacked(weight):
         weight = restore(weight)
         codes, scale = weight.codes, weight.scale

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from quant.kernels.hardware import Hardware, current
-from quant.kernels.linear import tuning
+from quant.kernels.linear import tables
 
 
 def examine_gpus() -> list[dict[str, Any]]:
@@ -37,7 +37,7 @@ def facts(gpu: Hardware) -> dict[str, Any]:
         "memory_bandwidth": gpu.bandwidth if gpu.known else None,
         "tflops": gpu.tflops if gpu.known else None,
         "native_formats": list(gpu.native_formats),
-        "tuned_shapes": tuning.count_entries(gpu),
+        "tuned_shapes": tables.count_entries(gpu),
     }
 
 

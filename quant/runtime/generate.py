@@ -218,9 +218,8 @@ def _prepare(model: nn.Module, device: str) -> str:
     """Puts weights in the layout of the kernels; says what will multiply by them."""
     if not device.startswith("cuda"):
         return "PyTorch reference"
-    from quant.kernels.hardware import current
-    from quant.kernels.layout import prepack_model
-    from quant.kernels.linear.tuning import has_triton
+    from quant.kernels.hardware import current, has_triton
+    from quant.kernels.linear.modules import prepack_model
 
     if not has_triton():
         return "PyTorch reference (Triton is not installed)"

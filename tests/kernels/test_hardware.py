@@ -9,7 +9,7 @@ import torch
 from quant.formats.format import FORMATS
 from quant.kernels import hardware, tiles
 from quant.kernels.hardware import TARGETS, get_hardware
-from quant.kernels.linear import tuning
+from quant.kernels.linear import tables
 
 # Compute capability, and the formats that tensor cores take, from NVIDIA's CUDA documentation.
 KNOWN = {
@@ -85,23 +85,23 @@ def test_buckets_of_tokens(tokens: int, stands_for: int) -> None:
 
 def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("BLOCKSCALE_CACHE", str(tmp_path))
-    tuning._table.cache_clear()
+    tables._table.cache_clear()
     gpu, form, shape = TARGETS["l40s"], FORMATS["mxfp8"], (1234, 512)
-    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) is None
+    assert tables.look_up(gpu, form, 5, shape, prepacked=False) is None
     best = tiles.Tiles(16, 32, 128, 2)
-    path = tuning.store(gpu, {tuning.key(form, 8, shape, prepacked=False): tuning.Timing(best, 12.5, 0.001)})
+    path = tables.store(gpu, {tables.key(form, 8, shape, prepacked=False): tables.Timing(best, 12.5, 0.001)})
     assert path.parent == tmp_path
-    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) == best
-    assert tuning.look_up(gpu, form, 1, shape, prepacked=False) == best
-    assert tuning.look_up(gpu, form, 9, shape, prepacked=False) is None
-    assert tuning.look_up(gpu, form, 5, shape, prepacked=True) is None
-    tuning.store(gpu, {tuning.key(form, 128, shape, prepacked=False): tuning.Timing(tiles.DENSE, 9.0, 0.0)})
-    assert tuning.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
-    assert tuning.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
-    tuning.store(gpu, {tuning.key(form, 16, shape, prepacked=False): tuning.Timing(tiles.DENSE, 3.0, 0.0)})
-    assert tuning.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
-    assert tuning.look_up(gpu, form, 5, shape, prepacked=False) == best
-    tuning._table.cache_clear()
+    assert tables.look_up(gpu, form, 5, shape, prepacked=False) == best
+    assert tables.look_up(gpu, form, 1, shape, prepacked=False) == best
+    assert tables.look_up(gpu, form, 9, shape, prepacked=False) is None
+    assert tables.look_up(gpu, form, 5, shape, prepacked=True) is None
+    tables.store(gpu, {tables.key(form, 128, shape, prepacked=False): tables.Timing(tiles.DENSE, 9.0, 0.0)})
+    assert tables.look_up(gpu, form, 65, shape, prepacked=False) == tiles.DENSE
+    assert tables.look_up(gpu, form, 64, shape, prepacked=False) is None  # few tokens are another case
+    tables.store(gpu, {tables.key(form, 16, shape, prepacked=False): tables.Timing(tiles.DENSE, 3.0, 0.0)})
+    assert tables.look_up(gpu, form, 9, shape, prepacked=False) == tiles.DENSE
+    assert tables.look_up(gpu, form, 5, shape, prepacked=False) == best
+    tables._table.cache_clear()
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -119,9 +119,9 @@ def test_a_guess_covers_the_shape(format: str, tokens: int) -> None:
 
 def test_the_shipped_tables_can_be_launched() -> None:
     """Every entry names a format and a shape, and a launch that the kernels take for it."""
-    tables = sorted(tuning._SHIPPED.glob("*.json"))
-    assert [path.stem for path in tables] == ["h100", "h200"]
-    for path in tables:
+    files = sorted(tables._SHIPPED.glob("*.json"))
+    assert [path.stem for path in files] == ["h100", "h200"]
+    for path in files:
         gpu = get_hardware(path.stem)
         entries = json.loads(path.read_text())["entries"]
         assert len(entries) >= 20
@@ -137,7 +137,7 @@ def test_the_shipped_tables_can_be_launched() -> None:
 
 def test_the_guess_is_what_was_fastest_when_measured_on_an_h100() -> None:
     """The kernel and the tokens of its tile, for every shape of the shipped table; only the rest is left to tuning."""
-    entries = json.loads((tuning._SHIPPED / "h100.json").read_text())["entries"]
+    entries = json.loads((tables._SHIPPED / "h100.json").read_text())["entries"]
     for name, entry in entries.items():
         format, layout, tokens, rows, columns = name.split("|")
         shape, fastest = (int(rows), int(columns)), tiles.from_dict(entry["choice"])

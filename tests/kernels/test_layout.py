@@ -11,8 +11,8 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.layout import as_computed, is_prepacked, prepack, prepack_model, restore, restore_model, why_not
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, prepack_model, restore_model
 from quant.kernels.linear.ops import quantized_linear
 
 

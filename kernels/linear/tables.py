@@ -1,0 +1,110 @@
+"""Tables of the best launch by shape: shipped with the package, measured by `quant tune`, looked up by `dispatch`.
+
+A table is a JSON file of one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
+of the file that a search writes holds the versions of Triton and of this package, so that an update of either starts
+afresh. Tokens are powers of two up to 64, then multiples of 64, each for the numbers up to it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from quant.formats.format import Format
+from quant.kernels import tiles
+from quant.kernels.hardware import Hardware
+
+# Up to so many tokens the time is that of reading the weight, and a launch for more serves fewer. Beyond, and up to
+# `tiles.FEW`, each power of two has its own tile.
+_SAME = 16
+_SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A measured candidate: microseconds a call, and its largest error relative to the largest output."""
+
+    choice: tiles.Choice
+    microseconds: float
+    error: float
+
+
+def look_up(gpu: Hardware, format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> tiles.Choice | None:
+    """The launch that was measured for a shape and these tokens, or for the next larger number of them, or None."""
+    table, count = _table(gpu.name), tiles.bucket(tokens)
+    if count <= tiles.FEW:
+        most = max(_SAME, count)
+    elif prepacked:
+        # Tiles that go evenly into the SMs for one number of tokens do not for another; the guess knows.
+        most = count
+    else:
+        most = 8 * count
+    while count <= most:
+        found = table.get(key(format, count, shape, prepacked))
+        if found is not None:
+            return found
+        count = 1 << count.bit_length()
+    return None
+
+
+def key(format: Format, tokens: int, shape: tuple[int, int], prepacked: bool) -> str:
+    """Name of an entry; to the kernel for prepacked weights, MXFP4 is NVFP4."""
+    layout = "nvfp4|prepacked" if prepacked else f"{format}|checkpoint"
+    return f"{layout}|{tiles.bucket(tokens)}|{shape[0]}|{shape[1]}"
+
+
+@lru_cache(maxsize=8)
+def _table(gpu: str) -> dict[str, tiles.Choice]:
+    """Shipped entries, and those measured here on top."""
+    found: dict[str, tiles.Choice] = {}
+    for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
+        if path.exists():
+            entries = json.loads(path.read_text())["entries"]
+            found.update({name: tiles.from_dict(entry["choice"]) for name, entry in entries.items()})
+    return found
+
+
+def count_entries(gpu: Hardware) -> int:
+    """How many shapes have a measured launch."""
+    return len(_table(gpu.name))
+
+
+def cache_file(gpu: str) -> Path:
+    """Where a search on this machine is kept: `$BLOCKSCALE_CACHE`, else `~/.cache/blockscale`."""
+    folder = Path(os.environ.get("BLOCKSCALE_CACHE") or Path.home() / ".cache" / "blockscale")
+    safe = "".join(c if c.isalnum() else "-" for c in gpu.lower())
+    return folder / f"tuned-{safe}-triton{_version('triton')}-blockscale{_version('blockscale')}.json"
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
+    """Adds measured entries to this machine's table; the file is replaced as a whole.
+
+    Returns:
+        The file.
+    """
+    path = cache_file(gpu.name)
+    known = json.loads(path.read_text())["entries"] if path.exists() else {}
+    known.update({name: to_entry(timing) for name, timing in entries.items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.tmp")
+    partial.write_text(json.dumps({"gpu": gpu.name, "entries": known}, indent=1, sort_keys=True) + "\n")
+    partial.replace(path)
+    _table.cache_clear()
+    return path
+
+
+def to_entry(timing: Timing) -> dict[str, Any]:
+    """JSON-ready."""
+    return {"choice": tiles.to_dict(timing.choice), "microseconds": round(timing.microseconds, 2)}
