@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api import checkpoint
+from quant.api.load import load
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.rounding import round_to
@@ -236,7 +236,7 @@ def _run_llmcompressor(model: nn.Module, rows: torch.Tensor, *, scheme: str, gpt
         )
         written = f"{directory}/quantized"
         model.save_pretrained(written, save_compressed=True)
-        return ours(checkpoint.load(written))
+        return ours(load(written))
 
 
 def ours(model: nn.Module) -> Outcome:

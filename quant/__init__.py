@@ -14,10 +14,13 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "quant.allocation.allocate": ("Allocation", "allocate"),
     "quant.allocation.space": ("Goal",),
-    "quant.api.quantize": ("Quantized", "apply_plan", "calibrate", "quantize"),
+    "quant.api.convert": ("convert",),
+    "quant.api.load": ("load",),
+    "quant.api.quantize": ("quantize",),
+    "quant.api.save": ("save",),
     "quant.runtime.attention": ("quantized_attention",),
+    "quant.calibration_data": ("calibrate",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),
-    "quant.api.checkpoint": ("convert", "load", "save"),
     "quant.errors": ("UserError",),
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),
@@ -29,6 +32,7 @@ _PUBLIC = {
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.report": ("Report", "render_html"),
+    "quant.solve": ("Quantized", "apply_plan"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -115,27 +115,3 @@ def _run_on_meta(model: nn.Module) -> None:
 def _run_one_row(model: nn.Module) -> None:
     """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
     model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
-
-
-def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
-    """Raises UserError where `plan` was made for another model: layers missing, extra or of another shape."""
-    have = {layer.name: layer.shape for layer in layers}
-    missing = [layer.name for layer in plan.layers if layer.name not in have]
-    extra = sorted(set(have) - set(plan.by_name))
-    wrong = [n for n, layer in plan.by_name.items() if n in have and have[n] != layer.shape]
-    tied = {name for layer in layers if layer.tied_to is not None for name in (layer.name, layer.tied_to)}
-    shared = [layer.name for layer in plan.quantized if layer.name in tied]
-    if wrong:
-        name = wrong[0]
-        shapes = f"{list(have[name])} in the model, {list(plan.by_name[name].shape)} in the plan"
-        raise UserError(f"the plan does not fit this model: {name} is {shapes} ({len(wrong)} such layers)")
-    if shared:
-        raise UserError(
-            f"the plan does not fit this model: the weight of {shared[0]} is also another layer's, and is stored once "
-            "and in 16 bit; keep it in 16 bit"
-        )
-    for what, names in (("in the plan but not in the model", missing), ("in the model but not in the plan", extra)):
-        if names:
-            raise UserError(
-                f"the plan does not fit this model: {counted(len(names), 'layer')} {what}: {', '.join(names[:5])}"
-            )

@@ -1,11 +1,4 @@
-"""The report: what was done to each layer, what it saved and what it cost, as data, as HTML and in the terminal.
-
-The error of a layer is that of its weight alone. With w the weight and w_q what is left of it after quantization,
-
-    relative error = ‖w − w_q‖ / ‖w‖        SNR = 10 · log10(‖w‖² / ‖w − w_q‖²) dB
-
-so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit.
-"""
+"""The report of a run: what was done to each layer, what it saved and what it cost, as data and in the terminal."""
 
 from __future__ import annotations
 
@@ -13,56 +6,23 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
-
-from quant.allocation.record import AllocationRecord
+from quant.allocation_record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity, write_atomically
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation
-from quant.formats.tensor import BlockScaledTensor
-from quant.recipes.plan import LayerPlan, Plan
+from quant.layer_result import LayerResult
+from quant.recipes.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-_CHUNK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True)
-class LayerResult:
-    """What became of one weight.
-
-    Attributes:
-        name: as in the plan.
-        format: weight format by name; None where it stays in 16 bit.
-        activation: activation format by name, or None.
-        shape: of the weight.
-        bits: bits per weight, scales and pads counted.
-        nbytes: bytes it takes now; 0 where it is tied to another layer's.
-        snr_db: signal to quantization noise in dB; None in 16 bit, and where the error is exactly zero.
-        relative_error: ‖w − w_q‖ / ‖w‖; None in 16 bit.
-        solver: what chose the codes; None in 16 bit.
-        reason: the plan's sentence.
-    """
-
-    name: str
-    format: str | None
-    activation: str | None
-    shape: tuple[int, ...]
-    bits: float
-    nbytes: int
-    snr_db: float | None
-    relative_error: float | None
-    solver: str | None
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -255,75 +215,6 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
 
 # Optional parts of a report, which a plain run lacks; each has to_dict and from_dict.
 _PARTS: dict[str, Any] = {"sensitivity": Sensitivity, "allocation": AllocationRecord, "receipt": Receipt}
-
-
-def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
-    """The result for one layer, its error measured in chunks of rows.
-
-    Args:
-        plan_layer: what was decided.
-        weight: as it was, `[..., out, in]`; not read where the layer stays in 16 bit.
-        quantized: as it is now; None for 16 bit.
-
-    Raises:
-        ValueError: `weight` and `quantized` have different shapes.
-    """
-    snr, error = None, None
-    if quantized is not None:
-        if tuple(weight.shape) != quantized.shape:
-            raise ValueError(
-                f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
-            )
-        signal, noise = _energies(weight, quantized)
-        error = math.sqrt(noise / signal) if signal else 0.0
-        snr = 10 * math.log10(signal / noise) if noise and signal else None
-    planned = plan_layer.weight if quantized is None else quantized.format
-    return LayerResult(
-        name=plan_layer.name,
-        format=planned.name if planned else None,
-        activation=plan_layer.activation.name if plan_layer.activation else None,
-        shape=plan_layer.shape,
-        bits=plan_layer.bits_per_weight,
-        nbytes=plan_layer.nbytes,
-        snr_db=snr,
-        relative_error=error,
-        solver=plan_layer.solver if planned else None,
-        reason=plan_layer.reason,
-    )
-
-
-def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
-    """‖w‖² and ‖w − w_q‖², summed in float64."""
-    signal = noise = 0.0
-    for original, part in _row_chunks(weight, quantized):
-        w = original.double()
-        signal += float(w.square().sum())
-        noise += float(w.sub_(part.dequantize().to(w.device)).square_().sum())
-    return signal, noise
-
-
-def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[tuple[torch.Tensor, BlockScaledTensor]]:
-    """Rows of `weight` beside the same rows of `quantized`, about `_CHUNK_ELEMENTS` at a time, in whole blocks."""
-    rows, columns = quantized.shape[-2:]
-    block = quantized.format.block_shape(quantized.shape)[0]
-    whole = quantized.format.per_tensor  # one row of scales serves all rows
-    elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
-    step = max(elements // columns // (1 if whole else block), 1) * (1 if whole else block)
-    for index in np.ndindex(*quantized.shape[:-2]):
-        second = None if quantized.global_scale is None else quantized.global_scale[index]
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            scale = quantized.scale[index]
-            yield (
-                weight[index][start:stop],
-                replace(
-                    quantized,
-                    codes=quantized.codes[index][start:stop],
-                    scale=scale if whole else scale[start // block : -(-stop // block)],
-                    shape=(stop - start, columns),
-                    global_scale=second,
-                ),
-            )
 
 
 def peak_rss() -> int | None:

@@ -31,6 +31,7 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
@@ -50,7 +51,6 @@ from quant.recipes.plan import LayerPlan
 
 _ACTIVATION_BYTES = 2 << 30
 
-Progress = Callable[[str, int, int], None]
 Allowed = Mapping[str, Sequence[Candidate]]
 
 
@@ -98,7 +98,7 @@ def score_groups(
     if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
         return found
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
-    report = _reporter(progress, "calibrate")
+    report = reporter(progress, "calibrate")
     stored = stored_dtype(model)
     divergence = divergence_of(model, rows)
     if amax is None:
@@ -106,7 +106,7 @@ def score_groups(
             amax = measure_amax(model, groups, candidates, rows, report)
     with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored, forms or {}) as trial:
         units = _UNITS[method](trial, allowed, rows, divergence, seed)
-        results = run_units(units.names, units.work, key=key, path=path, progress=_reporter(progress, "score"))
+        results = run_units(units.names, units.work, key=key, path=path, progress=reporter(progress, "score"))
     sums = units.finish(total(results))
     silent = [name for name in groups if name not in sums and allowed[name]]
     if method == "fisher":
@@ -338,7 +338,3 @@ def _key(
             digest.update(repr((layer.name, tuple(weight.shape))).encode() + some.numpy().tobytes())
     digest.update(rows.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _reporter(progress: Progress | None, stage: str) -> Callable[[int, int], None] | None:
-    return (lambda done, all_: progress(stage, done, all_)) if progress else None

@@ -31,11 +31,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.allocation.loop import Bench, Effort, Found, Loop, Progress
-from quant.allocation.record import AllocationRecord, Chosen, Round
+from quant.allocation.loop import Bench, Effort, Found, Loop
 from quant.allocation.space import Constraint, Goal, Run, Space
-from quant.api import quantize
+from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible
@@ -44,8 +44,8 @@ from quant.calibration.sensitivity.solved_groups import Form, Key, solve_alone
 from quant.calibration.sensitivity.switchable import Trial, measure_amax, prepared
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
-from quant.errors import UserError
 from quant.recipes.plan import Plan
+from quant.solve import Quantized, solve_plan
 
 FORMATS = ("nvfp4", "fp8")
 _STAND_IN = "mse"
@@ -66,7 +66,7 @@ class Allocation:
     plan: Plan
     record: AllocationRecord
     sensitivity: Sensitivity
-    quantized: quantize.Quantized | None = None
+    quantized: Quantized | None = None
 
 
 def allocate(
@@ -124,8 +124,7 @@ def allocate(
     )
     space.explain(goal, space.problem())
     with prepared(model, None):
-        report = (lambda done, total: progress("calibrate", done, total)) if progress else None
-        amax = measure_amax(model, space.groups, space.candidates, rows, report)
+        amax = measure_amax(model, space.groups, space.candidates, rows, reporter(progress, "calibrate"))
     scored = rows[: effort.score_rows]
     stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
     scores = score_groups(
@@ -174,29 +173,6 @@ def allocate(
     return Allocation(plan_of(found.choice), record, scores, quantized)
 
 
-def allocate_for_api(
-    model: nn.Module,
-    data: torch.Tensor,
-    recipe: Any,
-    bits: float | None,
-    max_kl: float | None,
-    formats: str | Sequence[str] | None,
-    solver: str | None,
-    changed: bool,
-    where: Mapping[str, Any],
-) -> Plan:
-    """The plan for `quant.quantize(model, bits=…)`; `recipe` must have been left at its default.
-
-    `changed`: whether a guard or an observer was asked for, which would change what is measured here.
-    """
-    if recipe != "nvfp4":
-        raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
-    if changed:
-        raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
-    goal = Goal(bits=bits, max_kl=max_kl)
-    return allocate(model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", **where).plan
-
-
 def score(
     model: nn.Module,
     rows: torch.Tensor,
@@ -234,7 +210,7 @@ def _forms(
     if not get_pipeline(solver).needs_data:
         return solver, {}
     stored = stored_dtype(model)
-    report = (lambda done, total: progress("alone", done, total)) if progress else None
+    report = reporter(progress, "alone")
     with prepared(model, dtype):
         return _STAND_IN, solve_alone(model, space.groups, space.allowed, rows, solver, stored, report)
 
@@ -247,16 +223,16 @@ def _with_real_solver(
     rows: torch.Tensor,
     dtype: torch.dtype | None,
     progress: Progress | None,
-) -> tuple[Found, quantize.Quantized]:
+) -> tuple[Found, Quantized]:
     """Quantizes a copy with the solver that the plan names, measures it, and searches again while a limit is missed.
 
     What is learned is one number: the loss of layers that are solved one after the other over that of layers solved
     alone. Budgets of size need one turn, limits on the loss a few.
     """
     space, goal = loop.space, loop.goal
-    best: tuple[Found, quantize.Quantized] | None = None
+    best: tuple[Found, Quantized] | None = None
     for _ in range(loop.effort.solves):
-        quantized = quantize.quantize(copy.deepcopy(model), plan_of(found.choice), rows, progress=progress)
+        quantized = solve_plan(copy.deepcopy(model), plan_of(found.choice), rows, progress=progress)
         measured = _measured(quantized.model, loop.bench, dtype)
         loop.rounds.append(Round(space.bits(found.choice), found.measured * loop.scale, measured))
         if goal.max_kl is None:

@@ -9,7 +9,7 @@ them keeps the limit.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from quant.allocation.record import CurvePoint, Round, Uniform
 from quant.allocation.search import Search
 from quant.allocation.space import Goal, Space
+from quant.allocation_record import CurvePoint, Round, Uniform
+from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
@@ -27,8 +28,6 @@ from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Prob
 from quant.calibration.sensitivity.scores import TokenProducts, observed
 from quant.calibration.sensitivity.switchable import Trial
 from quant.errors import UserError
-
-Progress = Callable[[str, int, int], None]
 
 # On a CPU a measurement takes seconds, and a hundred of them gain a percent or two.
 _MEASUREMENTS = {"cpu": 0, "cuda": 500}

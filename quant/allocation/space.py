@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.allocation.record import Budget
+from quant.allocation_record import Budget
 from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
 from quant.calibration.sensitivity.costs import GPUS, Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest

@@ -8,55 +8,40 @@
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
 
-Each takes a `Job` and gives what is to be reported. What it needs is imported there, so that one missing package
-stops one kind of export. Nothing appears under the destination's name before everything is written and compared.
+Each takes a `Job` and gives what is to be reported. Nothing appears under the destination's name before everything is
+written and compared.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import nn
+
+from quant.api.convert import convert
+from quant.api.export_kinds import LAYOUTS
+from quant.api.load import open_tensors
+from quant.calibration.kv_cache import AttentionScales
 from quant.errors import UserError, counted
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from quant.calibration.kv_cache import AttentionScales
-    from quant.export.onnx_graph.decoder import GraphInput
-    from quant.formats.tensor import BlockScaledTensor
-    from quant.recipes.plan import Plan
+from quant.export.aoti import export_aoti
+from quant.export.checkpoint import check_destination, new_directory, read_layer
+from quant.export.engine.build import export_engine
+from quant.export.engine.targets import choose_backend, resolve_target
+from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
+from quant.export.onnx_graph.export import dimension_ranges, export_onnx
+from quant.export.onnx_graph.verify import check_file, verify, worst_layer
+from quant.export.serving import publish
+from quant.export.serving_guide import SERVE_FILE, serving_text
+from quant.export.torch_tensorrt import lower
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.plan import PLAN_FILE, Plan
 
 RECEIPT_FILE = "receipt.json"
-LAYOUTS = ("modelopt", "compressed-tensors")
-SUFFIXES = {
-    "onnx": "-onnx",
-    "tensorrt": ".engine",
-    "triton-server": "-triton",
-    "aoti": ".pt2",
-    "torch-tensorrt": ".pt2",
-    "modelopt": "-modelopt",
-    "compressed-tensors": "-compressed-tensors",
-}
-"""What the default destination ends in, by kind."""
-
-_GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
-_ENGINE = {"decode", "target", "backend", "allow_fallback"}
-OPTIONS: dict[str, set[str]] = {
-    "onnx": {*_GRAPH, "decode"},
-    "tensorrt": {*_GRAPH, *_ENGINE},
-    "triton-server": {*_GRAPH, *_ENGINE},
-    "aoti": _GRAPH,
-    "torch-tensorrt": {"inputs", "attention"},
-    "modelopt": set(),
-    "compressed-tensors": set(),
-}
-"""Names of the options that a kind of export looks at, beside those that all do."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +84,12 @@ class Job:
 
     def stored(self, name: str) -> BlockScaledTensor:
         """A layer's weight as the checkpoint's files hold it."""
-        from quant.api.checkpoint import open_tensors
-        from quant.export.checkpoint import read_layer
-
         assert self.plan is not None
         return read_layer(open_tensors(self.directory, self.model), self.plan.by_name[name])[0]
 
 
 def export_onnx_files(job: Job) -> dict[str, Any]:
     """`--to onnx`: a directory with the files, the plan and the receipt."""
-    from quant.export.checkpoint import new_directory
-    from quant.export.onnx_graph.export import export_onnx
-    from quant.recipes.plan import PLAN_FILE
-
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
@@ -136,9 +114,6 @@ def export_tensorrt(job: Job) -> dict[str, Any]:
 
 def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
     """Builds and audits the engine `out`, by way of the ONNX file `path`; its receipt."""
-    from quant.export.engine.build import export_engine
-    from quant.export.onnx_graph.export import export_onnx
-
     assert job.target is not None
     export_onnx(job.model, path, **job.onnx_options(job.decode), decode=job.decode)
     receipt = _verified(job, path)
@@ -158,10 +133,6 @@ def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
 
 def export_aoti_package(job: Job) -> dict[str, Any]:
     """`--to aoti`: a `.pt2` package."""
-    from quant.export.aoti import export_aoti
-    from quant.export.onnx_graph.decoder import model_inputs
-    from quant.export.onnx_graph.export import dimension_ranges
-
     given = job.inputs or model_inputs(job.model, decode=False)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in given.items()}
     examples = {name: x.example for name, x in given.items()}
@@ -178,12 +149,6 @@ def export_aoti_package(job: Job) -> dict[str, Any]:
 
 def export_torch_tensorrt(job: Job) -> dict[str, Any]:
     """`--to torch-tensorrt`: the lowered module as a `.pt2` program."""
-    from quant.export.onnx_graph.decoder import model_inputs
-
-    try:
-        lower = importlib.import_module("quant.export.torch_tensorrt").lower
-    except ImportError as error:
-        raise UserError(f"export to torch-tensorrt is not available: {error}") from error
     given = job.inputs or model_inputs(job.model, decode=False)
     lower(job.model, job.out, {name: x.example for name, x in given.items()})
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
@@ -191,10 +156,6 @@ def export_torch_tensorrt(job: Job) -> dict[str, Any]:
 
 def export_triton_server(job: Job) -> dict[str, Any]:
     """`--to triton-server`: an engine in a model repository, and `serve.md`."""
-    from quant.export.onnx_graph.decoder import is_decoder
-    from quant.export.serving import publish
-    from quant.export.serving_guide import SERVE_FILE, serving_text
-
     if job.attention == "plugin":
         raise UserError(
             "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
@@ -219,8 +180,6 @@ def export_triton_server(job: Job) -> dict[str, Any]:
 
 def export_layout(job: Job) -> dict[str, Any]:
     """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
-    from quant.api.checkpoint import convert
-
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
 
@@ -234,16 +193,12 @@ def check_request(kind: str, out: Path, overwrite: bool, target: str | None, bac
         FileExistsError: the destination is taken.
     """
     if kind in ("tensorrt", "triton-server"):
-        from quant.export.engine.targets import choose_backend, resolve_target
-
         if target is None:
             raise UserError(
                 "an engine is built for one kind of GPU: name it with --target, such as sm120, sm89 or local"
             )
         choose_backend(resolve_target(target), backend)
     if kind in ("onnx", *LAYOUTS):
-        from quant.export.checkpoint import check_destination
-
         check_destination(out, overwrite=overwrite)
     elif kind == "triton-server":
         if out.exists() and not out.is_dir():
@@ -271,8 +226,6 @@ def _verified(job: Job, path: Path) -> dict[str, Any]:
     Raises:
         UserError: a layer in it differs from PyTorch's.
     """
-    from quant.export.onnx_graph.verify import check_file, verify, worst_layer
-
     check_file(path)
     receipt = verify(
         job.model,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.api.export import EXPORTERS, LAYOUTS, OPTIONS, SUFFIXES, Job, check_request
+from quant.api.export_kinds import LAYOUTS, OPTIONS, SUFFIXES
 from quant.cli.base import DEBUG, JSON, QUIET, Command
 from quant.errors import UserError, counted
 
@@ -25,7 +25,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
 
 @click.command("export", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--to", "kind", required=True, type=click.Choice(list(EXPORTERS)), help="What to make.")
+@click.option("--to", "kind", required=True, type=click.Choice(list(OPTIONS)), help="What to make.")
 @click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: beside DIRECTORY]")
 @click.option("--overwrite", is_flag=True, help="Replace what is at --out; of triton-server, all versions there.")
 @click.option(
@@ -81,21 +81,21 @@ def export_command(
     --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM, and --to compressed-tensors
     those of a checkpoint of ModelOpt.
     """
-    from quant.api import checkpoint
+    from quant.api.export import EXPORTERS, Job, check_request
+    from quant.api.load import describe, is_checkpoint, outline
     from quant.cli import console
-    from quant.models.files import describe
     from quant.recipes.plan import PLAN_FILE
     from quant.report import rewrite
 
     quiet = quiet or as_json
     given = _parse_inputs(inputs) or None
     _check_options(kind)
-    if not checkpoint.is_checkpoint(directory):
+    if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
     out = out or directory.parent / f"{directory.name}{SUFFIXES[kind]}"
     check_request(kind, out, options["overwrite"], options["target"], options["backend"])
     with console.status(f"loading {directory}", quiet):
-        model = checkpoint.outline(directory) if kind in LAYOUTS else _load(directory, model_factory)
+        model = outline(directory) if kind in LAYOUTS else _load(directory, model_factory)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
     with console.stages(quiet) as progress:
         scales = None
@@ -135,10 +135,10 @@ def _check_options(kind: str) -> None:
 
 
 def _load(directory: Path, factory: str | None) -> nn.Module:
-    from quant.api import checkpoint
+    from quant.api.load import load
     from quant.models.state_dict import call_factory
 
-    return checkpoint.load(directory, call_factory(factory) if factory else None)
+    return load(directory, call_factory(factory) if factory else None)
 
 
 def _attention_scales(
@@ -151,13 +151,13 @@ def _attention_scales(
     progress: Callable[[str, int, int], None],
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands: the plan has their format, a checkpoint has no place for the scales."""
-    from quant.api import quantize
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.texts.rows import calibration_rows
+    from quant.calibration_data import own_text
     from quant.models.huggingface import load_tokenizer
 
     if calib is None or calib == "self":
-        rows = quantize.own_text(model, plan, progress=progress)
+        rows = own_text(model, plan, progress=progress)
     else:
         rows = calibration_rows(calib, load_tokenizer(directory), samples=samples, seqlen=seqlen)
     return collect_attention_scales(

@@ -155,8 +155,8 @@ def evaluate_command(
 @_DEBUG
 def inspect_command(directory: Path, as_json: bool, debug: bool) -> None:
     """What is in a quantized checkpoint: format, shape, bits, SNR and reason of every layer, and totals."""
+    from quant.api.load import describe
     from quant.cli.console import print_layers
-    from quant.models.files import describe
 
     plan, report = describe(directory)
     if as_json:

@@ -20,8 +20,11 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.request import AllocationRequest
 from quant.allocation.space import Goal
-from quant.api import checkpoint, quantize
+from quant.api.load import is_checkpoint, load
+from quant.api.save import save, save_state_dict
+from quant.calibration.progress import Progress
 from quant.calibration.texts.rows import calibration_rows, token_rows
+from quant.calibration_data import lacks_data, own_text, solver_needs_data
 from quant.cli import console
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate, run_probe
@@ -29,16 +32,18 @@ from quant.export.checkpoint import check_destination
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import stored_names
 from quant.extras import versions
+from quant.layer_result import LayerResult
 from quant.models.huggingface import load_tokenizer
 from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
-from quant.plan_tools import Problem, read_plan, refuse, set_kv_cache
+from quant.plan_check import Problem, read_plan, refuse
+from quant.plan_edit import set_kv_cache
 from quant.planning import fusion_warnings, make_plan
-from quant.recipes.layers import find_layers, layers_of_state_dict
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
-from quant.report import LayerResult, Report, kv_cache_of, peak_rss, print_summary, render_html
+from quant.report import Report, kv_cache_of, peak_rss, print_summary, render_html
 from quant.runtime.attention import quantized_attention
+from quant.solve import solve_plan, solve_state_dict, with_options
 
 # What servers prepare images and sounds by; quantizing changes nothing of it.
 _PROCESSOR_FILES = (
@@ -110,7 +115,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     if goal is not None:
         return _run_allocated(job, source, goal, quiet, loaded - started)
     assert recipe is not None
-    plan = quantize.with_options(_plan(job, source, recipe), job.guard, job.observer)
+    plan = with_options(_plan(job, source, recipe), job.guard, job.observer)
     check_plan(plan)
     if job.dry_run:
         if not quiet:
@@ -148,14 +153,10 @@ def _kv_cache(job: Job) -> str:
 
 def _plan(job: Job, source: Source, recipe: Recipe | PlanFile) -> Plan:
     if not isinstance(recipe, Recipe):
-        if source.model is not None:
-            layers = find_layers(source.model)
-        else:
-            layers = layers_of_state_dict(_shapes(source))
         plan, problems = recipe
-        refuse(plan, problems, layers)
+        refuse(plan, problems, source.layers)
         return plan
-    model = source.model if source.model is not None else _shapes(source)
+    model = source.model if source.model is not None else source.shapes
     provenance = {
         "model": source.name,
         "recipe": recipe.name,
@@ -171,7 +172,7 @@ def _plan(job: Job, source: Source, recipe: Recipe | PlanFile) -> Plan:
             for layer in plan.quantized
             if layer.activation is not None
         )
-    if quantize.lacks_data(plan):
+    if lacks_data(plan):
         plan = replace(plan, provenance={**plan.provenance, "calibration": job.calib or "self"})
     return plan
 
@@ -226,11 +227,6 @@ def _provenance(job: Job, source: Source) -> dict[str, Any]:
     return {"model": source.name, "command": job.command, "seed": job.seed, "versions": versions()}
 
 
-def _shapes(source: Source) -> dict[str, tuple[int, ...]]:
-    assert source.state_dict is not None
-    return {name: tuple(tensor.shape) for name, tensor in source.state_dict.items()}
-
-
 def _run_model(
     job: Job,
     source: Source,
@@ -250,9 +246,9 @@ def _run_model(
         baseline = copy.deepcopy(model) if ready is None else model
     bytes_before = _parameter_bytes(model)
     with console.stages(quiet) as progress:
-        if data is None and quantize.lacks_data(plan):
+        if data is None and lacks_data(plan):
             data = read_calibration(job, source, progress, plan)
-        quantized = ready or quantize.quantize(model, plan, data, progress=progress)
+        quantized = ready or solve_plan(model, plan, data, progress=progress)
         model, plan = quantized.model, quantized.plan
         evaluation = None
         if eval_rows is not None:
@@ -270,7 +266,7 @@ def _run_model(
         report.seconds |= {"score": allocation.sensitivity.seconds, "allocate": allocation.record.seconds}
     if evaluation:
         report.seconds["evaluate"] = evaluation.seconds
-    checkpoint.save(
+    save(
         model,
         plan,
         job.out,
@@ -300,12 +296,12 @@ def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
     ]
 
 
-def read_calibration(job: Job, source: Source, progress: quantize.Progress, plan: Plan | None = None) -> torch.Tensor:
+def read_calibration(job: Job, source: Source, progress: Progress, plan: Plan | None = None) -> torch.Tensor:
     """Token rows of --calib, or what the model writes itself for `plan`; None stands for one that is being found."""
     if job.calib is None or job.calib == "self":
         assert source.model is not None
         plan = plan or make_plan(source.model, "fp8", include=job.include, exclude=job.exclude)
-        return quantize.own_text(source.model, plan, _tokenizer_if_any(source), seed=job.seed, progress=progress)
+        return own_text(source.model, plan, _tokenizer_if_any(source), seed=job.seed, progress=progress)
     tokenizer = None if _is_token_file(job.calib) else source.load_tokenizer()
     rows = calibration_rows(job.calib, tokenizer, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed)
     if source.model is not None:
@@ -325,11 +321,11 @@ def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, load_seco
     _check_state_dict(job, plan)
     started = time.perf_counter()
     with console.stages(quiet) as progress:
-        solved, results = quantize.solve_state_dict(source.state_dict, plan, progress=progress)
+        solved, results = solve_state_dict(source.state_dict, plan, progress=progress)
     before = sum(tensor.nbytes for tensor in source.state_dict.values())
     report = _report(job, source, plan, results, before, None)
     report.seconds = {"load": load_seconds, "solve": time.perf_counter() - started}
-    checkpoint.save_state_dict(
+    save_state_dict(
         source.state_dict,
         solved,
         plan,
@@ -350,7 +346,7 @@ def _check_state_dict(job: Job, plan: Plan) -> None:
         "an observer": plan.provenance.get("observer"),
     }
     named = [what for what, value in needs.items() if value is not None]
-    named += [f"{layer.name}'s solver {layer.solver}" for layer in plan.quantized if quantize.solver_needs_data(layer)]
+    named += [f"{layer.name}'s solver {layer.solver}" for layer in plan.quantized if solver_needs_data(layer)]
     named += [f"{layer.name}'s static input scale" for layer in plan.quantized if layer.has_static_scale]
     if named:
         raise UserError(
@@ -420,9 +416,9 @@ def open_any(name: str, *, model_factory: str | None = None, unsafe_load: bool =
     Raises:
         UserError: it cannot be opened, or it is a bare state dict.
     """
-    if checkpoint.is_checkpoint(name):
+    if is_checkpoint(name):
         path = Path(name)
-        model = checkpoint.load(path, call_factory(model_factory) if model_factory else None)
+        model = load(path, call_factory(model_factory) if model_factory else None)
         return Source(
             name=name,
             kind="huggingface",

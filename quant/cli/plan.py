@@ -17,7 +17,8 @@ from quant.errors import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from quant.plan_tools import Change, Problem
+    from quant.plan_check import Problem
+    from quant.plan_diff import Change
     from quant.recipes.plan import LayerPlan, Plan
 
 _PLAN = click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
@@ -61,7 +62,7 @@ def show_command(
 @DEBUG
 def diff_command(before: Path, after: Path, as_json: bool, debug: bool) -> None:
     """Which layers change from BEFORE to AFTER, and what the two plans take."""
-    from quant.plan_tools import diff, totals
+    from quant.plan_diff import diff, totals
     from quant.recipes.plan import Plan
 
     old, new = Plan.load(_file_of(before)), Plan.load(_file_of(after))
@@ -101,7 +102,8 @@ def edit_command(
 ) -> None:
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
     from quant.errors import UserError
-    from quant.plan_tools import diff, edit, parse_setting, set_kv_cache, totals
+    from quant.plan_diff import diff, totals
+    from quant.plan_edit import edit, parse_setting, set_kv_cache
     from quant.recipes.plan import Plan
 
     if not settings and kv_cache is None:
@@ -150,8 +152,8 @@ def validate_command(
 
     Checks the plan by itself, and against the model and the runtime that are named. No weight is read.
     """
-    from quant.models.shapes import model_layers
-    from quant.plan_tools import read_plan, validate
+    from quant.models.shapes import stored_layers
+    from quant.plan_check import read_plan, validate
     from quant.recipes.targets import TARGETS, get_target
 
     if target_name is not None:
@@ -160,7 +162,11 @@ def validate_command(
     # A plan may be for a GPU, whose name says nothing of the runtime.
     target_name = target_name or (plan.target if plan.target in TARGETS else None)
     target = get_target(target_name) if target_name else None
-    layers = model_layers(model, plan, model_factory=model_factory, unsafe_load=unsafe_load) if model else None
+    layers = stored_layers(model, plan) if model and model_factory is None else None
+    if model and layers is None:
+        from quant.models.open import open_model
+
+        layers = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True).layers
     unread = {problem.where for problem in problems}
     problems += [problem for problem in validate(plan, layers, target) if problem.where not in unread]
     if as_json:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from quant.errors import UserError
-from quant.recipes.plan import PLAN_FILE, Plan
 
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 
@@ -75,22 +74,3 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
             "download it again"
         )
     return header
-
-
-def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
-    """Plan and saved report (None without one) of a checkpoint, read without building the model.
-
-    Of another tool's checkpoint the plan is read off its config, and the model built on the meta device for that.
-
-    Raises:
-        UserError: `directory` holds no quantized checkpoint.
-    """
-    directory = Path(directory)
-    if not (directory / PLAN_FILE).is_file():
-        from quant.api import checkpoint
-
-        if not checkpoint.is_checkpoint(directory):
-            raise UserError(f"{directory}: no {PLAN_FILE} and no quantization_config, so no quantized checkpoint")
-        return checkpoint.plan_of(directory, checkpoint.outline(directory)), None
-    report = directory / "report.json"
-    return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

@@ -3,24 +3,22 @@
 transformers' loader does the work, and every weight is dequantized into a plain model: what is quantized next starts
 from the values that the blocks stand for.
 
-The loader parses the file anew for the config, the weights and the tokenizer, each time with
-`gguf.GGUFReader`, whose every access slices an `np.memmap`; that subclass makes slices about ten times as dear as an
-array's, and a vocabulary of 49,152 tokens takes 300,000 of them. It also builds the table of tensor names once per
-submodule, which is hundreds of times the same. `shared_parsing` replaces the two for the time of a `with` block by
-versions that do the same once, and on a plain view of the mapped file.
+The loader parses the file anew for the config, the weights and the tokenizer, which takes three to five seconds each
+time for a vocabulary of 49,152 tokens, and builds the table of tensor names once per submodule, which is hundreds of
+times the same. It has no argument for a parsed file, so `shared_parsing` replaces the two functions of the gguf package
+for the time of a `with` block by versions that do the same once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -28,6 +26,7 @@ from quant.errors import UserError
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.huggingface import one_line, quiet
+from quant.models.shapes import gguf_reader
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
 
@@ -78,7 +77,7 @@ def shared_parsing() -> Iterator[None]:
     """
     gguf = require("gguf", "hf")
     logging = require("transformers.utils.logging", "hf")
-    read = cache(_plain_reader())
+    read = cache(gguf_reader())
 
     def reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
         return read(os.path.realpath(path), mode)
@@ -89,23 +88,6 @@ def shared_parsing() -> Iterator[None]:
         if find_spec(_LOADER):
             stack.enter_context(_replaced(require(_LOADER, "hf"), "tqdm", logging.tqdm))
         yield
-
-
-@cache
-def _plain_reader() -> Callable[..., Any]:
-    """`gguf.GGUFReader` over a plain array: the same mapped bytes, without the cost of `np.memmap`'s slices."""
-    from gguf import GGUFReader
-
-    class PlainReader(GGUFReader):  # type: ignore[misc]
-        @property
-        def data(self) -> np.ndarray[Any, Any]:
-            return self._data
-
-        @data.setter
-        def data(self, mapped: np.ndarray[Any, Any]) -> None:
-            self._data = mapped.view(np.ndarray)
-
-    return PlainReader
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ from torch import nn
 from quant.errors import UserError
 from quant.models import gguf, huggingface, state_dict, torch_files
 from quant.models.files import find_model
+from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 
 @dataclass(eq=False, kw_only=True)
@@ -57,6 +58,16 @@ class Source:
     path: Path | None = None
     load_tokenizer: Callable[[], Any]
     dtype: torch.dtype
+
+    @property
+    def layers(self) -> list[Layer]:
+        """Its layers; of a bare state dict, as its names and shapes tell."""
+        return layers_of_state_dict(self.shapes) if self.model is None else find_layers(self.model)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a bare state dict, by name."""
+        return {name: tuple(tensor.shape) for name, tensor in (self.state_dict or {}).items()}
 
     @property
     def is_causal_lm(self) -> bool:

@@ -20,7 +20,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from quant.allocation.record import AllocationRecord, Budget
+from quant.allocation_record import AllocationRecord, Budget
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from samples import GOLDENS
 
 import quant
-from quant.api.checkpoint import convert
+from quant.api.convert import convert
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.export import compressed_tensors, modelopt

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import quant
-from quant.api.quantize import install_weight
 from quant.export.checkpoint import plan_of_model
 from quant.export.compressed_tensors import quantization_config, runtime_warnings
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
+from quant.install import install_weight
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan

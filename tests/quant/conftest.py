@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from quant.allocation.record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
+from quant.allocation_record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.evaluation import Evaluation
 from quant.formats.format import Format, get_format

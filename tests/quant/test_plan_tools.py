@@ -21,20 +21,11 @@ from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.formats.format import FORMATS, get_format
-from quant.models.shapes import gguf_header, model_layers
-from quant.plan_tools import (
-    Problem,
-    check_solver,
-    diff,
-    edit,
-    input_of,
-    parse_setting,
-    read_plan,
-    refuse,
-    set_kv_cache,
-    totals,
-    validate,
-)
+from quant.models.open import open_model
+from quant.models.shapes import stored_layers
+from quant.plan_check import Problem, check_solver, read_plan, refuse, validate
+from quant.plan_diff import diff, totals
+from quant.plan_edit import edit, input_of, parse_setting, set_kv_cache
 from quant.planning import make_plan
 from quant.recipes import solver_names
 from quant.recipes.layers import Layer, find_layers
@@ -413,34 +404,28 @@ def test_blocks_of_merged_matrices_must_not_straddle() -> None:
 
 @pytest.fixture(scope="module")
 def golden() -> Plan:
-    from quant.models.open import open_model
-
     model = open_model(BASE, meta=True).model
     assert model is not None
     return make_plan(model, "nvfp4")
 
 
-def test_headers_settle_a_plan_in_no_time(golden: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quant.models import open
-
-    monkeypatch.setattr(open, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
+def test_headers_settle_a_plan_in_no_time(golden: Plan) -> None:
     started = time.perf_counter()
-    layers = model_layers(str(BASE), golden)
+    layers = stored_layers(str(BASE), golden)
     assert validate(golden, layers, get_target("vllm")) == []
     assert time.perf_counter() - started < 1
 
 
 def test_headers_and_the_built_model_agree(golden: Plan) -> None:
-    from quant.models.open import open_model
-
-    fast = model_layers(str(BASE), golden)
+    fast = stored_layers(str(BASE), golden)
     built = find_layers(open_model(BASE, meta=True).model)
     assert [(m.name, m.shape) for m in fast] == [(m.name, m.shape) for m in built]
 
 
-def test_a_plan_of_another_model_is_settled_by_building(golden: Plan) -> None:
+def test_headers_do_not_settle_a_plan_of_another_model(golden: Plan) -> None:
     renamed = replace(golden, layers=tuple(replace(m, name=f"x.{m.name}", tied_to=None) for m in golden.layers))
-    found = validate(renamed, model_layers(str(BASE), renamed))
+    assert stored_layers(str(BASE), renamed) is None
+    found = validate(renamed, open_model(BASE, meta=True).layers)
     assert {p.where for p in found if p.what == "is not in the model"} == set(renamed.by_name)
     assert {p.where for p in found if "not in the plan" in p.what} == set(golden.by_name)
 
@@ -467,27 +452,19 @@ def gguf_of(golden: Plan, path: Path, blocks: int = 2) -> None:
     writer.close()
 
 
-def test_a_gguf_header_gives_shapes_by_the_models_names(
-    golden: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from quant.models import open
-
+def test_a_gguf_header_gives_shapes_by_the_models_names(golden: Plan, tmp_path: Path) -> None:
     gguf_of(golden, tmp_path / "m.gguf")
-    monkeypatch.setattr(open, "open_model", lambda *a, **k: pytest.fail("the header was enough"))
-    layers = model_layers(str(tmp_path / "m.gguf"), golden)
+    layers = stored_layers(str(tmp_path / "m.gguf"), golden)
     assert [(m.name, m.shape) for m in layers] == [(m.name, m.shape) for m in golden.layers]
-    fields, shapes = gguf_header(tmp_path / "m.gguf")
-    assert (fields["general.architecture"], fields["llama.block_count"]) == ("llama", 2)
-    reader = gguf.GGUFReader(tmp_path / "m.gguf")
-    assert shapes == {t.name: tuple(int(n) for n in reversed(t.shape)) for t in reader.tensors}
 
 
 def test_damaged_gguf_headers_go_to_the_loader(golden: Plan, tmp_path: Path) -> None:
     gguf_of(golden, tmp_path / "m.gguf")
     whole = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "m.gguf").write_bytes(whole[:200])
+    assert stored_layers(str(tmp_path / "m.gguf"), golden) is None
     with pytest.raises(UserError, match=r"m\.gguf: a truncated or damaged GGUF file"):
-        model_layers(str(tmp_path / "m.gguf"), golden)
+        open_model(tmp_path / "m.gguf", meta=True)
 
 
 # The commands

@@ -15,7 +15,7 @@ import torch
 from samples import ROOT
 from torch import nn
 
-from quant.api import quantize
+from quant.api.quantize import quantize
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
@@ -100,7 +100,7 @@ def _really_quantized(model: nn.Module, members: list[LayerPlan], preset: str, r
     layers = [
         candidate.applied(m) if m.name in only else parse_candidates("fp8")[-1].applied(m) for m in plan.quantized
     ]
-    quantize.quantize(model, plan.replace_layers(layers), rows)
+    quantize(model, plan.replace_layers(layers), rows)
     return model
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from quant.api import quantize
+from quant.api.quantize import quantize
 from quant.calibration.sensitivity import solved_groups
 from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
 from quant.calibration.sensitivity.scores import score_groups
@@ -56,7 +56,7 @@ def _loss_for_real(model: nn.Module, members: list[LayerPlan], preset: str, solv
     chosen, kept = parse_candidates(preset)
     only = {layer.name for layer in members}
     layers = [(chosen if m.name in only else kept).applied(m) for m in plan.quantized]
-    quantize.quantize(quantized, plan.replace_layers(layers), _rows())
+    quantize(quantized, plan.replace_layers(layers), _rows())
     return evaluate(quantized, _rows(), model).kl
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from samples import BASE
 from torch import nn
 
-from quant.api.checkpoint import load
+from quant.api.load import load
 from quant.api.quantize import quantize
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.solver import get_pipeline, solve_group

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from quant.api.quantize import install_kv_scales, quantize
+from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.export.engine.build import export_engine
 from quant.formats.format import FORMATS
+from quant.install import install_kv_scales
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")

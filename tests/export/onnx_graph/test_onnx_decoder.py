@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from quant.api.quantize import install_kv_scales, quantize
+from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.formats.format import FORMATS
+from quant.install import install_kv_scales
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
 

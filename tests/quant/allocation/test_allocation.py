@@ -16,16 +16,17 @@ from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.loop import Effort
-from quant.allocation.record import AllocationRecord
 from quant.allocation.request import AllocationRequest
 from quant.allocation.space import Constraint, Goal
-from quant.api import quantize
+from quant.allocation_record import AllocationRecord
+from quant.api.quantize import quantize
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.cli.main import main, quantize_command
 from quant.errors import UserError
 from quant.evaluation import evaluate
+from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
@@ -77,7 +78,7 @@ def test_bits_and_loss_are_those_of_the_quantized_model(bits: float) -> None:
     model = _llama()
     found = _allocate(Goal(bits=bits), model)
     quantized = copy.deepcopy(model)
-    quantize.quantize(quantized, found.plan, _rows())
+    quantize(quantized, found.plan, _rows())
     chosen = found.record.chosen
     assert chosen.bits <= bits
     assert chosen.bits == pytest.approx(_stored_bits(quantized), rel=1e-12)
@@ -106,7 +107,7 @@ def test_a_limit_on_the_loss_ends_near_the_smallest_size_of_an_exhaustive_search
         above = [m for m in base.quantized if gain[m.group or m.name] >= threshold]
         plan = base.replace_layers(promoted[m.name] for m in above)
         quantized = copy.deepcopy(model)
-        quantize.quantize(quantized, plan, rows)
+        quantize(quantized, plan, rows)
         if (evaluate(quantized, rows[8:], model).kl or 0.0) <= limit:
             smallest = min(smallest, sum(m.nbytes for m in plan.quantized))
     assert np.isfinite(smallest)
@@ -117,7 +118,7 @@ def test_a_limit_on_perplexity() -> None:
     model = _llama()
     found = _allocate(Goal(max_ppl_increase=0.02), model)
     quantized = copy.deepcopy(model)
-    quantize.quantize(quantized, found.plan, _rows())
+    quantize(quantized, found.plan, _rows())
     result = evaluate(quantized, _rows()[8:], model)
     assert result.baseline_perplexity is not None
     assert result.perplexity <= 1.02 * result.baseline_perplexity * (1 + 1e-5)
@@ -131,7 +132,7 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
     limit = cache + int(0.7 * every)
     found = _allocate(Goal(fit=limit, context=4096, batch=2), model)
     quantized = copy.deepcopy(model)
-    quantize.quantize(quantized, found.plan, _rows())
+    quantize(quantized, found.plan, _rows())
     held = sum(t.nbytes for n, t in quantized.state_dict().items() if "input_scale" not in n and n != "lm_head.weight")
     held += (
         quantized.lm_head.weight.nbytes if quantized.lm_head.weight is not quantized.model.embed_tokens.weight else 0
@@ -149,15 +150,15 @@ def test_fit_counts_weights_embeddings_and_cache() -> None:
 def test_from_python_in_one_call() -> None:
     model = _llama()
     quantized = copy.deepcopy(model)
-    result = quantize.quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8")
+    result = quantize(quantized, data=_rows(), bits=6.0, formats="nvfp4,fp8")
     assert result.plan.layers == _allocate(Goal(bits=6.0), model, effort=Effort()).plan.layers
     assert _stored_bits(quantized) <= 6.0
     with pytest.raises(UserError, match="recipe 'fp8' fixes the formats"):
-        quantize.quantize(_llama(), "fp8", _rows(), bits=6.0)
+        quantize(_llama(), "fp8", _rows(), bits=6.0)
     with pytest.raises(UserError, match="nothing to allocate for"):
-        quantize.quantize(_llama(), data=_rows(), formats="nvfp4")
+        quantize(_llama(), data=_rows(), formats="nvfp4")
     with pytest.raises(UserError, match="guard= and observer= would change"):
-        quantize.quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
+        quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
 
 
 def test_every_layer_says_why() -> None:
@@ -207,13 +208,12 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     model = _llama(2)
     found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Effort(rounds=1, measurements=20))
     quantized = copy.deepcopy(model)
-    quantize.quantize(quantized, found.plan, _rows())
+    quantize(quantized, found.plan, _rows())
     assert {layer.solver for layer in found.plan.quantized} == {"gptq"}
     assert found.record.chosen.kl_measured == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
     # The copy that was measured is what quantizing by the plan gives, so nobody need do it again.
     assert (
-        found.quantized is not None
-        and found.quantized.plan.digest() == quantize.plan_of_model(quantized, found.plan).digest()
+        found.quantized is not None and found.quantized.plan.digest() == plan_of_model(quantized, found.plan).digest()
     )
     ours, again = found.quantized.model.state_dict(), quantized.state_dict()
     assert ours.keys() == again.keys() and all(torch.equal(ours[name], again[name]) for name in ours)
@@ -241,7 +241,7 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
     model = BertModel(config).eval()
     found = _allocate(Goal(bits=6.0), model, method="kl")
     quantized = copy.deepcopy(model)
-    quantize.quantize(quantized, found.plan, _rows())
+    quantize(quantized, found.plan, _rows())
     with torch.no_grad():
         a, b = (m(_rows()[8:]).last_hidden_state.mean(1) for m in (model, quantized))
     expected = float((1 - torch.nn.functional.cosine_similarity(a, b, dim=-1)).mean())

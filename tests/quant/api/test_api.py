@@ -9,16 +9,19 @@ import torch
 from samples import BASE
 from torch import nn
 
-from quant.api.quantize import apply_plan, calibrate, quantize, solve_state_dict
+from quant.api.quantize import quantize
 from quant.calibration.texts.generate import generate_rows
+from quant.calibration_data import calibrate
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.models.open import open_model
-from quant.planning import check_plan_fits, fusion_warnings, make_plan
+from quant.plan_check import check_plan_fits
+from quant.planning import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers
+from quant.solve import apply_plan, solve_state_dict
 
 transformers = pytest.importorskip("transformers")
 
@@ -146,14 +149,17 @@ def test_an_edited_plan_is_followed_layer_by_layer() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda p: replace(p, layers=p.layers[1:]), "1 layer in the model but not in the plan: left"),
+        (
+            lambda p: replace(p, layers=p.layers[1:]),
+            "1 problem: left: is in the model and not in the plan (add it,",
+        ),
         (
             lambda p: replace(p, layers=(*p.layers, replace(p.layers[0], name="x"))),
-            "in the plan but not in the model: x",
+            "x: is not in the model (remove it, or name the model the plan is for)",
         ),
         (
             lambda p: p.replace_layers([replace(p.layers[0], shape=(32, 128))]),
-            "left is [32, 64] in the model, [32, 128] in the plan (1 such layers)",
+            "1 problem: left: is [32, 64] in the model and [32, 128] in the plan (name the model the plan is for)",
         ),
     ],
 )

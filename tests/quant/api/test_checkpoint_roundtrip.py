@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from samples import GOLDENS
 from torch import nn
 
-from quant.api.checkpoint import load, save
-from quant.api.quantize import Quantized, quantize
+from quant.api.load import load
+from quant.api.quantize import quantize
+from quant.api.save import save
 from quant.errors import UserError
 from quant.export import checkpoint as files
 from quant.formats.format import FORMATS
@@ -22,6 +23,7 @@ from quant.models.open import open_model
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule, presets
+from quant.solve import Quantized
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from quant.api.checkpoint import load, save
-from quant.api.quantize import make_plan, quantize
+from quant.api.load import load
+from quant.api.quantize import quantize
+from quant.api.save import save
 from quant.errors import UserError
 from quant.export.compressed_tensors import quantization_config, runtime_warnings
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantLinear
+from quant.planning import make_plan
 from quant.recipes.recipe import Rule, get_recipe
 
 transformers = pytest.importorskip("transformers", reason="the [hf] extra installs it")

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
-from quant.api.checkpoint import load
+from quant.api.load import load
 from quant.cli.main import main, quantize_command
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize

@@ -159,8 +159,8 @@ def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         "from torch import nn\ndef make():\n    return nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32))\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    from quant.api.checkpoint import save
     from quant.api.quantize import quantize
+    from quant.api.save import save
 
     model = importlib.import_module("perceptron").make().eval()
     plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan

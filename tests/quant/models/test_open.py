@@ -28,6 +28,7 @@ from quant.errors import UserError
 from quant.extras import require, versions
 from quant.models import gguf as gguf_models
 from quant.models.open import open_model
+from quant.models.shapes import gguf_reader
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 
@@ -716,8 +717,8 @@ def test_gguf_on_meta_and_its_tokenizer(tiny_gguf: Path) -> None:
 
 def test_gguf_is_parsed_once_and_gguf_left_as_it_was(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed = []
-    plain = gguf_models._plain_reader()
-    monkeypatch.setattr(gguf_models, "_plain_reader", lambda: lambda *args: parsed.append(args) or plain(*args))
+    plain = gguf_reader()
+    monkeypatch.setattr(gguf_models, "gguf_reader", lambda: lambda *args: parsed.append(args) or plain(*args))
     before = gguf.GGUFReader, gguf.get_tensor_name_map
     open_model(tiny_gguf)
     assert len(parsed) == 1
@@ -728,7 +729,7 @@ def test_gguf_is_parsed_once_and_gguf_left_as_it_was(tiny_gguf: Path, monkeypatc
 
 
 def test_plain_reader_reads_what_gguf_reads(tiny_gguf: Path) -> None:
-    own, theirs = gguf_models._plain_reader()(tiny_gguf), gguf.GGUFReader(tiny_gguf)
+    own, theirs = gguf_reader()(tiny_gguf), gguf.GGUFReader(tiny_gguf)
     assert {k: f.contents() for k, f in own.fields.items()} == {k: f.contents() for k, f in theirs.fields.items()}
     for a, b in zip(own.tensors, theirs.tensors, strict=True):
         assert (a.name, a.tensor_type, a.data_offset) == (b.name, b.tensor_type, b.data_offset)
@@ -756,7 +757,7 @@ def test_alias_opens_the_packaged_model() -> None:
     source = open_model("smollm2-135m")
     assert (source.name, source.kind, source.dtype) == ("smollm2-135m", "gguf", torch.bfloat16)
     state = source.model.state_dict()
-    tensors = {t.name: t for t in gguf_models._plain_reader()(source.path).tensors}
+    tensors = {t.name: t for t in gguf_reader()(source.path).tensors}
     for ours, theirs in (
         ("model.embed_tokens.weight", "token_embd.weight"),
         ("model.layers.29.mlp.down_proj.weight", "blk.29.ffn_down.weight"),

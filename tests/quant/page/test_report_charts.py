@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from quant.allocation.record import Budget, Uniform
+from quant.allocation_record import Budget, Uniform
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.cli.main import main
 from quant.formats.format import get_format

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from samples import BASE
 from torch import nn
 
-from quant.api.checkpoint import load
+from quant.api.load import load
 from quant.cli.main import main, quantize_command
 from quant.kernels.linear.modules import QuantLinear
 from quant.runtime.generate import _cast, generate

@@ -1,0 +1,138 @@
+"""Converts a checkpoint from one layout to the other, tensor by tensor, without a model in memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.api.export_kinds import LAYOUTS
+from quant.api.load import KV_SCALES, open_tensors, outline, plan_of
+from quant.calibration.blocks import stored_dtype
+from quant.errors import UserError, counted
+from quant.export import checkpoint as files
+from quant.export import compressed_tensors as layout
+from quant.export import modelopt
+from quant.export.names import StoredNames, stored_names
+from quant.planning import fusion_warnings
+from quant.recipes.plan import PLAN_FILE, Plan
+
+# Written anew, or said of the other files: a report has their hashes and sizes.
+_OF_THE_LAYOUT = (
+    "config.json",
+    "model.safetensors.index.json",
+    PLAN_FILE,
+    "receipt.json",
+    "report.html",
+    "report.json",
+    modelopt.CONFIG_FILE,
+)
+
+
+def convert(
+    directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False, model: nn.Module | None = None
+) -> dict[str, Any]:
+    """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
+
+    The tensors are mapped from the files, so that what is in memory is the shard that is being written.
+
+    Args:
+        directory: a checkpoint of either layout, with a config.json.
+        out: appears when everything in it is written, and not before.
+        to: "modelopt" or "compressed-tensors".
+        overwrite: replaces what is in `out`.
+        model: the checkpoint's `outline`, of a caller that has it.
+
+    Returns:
+        `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
+        What runs the files reads the nearest one, at most 6e-8 of it away; the files' metadata keeps the exact one,
+        which `load` and a conversion back take.
+
+    Raises:
+        UserError: an unknown layout, or `out` holds `directory`.
+        ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
+    """
+    directory, out = Path(directory), Path(out)
+    if to not in LAYOUTS:
+        raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
+    if out.resolve() in (directory.resolve(), *directory.resolve().parents):
+        raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
+    if model is None:
+        model = outline(directory)
+    plan = plan_of(directory, model)
+    (modelopt if to == "modelopt" else layout).check_plan(plan)
+    tensors = dict(_converted(directory, model, plan, to))
+    rounded = sum(t.dtype is torch.float64 and n.endswith(files.SECOND_LEVEL) for n, t in tensors.items())
+    for message in [*fusion_warnings(plan), *([] if to == "modelopt" else _of_runtimes(model, plan, tensors))]:
+        warnings.warn(message, stacklevel=2)
+    with files.new_directory(out, overwrite=overwrite) as temporary:
+        files.write_tensors(temporary, tensors)
+        for source in directory.iterdir():
+            if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
+                continue
+            (shutil.copytree if source.is_dir() else shutil.copy2)(source, temporary / source.name)
+        plan.save(temporary / PLAN_FILE)
+        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        if to == "modelopt":
+            fields["quantization_config"], whole = modelopt.configs(plan, stored_names(model))
+            (temporary / modelopt.CONFIG_FILE).write_text(json.dumps(whole, indent=4) + "\n", encoding="utf-8")
+        else:
+            fields["quantization_config"] = layout.quantization_config(plan, stored_names(model))
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
+        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+    return {"files": sizes, "rounded_scales": rounded}
+
+
+def _of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What other runtimes do not do with these tensors in the compressed-tensors layout."""
+    dtype = stored_dtype(model)
+    messages = layout.runtime_warnings(plan, dtype, stored_names(model))
+    wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
+    if wide and dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        messages.append(
+            f"{counted(len(wide), 'weight scale')}, {wide[0]} first, in float32, for {name} would round them: "
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
+        )
+    return messages
+
+
+def _converted(directory: Path, model: nn.Module, plan: Plan, to: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by their names and in their form in the layout `to`."""
+    tensors, names, dtype = open_tensors(directory, model), stored_names(model), stored_dtype(model)
+    compress = modelopt.compress if to == "modelopt" else layout.compress
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        owned.update(files.layer_tensor_names(tensors, layer))
+        weight, input_scale = files.read_layer(tensors, layer)
+        files.read_parts(tensors, layer)
+        for part, matrix in files.layer_weights(layer.name, weight).items():
+            for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
+                yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
+    for name in tensors:
+        if name in owned:
+            continue
+        if name.endswith(KV_SCALES):
+            yield _kv_scale(name, tensors[name], names, dtype, to)
+        else:
+            yield names.stored(name), tensors[name]
+
+
+def _kv_scale(
+    name: str, scale: torch.Tensor, names: StoredNames, dtype: torch.dtype, to: str
+) -> tuple[str, torch.Tensor]:
+    if to != "modelopt":
+        return names.stored(name), layout.stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
+    if scale.numel() != 1:
+        raise UserError(
+            f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
+            "quantize the model again with one"
+        )
+    return modelopt.kv_name(names.stored(name)), scale.float().reshape(())

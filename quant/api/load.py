@@ -1,0 +1,167 @@
+"""Loads a quantized checkpoint: ours, or one of compressed-tensors or ModelOpt that another tool wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.api.export_kinds import LAYOUTS
+from quant.errors import UserError
+from quant.export import checkpoint as files
+from quant.export import modelopt
+from quant.export.names import RenamedTensors, expert_names, stored_names
+from quant.extras import require
+from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
+from quant.models import huggingface
+from quant.plan_check import check_plan_fits
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import PLAN_FILE, Plan
+
+KV_SCALES = (".k_scale", ".v_scale")
+"""Suffixes of the scales of the KV cache."""
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
+    return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+
+
+def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
+    """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
+
+    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
+
+    Args:
+        directory: the checkpoint.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+
+    Raises:
+        UserError: not a quantized checkpoint, or its tensors do not fit the model; the message names them.
+    """
+    directory = Path(directory)
+    if not is_checkpoint(directory):
+        raise UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
+    built = model is None
+    if model is None:
+        model = outline(directory)
+    tensors = open_tensors(directory, model)
+    plan = plan_of(directory, model)
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        weight, input_scale = files.read_layer(tensors, layer)
+        if weight.shape != layer.shape:
+            raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
+        install_weight(model, layer, weight, input_scale, files.read_parts(tensors, layer))
+        owned.update(files.layer_tensor_names(tensors, layer))
+    if plan.kv_cache is not None:
+        install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith(KV_SCALES)})
+    _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
+    use_expert_modules(model, plan)
+    protect(model)
+    return model.eval()
+
+
+def open_tensors(directory: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The tensors of a checkpoint of `model`, read when asked for, under the names that its modules have."""
+    names = stored_names(model)
+    return RenamedTensors(files.TensorFiles(directory), replace(names, back=(modelopt.kv_name_of_module, *names.back)))
+
+
+def outline(directory: Path) -> nn.Module:
+    """The model that config.json describes: parameters on the meta device, computed buffers real."""
+    transformers = require("transformers", "hf")
+    accelerate = require("accelerate", "hf")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
+    with huggingface.quiet():
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        cls = huggingface.model_class(config, str(directory))
+        with accelerate.init_empty_weights(include_buffers=False):
+            model: nn.Module = cls._from_config(config, dtype=config.dtype)
+        if (directory / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+    return model
+
+
+def plan_of(directory: Path, model: nn.Module) -> Plan:
+    """The plan that a checkpoint of `model` came with, or else the one that its config describes."""
+    layers = find_layers(model)
+    file = directory / PLAN_FILE
+    if file.is_file():
+        plan = Plan.load(file)
+        check_plan_fits(plan, layers)
+        return plan
+    config = _quantization_config(directory)
+    assert config is not None
+    if config.get("quant_method") != "compressed-tensors":
+        tensors = open_tensors(directory, model)
+        return modelopt.plan_of_checkpoint(directory, layers, config, tensors, stored_names(model))
+    return files.plan_of_checkpoint(directory, layers, config, stored_names(model))
+
+
+def _quantization_config(directory: Path) -> dict[str, Any] | None:
+    """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
+    for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
+        file = directory / name
+        if not file.is_file():
+            continue
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get(key)
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
+        if isinstance(found, dict):
+            return found if key == "quantization" or found.get("quant_method") in LAYOUTS else None
+    return None
+
+
+def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
+    """Plan and saved report (None without one) of a checkpoint, read without building the model.
+
+    Of another tool's checkpoint the plan is read off its config, and the model built on the meta device for that.
+
+    Raises:
+        UserError: `directory` holds no quantized checkpoint.
+    """
+    directory = Path(directory)
+    if not (directory / PLAN_FILE).is_file():
+        if not is_checkpoint(directory):
+            raise UserError(f"{directory}: no {PLAN_FILE} and no quantization_config, so no quantized checkpoint")
+        return plan_of(directory, outline(directory)), None
+    report = directory / "report.json"
+    return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    tensors = _with_fused_experts(model, tensors)
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()
+    quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
+    held = {id(p) for n, p in model.named_parameters() if n in tensors}
+    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(_tensor(model, n)) not in held]
+    if lost or unexpected:
+        what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
+        raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def _with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
+    found = dict(tensors)
+    for name, parameter in model.named_parameters():
+        one_by_one = expert_names(name, len(parameter)) if parameter.dim() == 3 and name not in found else []
+        if one_by_one and all(each in found for each in one_by_one):
+            found[name] = torch.cat([found.pop(each) for each in one_by_one]).view(parameter.shape)
+    return found
+
+
+def _tensor(model: nn.Module, name: str) -> Any:
+    parent, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(parent), last)

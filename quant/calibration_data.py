@@ -1,0 +1,126 @@
+"""The data that a plan needs: which layers need some and why, text that the model writes itself, and static scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.observers import get_observer
+from quant.calibration.progress import Progress, reporter
+from quant.calibration.sensitivity.candidates import groups_of
+from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.statistics import static_input_scale
+from quant.calibration.texts.generate import generate_rows
+from quant.calibration.walk.collect import collect_input_amax
+from quant.errors import UserError
+from quant.recipes.plan import LayerPlan, Plan
+
+_DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
+
+
+def solver_needs_data(layer: LayerPlan) -> bool:
+    """Whether the layer's solver looks at its inputs."""
+    return get_pipeline(layer.solver).needs_data
+
+
+def lacks_data(plan: Plan) -> str | None:
+    """What to tell a user who gave no calibration text for a plan that needs one; None where it needs none."""
+    way_out = "pass a text: --calib FILE, or data= in Python"
+    for layer in plan.quantized:
+        if solver_needs_data(layer):
+            return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
+        if layer.has_static_scale:
+            return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}, or choose {_DYNAMIC}"
+    if plan.provenance.get("guard"):
+        return f"a guard compares layers on held-out text; {way_out}"
+    return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
+
+
+def own_text(
+    model: nn.Module,
+    plan: Plan,
+    tokenizer: Any = None,
+    *,
+    samples: int = 32,
+    seqlen: int = 128,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> torch.Tensor:
+    """Calibration rows that the model writes itself, for a plan that needs data where there is none.
+
+    Args:
+        model: a causal language model.
+        plan: for the error message.
+        tokenizer: names the special tokens, which are never drawn; None takes those of the config.
+        samples: rows.
+        seqlen: tokens a row; cut to the model's context.
+        seed: of what is drawn.
+        progress: called as `progress("generate", tokens done, tokens in all)`.
+
+    Returns:
+        int64 `[samples, seqlen]`.
+
+    Raises:
+        UserError: the model cannot write text; the message names the layer that needs some.
+    """
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
+    report = reporter(progress, "generate")
+    try:
+        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise UserError(f"{lacks_data(plan)} ({error})") from error
+
+
+def calibrate(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, *, progress: Progress | None = None
+) -> dict[str, torch.Tensor]:
+    """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
+
+    Raises:
+        UserError: the plan needs data and there is none.
+    """
+    static = [layer for layer in plan.quantized if layer.has_static_scale]
+    if not static:
+        return {}
+    if data is None:
+        raise UserError(lacks_data(plan) or "no calibration data")
+    observers = None
+    if (observer := observer_of(plan)) != "absmax":
+        watch = get_observer(observer)
+        observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
+    amax = collect_input_amax(model, [layer.name for layer in static], data, reporter(progress, "calibrate"), observers)
+    scales = {}
+    for members in by_input(static):
+        shared = torch.stack([amax[member.name] for member in members]).amax()
+        for member in members:
+            assert member.activation is not None
+            warned = member.name if member is members[0] else None
+            scale = static_input_scale(shared, member.activation, stored_dtype(model), warned)
+            assert scale is not None
+            scales[member.name] = scale
+    return scales
+
+
+def observer_of(plan: Plan) -> str:
+    """Key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
+
+    Raises:
+        ValueError: there is no such observer.
+    """
+    name = str(plan.provenance.get("observer", "absmax"))
+    get_observer(name)
+    return name
+
+
+def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
+    return [
+        part
+        for members in groups_of(list(layers)).values()
+        for part in ([[m] for m in members] if members[0].kind == "experts" else [members])
+    ]

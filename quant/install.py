@@ -1,0 +1,85 @@
+"""Puts quantized weights into a model: modules in the place of the original ones, and scales as buffers.
+
+Loading a checkpoint and quantizing a model both end here. The file imports nothing that decides or measures, so that
+`quant.load` stays light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.embedding import takes as why_not_embedding
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts, experts_forward
+from quant.recipes.plan import LayerPlan, Plan
+
+
+def install_weight(
+    model: nn.Module,
+    layer: LayerPlan,
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    parts: RunTimeParts | None = None,
+) -> None:
+    """Puts a quantized module in the place of the layer's weight. A bias stays as it is.
+
+    Raises:
+        UserError: an embedding that does more than look up.
+    """
+    parent_name, _, last = layer.name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    parts = parts or RunTimeParts()
+    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them.
+    input_scale = None if input_scale is None else input_scale.clone()
+    parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
+    new: nn.Module
+    if layer.kind == "experts":
+        new = QuantExperts(weight, layer.activation, input_scale, dtype=parent.get_parameter(last).dtype)
+        delattr(parent, last)
+    elif layer.kind == "embedding":
+        table = parent.get_submodule(last)
+        if why := why_not_embedding(table):
+            raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
+        new = QuantEmbedding(weight, next(table.parameters()).dtype)
+    else:
+        bias = getattr(parent.get_submodule(last), "bias", None)
+        new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts))
+    new.train(parent.training)
+    setattr(parent, last, new)
+
+
+def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout."""
+    for name, tensor in tensors.items():
+        attention, _, operand = name.rpartition(".")
+        model.get_submodule(attention).register_buffer(operand, tensor)
+
+
+def use_expert_modules(model: nn.Module, plan: Plan) -> None:
+    """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
+    if not any(layer.kind == "experts" for layer in plan.quantized):
+        return
+    config = getattr(model, "config", None)
+    if config is not None and hasattr(config, "_experts_implementation"):
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        ALL_EXPERTS_FUNCTIONS.register("quant", experts_forward)
+        config._experts_implementation = "quant"
+
+
+def protect(model: nn.Module) -> None:
+    """Keeps a quantized model of transformers from being saved as if it were none."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = refuse_save_pretrained  # type: ignore[assignment]
+
+
+def refuse_save_pretrained(*args: Any, **options: Any) -> None:
+    """Stands in for a quantized model's method, which would write what nothing can load."""
+    raise UserError("save_pretrained knows nothing of quantized layers; use quant.save(model, plan, directory)")

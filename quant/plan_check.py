@@ -1,0 +1,260 @@
+"""Checks a plan against a model and a runtime: everything that is wrong with it, all at once, from shapes alone.
+
+The layers that a plan is checked against come from `quant.models.shapes`, which reads no weight.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from quant.errors import UserError, counted
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import obstacle
+from quant.recipes.solver_names import parse_solver
+from quant.recipes.targets import TARGETS, Target
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        where: a layer, a fusion group, or "plan".
+        what: one sentence, with the limit.
+        remedy: what to do about it.
+    """
+
+    where: str
+    what: str
+    remedy: str = ""
+
+    def to_dict(self) -> dict[str, str]:
+        """JSON-ready form."""
+        return {"where": self.where, "what": self.what, "remedy": self.remedy}
+
+
+def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
+    """A plan file with everything in it that can be read, and what cannot.
+
+    `Plan.load` stops at the first mistake; this goes on, so that all can be mended at once.
+
+    Raises:
+        UserError: no file, no JSON, or no plan at all.
+    """
+    path = Path(path)
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+        entries = list(fields["layers"])
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: not a plan: {error}") from None
+    layers, problems = [], []
+    for entry in entries:
+        try:
+            layers.append(LayerPlan.from_dict(entry))
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
+            name = entry.get("name", "a layer without name") if isinstance(entry, dict) else repr(entry)
+            what = str(error).removeprefix(f"plan layer {name!r}: ")
+            problems.append(Problem(str(name), what, "mend the entry, or make the plan again"))
+    try:
+        rest = Plan.from_dict({**fields, "layers": []})
+    except ValueError as error:
+        problems.append(Problem("plan", str(error)))
+        rest = Plan(())
+    names = [layer.name for layer in layers]
+    for name in dict.fromkeys(n for n in names if names.count(n) > 1):
+        problems.append(Problem(name, f"has {names.count(name)} entries", "keep one"))
+    return replace(rest, layers=tuple({layer.name: layer for layer in layers}.values())), problems
+
+
+def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:
+    """Everything that would stop `plan`, or make its result wrong, found from shapes alone.
+
+    Args:
+        plan: as `read_plan` gives it.
+        layers: of the model it is for, as `model_layers` gives them; None checks the plan by itself.
+        target: runtime that the result is for.
+    """
+    found = _check_model(plan, layers) if layers is not None else []
+    found += [*_check_layers(plan), *_check_solvers(plan), *_check_groups(plan)]
+    if target is not None:
+        found += _check_target(plan, target)
+    return found
+
+
+def refuse(plan: Plan, problems: Sequence[Problem], layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` cannot be executed on a model: one line with every problem and every place.
+
+    Args:
+        plan, problems: as `read_plan` gives them.
+        layers: of the model.
+    """
+    unread = {problem.where for problem in problems}
+    found = validate(plan, layers, TARGETS.get(plan.target or ""))
+    _raise([*problems, *(problem for problem in found if problem.where not in unread)])
+
+
+def check_plan_fits(plan: Plan, layers: Sequence[Layer]) -> None:
+    """Raises UserError where `plan` was made for another model, or cannot be stored; whatever solved it or runs it."""
+    _raise([*_check_model(plan, layers), *_check_layers(plan), *_check_groups(plan)])
+
+
+def _raise(problems: Sequence[Problem]) -> None:
+    alike: dict[tuple[str, str], list[str]] = {}
+    for problem in problems:
+        alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
+    if alike:
+        listed = "; ".join(
+            f"{_places(where)}: {what}{f' ({remedy})' if remedy else ''}" for (what, remedy), where in alike.items()
+        )
+        raise UserError(f"the plan does not fit this model, {counted(len(problems), 'problem')}: {listed}")
+
+
+def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
+    have = {layer.name: layer for layer in layers}
+    sharers = {layer.tied_to: layer.name for layer in layers if layer.tied_to is not None}
+    found = []
+    for planned in plan.layers:
+        layer = have.get(planned.name)
+        if layer is None:
+            found.append(Problem(planned.name, "is not in the model", "remove it, or name the model the plan is for"))
+        elif layer.shape != planned.shape:
+            what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
+            found.append(Problem(planned.name, what, "name the model the plan is for"))
+        elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
+            what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
+            found.append(Problem(planned.name, what, "keep it in 16 bit"))
+        elif planned.weight is not None and layer.obstacle is not None:
+            found.append(Problem(planned.name, layer.obstacle, "keep it in 16 bit"))
+    for name in have:
+        if name not in plan.by_name:
+            found.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
+    return found
+
+
+def _check_layers(plan: Plan) -> list[Problem]:
+    found = []
+    sharers = sharers_of(plan)
+    for layer in plan.layers:
+        if problem := layer_problem(layer, sharers.get(layer.name)):
+            found.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))
+        if layer.weight is None and layer.activation is not None:
+            what = f"inputs in {layer.activation} and weights in 16 bit: no kernel takes that"
+            found.append(Problem(layer.name, what, "give the weight a format, or the input none"))
+    return found
+
+
+def _check_solvers(plan: Plan) -> list[Problem]:
+    found = []
+    for layer in plan.quantized:
+        try:
+            check_solver(layer.solver)
+        except ValueError as error:
+            found.append(Problem(layer.name, str(error)))
+    return found
+
+
+def sharers_of(plan: Plan) -> dict[str, str]:
+    """Layers whose weight another layer has too, and which."""
+    return {layer.tied_to: layer.name for layer in plan.layers if layer.tied_to is not None}
+
+
+def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
+    """Why the layer cannot be stored as planned, whatever the runtime; `sharer` has the same weight."""
+    if layer.weight is None:
+        return None
+    if len(layer.shape) < 2:
+        return f"{layer.weight} is for matrices; this is {list(layer.shape)}"
+    if sharer is not None:
+        return f"its weight is also that of {sharer}, and is stored once and in 16 bit"
+    as_layer = Layer(layer.name, layer.kind, layer.shape, tied_to=layer.tied_to)
+    return obstacle(as_layer, layer.weight, layer.activation)
+
+
+def _check_groups(plan: Plan) -> list[Problem]:
+    found = []
+    for name, members in plan.groups().items():
+        kinds: tuple[tuple[str, list[str]], ...] = (
+            ("formats", [format_text(m) for m in members]),
+            ("solvers", [m.solver if m.weight else "" for m in members]),
+            ("Hadamard blocks", [str(m.hadamard) for m in members]),
+        )
+        for what, values in kinds:
+            if len(set(values)) > 1:
+                listed = ", ".join(f"{m.name}={value}" for m, value in zip(members, values, strict=True))
+                found.append(Problem(name, f"mixes {what}: {listed}", "give its members one: they are fused"))
+                break
+    return found
+
+
+def _check_target(plan: Plan, target: Target) -> list[Problem]:
+    found: list[Problem] = []
+    followed = _check_fused(plan, target, found)
+    for layer in plan.quantized:
+        remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
+        found += [Problem(layer.name, what, remedy) for what in target.problems(layer, merged=layer.name in followed)]
+    if problem := target.kv_cache_problem(plan.kv_cache):
+        found.append(Problem("plan", problem, "plan edit --kv-cache keep"))
+    return found
+
+
+def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
+    """Adds siblings that `target` merges and the plan does not; gives the layers that another one follows there."""
+    siblings: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
+    for layer in plan.layers:
+        parent, _, last = layer.name.rpartition(".")
+        for names in target.fused:
+            if last in names and layer.kind == "linear":
+                siblings.setdefault((parent, names), []).append(layer)
+    followed: set[str] = set()
+    for (parent, names), members in siblings.items():
+        members.sort(key=lambda m: names.index(m.name.rpartition(".")[2]))
+        followed.update(m.name for m in members[:-1])
+        if len({m.group for m in members}) == 1 and members[0].group is not None:
+            continue  # one fusion group, which has been checked
+        where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"
+        if len({format_text(m) for m in members}) > 1:
+            listed = ", ".join(f"{m.name}={format_text(m)}" for m in members)
+            found.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
+        elif len(members) > 1 and members[0].weight is not None and members[0].weight.global_scale:
+            what = f"{target.name} merges these, and {members[0].weight} then needs one global scale for all"
+            found.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
+    return followed
+
+
+def _places(names: Sequence[str], limit: int = 8) -> str:
+    """All of `names`; blocks of a model repeat, so of many names those that differ by numbers alone are one."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    alike = Counter(re.sub(r"\d+", "*", name) for name in names)
+    return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())
+
+
+def some(names: Iterable[str], limit: int = 8) -> str:
+    """The first of `names`, and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def check_solver(name: str) -> None:
+    """Raises ValueError where there is no solver of that name.
+
+    Importing the registry of solvers takes torch; only a program that has imported it can have added to it.
+    """
+    registry = sys.modules.get("quant.calibration.solvers.solver")
+    (registry.get_solver if registry else parse_solver)(name)
+
+
+def format_text(layer: LayerPlan) -> str:
+    """The formats of a layer's weight and input, such as `nvfp4@nvfp4`, `fp8_channel` or `16bit`."""
+    if layer.weight is None:
+        return "16bit"
+    return f"{layer.weight}@{layer.activation}" if layer.activation else f"{layer.weight}"

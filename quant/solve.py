@@ -1,0 +1,250 @@
+"""Executes a plan: calibrates, solves every planned weight and puts the quantized modules into the model.
+
+Where no solver looks at data, weights are replaced group by group, and an original is freed as soon as its quantized
+form stands in its place, so the peak beyond the model is one fusion group. Solvers that do look at data see each
+layer's inputs as the quantized layers before it give them, one decoder block at a time; the peak is then that block
+and its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.calibration.progress import Progress, reporter
+from quant.calibration.solvers.lowrank import residual_weight
+from quant.calibration.solvers.rotation import rotate_weight
+from quant.calibration.solvers.solver import check_solvers, get_solver, solve_group
+from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.guard import Guard
+from quant.calibration.walk.sequential import solve_sequentially
+from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
+from quant.errors import UserError
+from quant.export.checkpoint import plan_of_model
+from quant.formats.tensor import BlockScaledTensor
+from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
+from quant.kernels.linear.modules import RunTimeParts
+from quant.layer_result import LayerResult, layer_result
+from quant.plan_check import check_plan_fits
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import LayerPlan, Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """What `quantize` gives: the model, the plan it follows, and what became of every layer."""
+
+    model: nn.Module
+    plan: Plan
+    layers: list[LayerResult]
+    seconds: dict[str, float]
+
+
+def solve_plan(
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None = None,
+    *,
+    device: torch.device | str | None = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Quantizes `model` in place, as `plan` says.
+
+    Args:
+        model: any module.
+        plan: made for it; its provenance may name a guard and an observer.
+        data, device, progress: as in `quant.quantize`.
+
+    Raises:
+        ValueError: the plan does not fit the model, or it needs data and there is none.
+    """
+    check_plan_fits(plan, find_layers(model))
+    check_solvers(plan)
+    for layer in plan.quantized:
+        if _weight_of(model, layer).is_meta:
+            raise UserError(
+                f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
+                "quant.make_plan plans without"
+            )
+    settings = _settings(plan, device)
+    if data is None and lacks_data(plan):
+        data = own_text(model, plan, progress=progress)
+    if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
+        assert data is not None
+        quantized = _solve_block_by_block(model, plan, data, settings, progress)
+    else:
+        quantized = _solve_at_once(model, plan, data, progress)
+    if plan.kv_cache is not None:
+        assert data is not None
+        scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
+        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", stored_dtype(model)))
+    protect(model)
+    return quantized
+
+
+def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
+    """`plan` with a guard and an observer, as `quantize` describes them; None leaves what the plan says.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    how = {"guard": guard, "observer": observer}
+    plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
+    _settings(plan, None)
+    return plan
+
+
+def _settings(plan: Plan, device: torch.device | str | None) -> Settings:
+    """How the walk is done, as far as the plan and the caller say."""
+    guard = plan.provenance.get("guard")
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {device}: PyTorch sees no GPU here; leave it out, or pass cpu")
+    return Settings(
+        device=torch.device(device) if device else None,
+        observer=observer_of(plan),
+        guard=Guard.parse(guard) if guard else None,
+    )
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: Plan,
+    input_scales: Mapping[str, torch.Tensor] | None = None,
+    *,
+    progress: Progress | None = None,
+) -> list[LayerResult]:
+    """Quantizes the planned weights and puts `QuantLinear` and `QuantExperts` in their place.
+
+    Args:
+        model: changed in place.
+        plan: as `make_plan` gives it, perhaps edited.
+        input_scales: as `calibrate` gives them.
+        progress: called as `progress("solve", layers done, layers in all)`.
+
+    Returns:
+        One result per layer of the plan, kept layers included, in plan order.
+    """
+    input_scales = input_scales or {}
+    results: dict[str, LayerResult] = {}
+    done = 0
+    with torch.no_grad():
+        for members in by_input(plan.quantized):
+            weights = {member.name: _weight_of(model, member) for member in members}
+            solved = _solve(members, weights)
+            for member in members:
+                results[member.name] = layer_result(member, weights[member.name], solved[member.name])
+                install_weight(model, member, solved[member.name], input_scales.get(member.name))
+                done += 1
+                if progress:
+                    progress("solve", done, len(plan.quantized))
+            del weights
+    use_expert_modules(model, plan)
+    for layer in plan.layers:
+        if layer.name not in results:
+            results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
+    return [results[layer.name] for layer in plan.layers]
+
+
+def solve_state_dict(
+    tensors: Mapping[str, torch.Tensor], plan: Plan, *, progress: Progress | None = None
+) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
+    """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
+    solved, results = {}, []
+    for done, layer in enumerate(plan.layers, 1):
+        key = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
+        weight = tensors[key]
+        if layer.weight is not None:
+            solved.update(_solve([layer], {layer.name: weight}))
+        results.append(layer_result(layer, weight, solved.get(layer.name)))
+        if progress:
+            progress("solve", done, len(plan.layers))
+    return solved, results
+
+
+def _solve(members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
+    first = members[0]
+    assert first.weight is not None
+    return solve_group(weights, {}, first.weight, get_solver(first.solver))
+
+
+def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    if layer.kind == "experts":
+        return model.get_parameter(layer.name).detach()
+    weight = model.get_submodule(layer.name).weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.detach()
+
+
+def _solve_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None) -> Quantized:
+    """Solvers that look at nothing but the weight."""
+    started = time.perf_counter()
+    input_scales = calibrate(model, plan, data, progress=progress)
+    calibrated = time.perf_counter()
+    layers = apply_plan(model, plan, input_scales, progress=progress)
+    done = time.perf_counter()
+    seconds = {"calibrate": calibrated - started, "solve": done - calibrated}
+    return Quantized(model, plan_of_model(model, plan), layers, seconds)
+
+
+def _solve_block_by_block(
+    model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, progress: Progress | None
+) -> Quantized:
+    """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
+    walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+    plan = plan.replace_layers(_without_data(layer) for layer in plan.quantized if layer not in walked)
+    rest = replace(plan, layers=tuple(layer for layer in plan.layers if layer not in walked))
+    measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != "linear"))
+    started = time.perf_counter()
+    # Before the walk, while every layer still gets its original inputs.
+    input_scales = calibrate(model, measured, data, progress=progress)
+    results: dict[str, LayerResult] = {}
+    noted: list[LayerPlan] = []
+
+    def apply(layer: LayerPlan, solved: Solved | None) -> None:
+        notes = solved.notes if solved else ()
+        layer = replace(layer, reason="; ".join((layer.reason, *notes)))
+        noted.append(layer)
+        if solved is None:
+            results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
+            return
+        results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
+        install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
+
+    solve_sequentially(
+        model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
+        progress=reporter(progress, "solve"),
+    )  # fmt: skip
+    results |= {result.name: result for result in apply_plan(model, rest, input_scales)}
+    plan = plan.replace_layers(noted)
+    use_expert_modules(model, plan)
+    layers = [results[layer.name] for layer in plan.layers]
+    return Quantized(model, plan_of_model(model, plan), layers, {"solve": time.perf_counter() - started})
+
+
+def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, parts: RunTimeParts) -> LayerResult:
+    """The result of a layer that may be rotated and have a branch: its error is that of both together."""
+    if layer.kind == "experts":
+        return layer_result(layer, weight, solved)
+    counted = replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
+    turned = rotate_weight(weight.float(), parts.hadamard)
+    left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
+    result = layer_result(counted, left, solved)
+    share = float(left.norm() / turned.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    if parts.lowrank is None or not result.relative_error or not share:
+        return result
+    error = result.relative_error * share
+    return replace(result, relative_error=error, snr_db=-20 * math.log10(error))
+
+
+def _without_data(layer: LayerPlan) -> LayerPlan:
+    if not solver_needs_data(layer):
+        return layer
+    reason = f"{layer.reason}; solved with mse: {layer.solver} takes what stands in blocks, not a {layer.kind}"
+    return replace(layer, solver="mse", reason=reason)
