@@ -17,9 +17,6 @@ itself), so a smaller scale would saturate and a larger one would waste codes.
 Scales are one a tensor, or one a KV head. A per-head scale of q is shared by the query heads of a KV head, because
 decode kernels stack these as the rows of one tile.
 
-With `hadamard`, q and k are rotated before they are watched, by the same orthonormal matrix, which leaves every
-score q·k as it was (see `quant.kernels.hadamard`). The runtime then has to rotate both, too.
-
 Latent attention (MLA) caches a compressed vector, not k and v: its scales here are those of attention's operands.
 """
 
@@ -36,12 +33,10 @@ from torch import nn
 from quant.calibration.observers import Observer, get_observer
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
-from quant.kernels.hadamard import hadamard_transform
 
 Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 GRANULARITIES = ("tensor", "head")
-KV_LAYOUTS = ("compressed_tensors", "modelopt")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +52,6 @@ class AttentionScales:
             `attention_scale` gives the scale in any other format.
         kv_format: of the cache, or None.
         attention_format: of attention's operands, or None.
-        hadamard: whether q and k were rotated first.
     """
 
     k: torch.Tensor | None
@@ -67,7 +61,6 @@ class AttentionScales:
     amax: Mapping[str, torch.Tensor]
     kv_format: Format | None
     attention_format: Format | None
-    hadamard: bool = False
 
 
 def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
@@ -83,7 +76,6 @@ def collect_attention_scales(
     kv_format: Format | None,
     attention_format: Format | None,
     granularity: str = "tensor",
-    hadamard: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, AttentionScales]:
     """KV-cache and attention scales of every attention module that `rows` reach, by module name.
@@ -96,7 +88,6 @@ def collect_attention_scales(
         attention_format: of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed for
             `kv_format` where both are given.
         granularity: "tensor" or "head".
-        hadamard: rotate q and k before they are observed.
         progress: called as `progress(rows done, rows in all)`.
 
     Raises:
@@ -111,8 +102,6 @@ def collect_attention_scales(
 
     def watch(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         name = names[module]
-        if hadamard:
-            q, k = hadamard_transform(q), hadamard_transform(k)
         heads = k.shape[1] if granularity == "head" else 1
         for operand, x in (("q", q), ("k", k), ("v", v)):
             format = operands[operand]
@@ -137,7 +126,7 @@ def collect_attention_scales(
             "scales need a transformers model whose attention goes through its AttentionInterface"
         )
     return {
-        name: _scales({o: _amax(w, granularity) for o, w in watchers.items()}, kv_format, attention_format, hadamard)
+        name: _scales({o: _amax(w, granularity) for o, w in watchers.items()}, kv_format, attention_format)
         for name, watchers in seen.items()
     }
 
@@ -190,7 +179,7 @@ def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
 
 
 def _scales(
-    amax: dict[str, torch.Tensor], kv_format: Format | None, attention_format: Format | None, hadamard: bool
+    amax: dict[str, torch.Tensor], kv_format: Format | None, attention_format: Format | None
 ) -> AttentionScales:
     k = v = q = p = None
     if kv_format is not None:
@@ -198,58 +187,27 @@ def _scales(
     if attention_format is not None:
         q = attention_scale(amax["q"], attention_format)
         p = attention_scale(amax["q"].new_ones(()), attention_format)
-    return AttentionScales(k, v, q, p, amax, kv_format, attention_format, hadamard)
+    return AttentionScales(k, v, q, p, amax, kv_format, attention_format)
 
 
-def kv_scale_tensors(
-    scales: Mapping[str, AttentionScales], layout: str, dtype: torch.dtype | None = None
-) -> dict[str, torch.Tensor]:
-    """The tensors in which checkpoints keep the scales of the KV cache, by name.
+def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
 
-    compressed_tensors   `….self_attn.k_scale`, `….v_scale`: BF16 [1], or [kv_heads, 1, 1] (strategy "attn_head")
-    modelopt             `….self_attn.k_proj.k_scale`, `….v_proj.v_scale`: FP32 []
-
-    Both hold amax / 448. ModelOpt 0.47 writes that for an NVFP4 cache as well, and leaves it to the runtime to
-    divide by E2M1's 6.
-
-    Args:
-        scales: from `collect_attention_scales`.
-        layout: one of `KV_LAYOUTS`.
-        dtype: of the tensors; None takes the layout's own. compressed-tensors takes the dtype of the model.
+    `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
 
     Raises:
-        ValueError: unknown layout, or scales that the layout cannot express: of a rotated cache, of a cache in
-            another format, per head in ModelOpt's.
+        ValueError: scales of another cache than FP8, which the layout cannot express.
     """
-    if layout not in KV_LAYOUTS:
-        raise ValueError(f"unknown KV-cache layout {layout!r}; known layouts: {', '.join(KV_LAYOUTS)}")
     tensors = {}
     for name, module in scales.items():
-        _check_storable(name, module, layout)
+        if module.kv_format is None or module.kv_format.name != "fp8":
+            kept = module.kv_format or "16 bit"
+            raise ValueError(f"{name}: checkpoints hold scales of a KV cache in fp8; this one is in {kept}")
         for operand in ("k", "v"):
             scale = attention_scale(module.amax[operand], FORMATS["fp8"])
-            if layout == "modelopt":
-                tensors[f"{name}.{operand}_proj.{operand}_scale"] = _store(scale, dtype or torch.float32)
-            else:
-                scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
-                tensors[f"{name}.{operand}_scale"] = _store(scale, dtype or torch.bfloat16)
+            scale = scale.view(-1, 1, 1) if scale.dim() else scale.view(1)
+            tensors[f"{name}.{operand}_scale"] = _store(scale, dtype)
     return tensors
-
-
-def _check_storable(name: str, module: AttentionScales, layout: str) -> None:
-    format = module.kv_format
-    if format is None:
-        raise ValueError(f"{name}: the KV cache is kept in 16 bit (no kv_format), so it has no scales to write")
-    if module.hadamard:
-        raise ValueError(
-            f"{name}: the scales are of rotated keys, and the {layout} layout cannot say that the runtime has to "
-            "rotate; collect them with hadamard=False"
-        )
-    stored = ("fp8", "nvfp4") if layout == "modelopt" else ("fp8",)
-    if format.name not in stored:
-        raise ValueError(f"{name}: the {layout} layout has no {format} KV cache; it has {', '.join(stored)}")
-    if layout == "modelopt" and module.amax["k"].dim():
-        raise ValueError(f"{name}: the modelopt layout has one KV scale a tensor; collect with granularity='tensor'")
 
 
 def _store(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -5,17 +5,14 @@ percentile   the magnitude that 99.99% (by default) of the values do not exceed.
 mse          the amax with the smallest expected squared error of rounding the histogram to the format's grid.
 entropy      the amax whose rounded histogram loses the least information: the smallest KL divergence from it.
 
-What is static in a format decides what is watched and what `amax` looks like:
+The format decides which magnitudes are watched:
 
-one scale a tensor       `fp8`: the values themselves; a scalar.
-a second-level scale     `nvfp4`: block scales are found at run time, and what calibration sets is the scale of
-                         those scales. So the largest magnitude of each block is watched, and the grid on which it
-                         will be rounded is that of the block scales (E4M3); a scalar.
-a scale a row or block   `fp8_channel`, `fp8_block`, `mxfp8`, …: one amax for every block, of the shape of the block
-                         scales. Tensors of one shape only, such as a weight; and `absmax` only, because a histogram
-                         for each of thousands of blocks would hold more numbers than the tensor.
+one scale a tensor     `fp8`: the values themselves.
+a second-level scale   `nvfp4`: block scales are found at run time, and calibration sets the scale of those scales.
+                       So the largest magnitude of each block is watched, and the grid on which it will be rounded is
+                       that of the block scales (E4M3).
 
-Rows that differ from batch to batch (tokens) have no static scale: `fp8_token` finds its scales at run time.
+Other formats find all their scales at run time and have nothing to observe (`Format.is_static`).
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Observer(Protocol):
         ...
 
     def amax(self) -> torch.Tensor:
-        """float32, on the device of the data: a scalar, or of the shape of the block scales (see the module).
+        """float32 scalar, on the device of the data.
 
         Raises:
             ValueError: nothing was seen.
@@ -57,9 +54,8 @@ class Observer(Protocol):
 
 
 def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
-    """Largest magnitude of each block of `x`, `[..., rows, columns]`, in its dtype, shaped as the block scales."""
+    """Largest magnitude of each block of `x` `[..., rows, columns]`, in its dtype, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
-    x = x if x.dim() > 1 else x[None]
     blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
     return blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
 
@@ -70,7 +66,7 @@ def _watched(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 def _check_finite(amax: torch.Tensor, x: torch.Tensor, name: str, batch: int) -> None:
-    if not bool(torch.isfinite(amax).all()):
+    if not bool(torch.isfinite(amax)):
         bad = int((~torch.isfinite(x.float())).sum())
         raise ValueError(
             f"{name}: {bad} NaN or infinite value(s) of {x.numel()} in calibration batch {batch}; "
@@ -91,14 +87,8 @@ class AbsMax:
         if x.numel() == 0:
             return
         x = x.detach()
-        amax = (x.abs().amax() if self.format.is_static else block_amax(x, self.format)).float()
+        amax = x.abs().amax().float()
         _check_finite(amax, x, self.name, self._batch)
-        if self._amax is not None and amax.shape != self._amax.shape:
-            raise ValueError(
-                f"{self.name}: batch {self._batch} {list(x.shape)} has blocks {list(amax.shape)} of {self.format}, "
-                f"the ones before had {list(self._amax.shape)}; a static amax a block needs tensors of one shape. "
-                "Find the scales of tokens at run time, or calibrate a format with one scale a tensor"
-            )
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
 
     def amax(self) -> torch.Tensor:
@@ -111,11 +101,6 @@ class _HistogramObserver:
     """What the observers over a histogram share; they differ in `_choose`."""
 
     def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096) -> None:
-        if not format.is_static:
-            raise ValueError(
-                f"{name}: a {type(self).__name__} observer keeps one histogram, but {format} has a scale for every "
-                f"{' × '.join(str(n or 'all') for n in format.block)} block; use the absmax observer"
-            )
         self.format, self.name = format, name
         self.histogram = Histogram(bins)
         self._batch = -1

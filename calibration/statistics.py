@@ -80,47 +80,40 @@ def pooled_stats(found: Sequence[LayerStats]) -> LayerStats | None:
 
 
 class MomentSum:
-    """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in `dtype`.
+    """Adds up second moments batch by batch. Products are taken in the dtype of the inputs, sums in float32.
 
     Args:
         width: keep only the diagonal blocks of this width; None keeps the whole matrix.
-        dtype: of the sums; float64 takes the products in float64 too.
     """
 
-    def __init__(self, width: int | None = None, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, width: int | None = None) -> None:
         self.width = width
-        self.dtype = dtype
         self.tokens = 0
         self.second: torch.Tensor | None = None
         self.cross: torch.Tensor | None = None
         self.first: torch.Tensor | None = None
         self.shift: torch.Tensor | None = None
 
-    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None, weight: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
         """Takes in one batch.
 
         Args:
             x: `[tokens, in]`, what the layer gets.
             drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
-            weight: what each token counts, `[tokens]`; None for all alike.
         """
         self.tokens += len(x)
-        x = x.to(torch.float64) if self.dtype is torch.float64 else x
         drift = None if drift is None else drift.to(x)
-        total = x.sum(0, dtype=self.dtype)
+        total = x.sum(0, dtype=torch.float32)
         self.first = total if self.first is None else self.first.add_(total)
         if drift is not None:
-            total = drift.sum(0, dtype=self.dtype)
+            total = drift.sum(0, dtype=torch.float32)
             self.shift = total if self.shift is None else self.shift.add_(total)
-        if weight is not None:
-            root = weight.sqrt()[:, None].to(x)
-            x, drift = x * root, None if drift is None else drift * root
         if self.width is not None:
             blocks = _block_products(x, self.width)
-            self.second = blocks.to(self.dtype) if self.second is None else self.second.add_(blocks)
+            self.second = blocks.float() if self.second is None else self.second.add_(blocks)
             return
         if self.second is None:
-            self.second = torch.zeros(x.shape[1], x.shape[1], dtype=self.dtype, device=x.device)
+            self.second = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
             self.cross = None if drift is None else torch.zeros_like(self.second)
         _add_symmetric(self.second, x)
         if drift is not None:
@@ -136,18 +129,6 @@ class MomentSum:
             return LayerStats(self.tokens, None, None, self.second / self.tokens, *means)
         drift = None if self.cross is None else self.cross / self.tokens
         return LayerStats(self.tokens, self.second / self.tokens, drift, None, *means)
-
-
-def token_weights(x: torch.Tensor, limit: float) -> torch.Tensor:
-    """Weights `[tokens]` that hold the squared norm of each token of `x` `[tokens, hidden]` below limit · median.
-
-    In many language models the first token of a text has a hidden state a thousand times larger than all others.
-    What a layer adds to it is divided by that size in the norm that follows, so an error there matters as little as
-    the token is large. Squared, it would be the only one that counts in a mean; so a token whose squared norm is
-    beyond `limit` times the median is weighted down to that.
-    """
-    norm = x.float().square().sum(1)
-    return (limit * norm.median() / norm.clamp(min=torch.finfo(torch.float32).tiny)).clamp_(max=1)
 
 
 def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:

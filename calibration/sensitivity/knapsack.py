@@ -59,19 +59,6 @@ class Problem:
         table = self.scores if resource == SCORE else self.costs[resource]
         return float(table[np.arange(len(self.groups)), choice].sum())
 
-    def restricted(self, allowed: np.ndarray) -> Problem:
-        """The problem with only those formats allowed that also `allowed` `[G, F]` says.
-
-        Raises:
-            Infeasible: a group is left with none; it is named.
-        """
-        scores = np.where(allowed & self.allowed, self.scores, np.inf)
-        empty = np.flatnonzero(~np.isfinite(scores).any(axis=1))
-        if len(empty):
-            names = ", ".join(self.groups[i] for i in empty[:3])
-            raise Infeasible(f"no format is left for {len(empty)} group(s): {names}; loosen the constraints")
-        return Problem(self.groups, self.candidates, scores, self.costs)
-
 
 @dataclass(frozen=True, eq=False)
 class Near:

@@ -29,7 +29,7 @@ from torch import nn
 from quant.calibration.blocks import Stop
 from quant.calibration.cpu_matmul import quick_products
 from quant.calibration.sensitivity.candidates import Candidate
-from quant.calibration.solvers.solver import GroupInputs, Pipeline, get_pipeline, solve_group, supports
+from quant.calibration.solvers.solver import SAMPLED_TOKENS, GroupInputs, Pipeline, get_pipeline, solve_group, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor
@@ -38,7 +38,6 @@ from quant.recipes.plan import LayerPlan
 _BATCH_TOKENS = 2048
 # Bytes of second moments that are held at a time.
 _MOMENTS = {"cpu": 1 << 30, "cuda": 8 << 30}
-_SAMPLE = 1024
 
 Key = tuple[str, str]  # a group and a candidate
 
@@ -92,7 +91,7 @@ def solve_alone(
     done = 0
     for part in _parts(groups, wanted, rows.device.type):
         watched = {groups[group][0].name: group for group in part}
-        inputs = _Inputs(keep=bool(pipeline.transforms), every=max(rows.numel() // _SAMPLE, 1))
+        inputs = _Inputs(keep=bool(pipeline.transforms), every=max(rows.numel() // SAMPLED_TOKENS, 1))
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
         works = {
@@ -190,7 +189,7 @@ class _Inputs:
         """As transforms take them."""
         sample = torch.cat(self.sample[group])
         mean = self.total[group] / self.tokens[group]
-        return GroupInputs(sample, sample.new_ones(len(sample)), mean, self.amax[group])
+        return GroupInputs(sample, mean, self.amax[group])
 
 
 class _Work:
@@ -216,9 +215,7 @@ class _Work:
             weight = torch.cat([w.float() for w in self.weights.values()])
             divisor = torch.ones_like(seen.amax)
             for transform in pipeline.transforms:
-                here = GroupInputs(
-                    seen.sample / divisor, seen.token_weight, seen.mean_abs / divisor, seen.amax / divisor
-                )
+                here = seen.divided(divisor)
                 divisor = divisor * transform(weight * divisor, here, candidate.weight, candidate.activation, None)
             self.divisor = divisor
         if candidate.activation is not None and group in inputs.amax:

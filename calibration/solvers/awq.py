@@ -12,15 +12,12 @@ The division by s costs nothing where it can be folded into what produces x (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
-# Pairs (power of the activation's magnitude, of the weight's) that AWQ tries.
-POWERS = tuple((k / 10, 0.0) for k in range(10))
-
-# Rounds a scaled weight for inputs: (weight [rows, in], inputs [tokens, in]) -> values [rows, in].
-RoundWeight = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# Powers of the activation's magnitude that AWQ tries.
+POWERS = tuple(k / 10 for k in range(10))
 
 
 def channel_scale(
@@ -52,13 +49,11 @@ def search_scale(
     weight: torch.Tensor,
     inputs: torch.Tensor,
     magnitude: torch.Tensor,
-    round_weight: RoundWeight,
+    round_weight: Callable[[torch.Tensor], torch.Tensor],
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
     owner: torch.Tensor | None = None,
-    token_weight: torch.Tensor | None = None,
-    powers: Sequence[tuple[float, float]] = POWERS,
-) -> tuple[torch.Tensor, tuple[float, float]]:
-    """AWQ's search.
+) -> torch.Tensor:
+    """The scale `[in]` that AWQ's search finds.
 
     Args:
         weight: `[out, in]`, all layers that read this input, stacked.
@@ -67,24 +62,16 @@ def search_scale(
         round_weight: rounds a scaled weight.
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
         owner: see `channel_scale`.
-        token_weight: what each token of the sample counts, `[tokens]`; None for all alike.
-        powers: pairs (power, weight_power) to try.
-
-    Returns:
-        The scale `[in]`, and the powers it came from.
     """
     wanted = inputs @ weight.t()
-    best: tuple[torch.Tensor, tuple[float, float]] | None = None
-    least = float("inf")
-    for power, weight_power in powers:
-        scale = channel_scale(magnitude, weight, power, weight_power, owner)
+    best, least = torch.ones_like(magnitude), float("inf")
+    for power in POWERS:
+        scale = channel_scale(magnitude, weight, power, 0.0, owner)
         scaled = inputs / scale
         if round_input is not None:
             scaled = round_input(scaled)
-        values = round_weight(weight * scale, scaled)
-        errors = (scaled @ values.t() - wanted).square().mean(1)
-        error = float((errors if token_weight is None else errors * token_weight).mean())
+        values = round_weight(weight * scale)
+        error = float((scaled @ values.t() - wanted).square().mean(1).mean())
         if error < least:
-            best, least = (scale, (power, weight_power)), error
-    assert best is not None
+            best, least = scale, error
     return best

@@ -18,11 +18,8 @@ to 4 bits, whose few large channels it spreads over their neighbours: it is a ch
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
-from quant.calibration.statistics import LayerStats
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
 
 LARGEST_BLOCK = 128
@@ -37,31 +34,3 @@ def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
 def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
     """W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
     return hadamard_transform(weight, block) if block else weight
-
-
-def rotate_stats(stats: LayerStats, block: int) -> LayerStats:
-    """The statistics of H x where `stats` are those of x: H M Hᵀ, and the same for the drift.
-
-    Raises:
-        ValueError: only blocks of the second moment were kept, and rotation mixes them.
-    """
-    if not block:
-        return stats
-    if stats.block_moments is not None and stats.block_moments.shape[-1] % block:
-        width = stats.block_moments.shape[-1]
-        raise ValueError(
-            f"blocks of {width} inputs do not give the second moment of inputs rotated in blocks of {block}; "
-            "collect the whole second moment, or the blocks of rotated inputs"
-        )
-    return replace(
-        stats,
-        second_moment=_both_sides(stats.second_moment, block),
-        drift=_both_sides(stats.drift, block),
-        block_moments=_both_sides(stats.block_moments, block),
-    )
-
-
-def _both_sides(matrix: torch.Tensor | None, block: int) -> torch.Tensor | None:
-    if matrix is None:
-        return None
-    return hadamard_transform(hadamard_transform(matrix, block).mT, block).mT.contiguous()

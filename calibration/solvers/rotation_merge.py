@@ -104,37 +104,30 @@ def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
     return 0
 
 
-def merge_residual_rotation(
-    model: nn.Module, run: Callable[[nn.Module], Any], *, block: int | None = None, untie: bool = False
-) -> Residual:
+def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual:
     """Rotates the residual stream, in place, at no cost at run time.
 
     Args:
         model: changed: norm weights become 1, writers and readers are rotated.
         run: calls the model on any valid input, without a cache, and gives its output.
-        block: of the Hadamard; None takes the largest power of two that divides the width, at most 128.
-        untie: gives a head that shares the embedding's weight one of its own, which the rotation needs: the final
-            norm's weight goes into it. That is a second matrix [vocabulary, width] in 16 bit.
 
     Returns:
         What was found and rotated.
 
     Raises:
-        ValueError: the stream is written or read by something that a rotation cannot pass; the head is tied and
-            `untie` is False; the output changed (the weights are then what they were).
+        ValueError: the stream is written or read by something that a rotation cannot pass; the head shares the
+            embedding's weight; the output changed (the weights are then what they were).
     """
     with torch.no_grad():
         residual = find_residual(model, run)
-        if residual.tied and not untie:
-            name, extra = residual.tied[0], 2 * model.get_submodule(residual.tied[0]).weight.numel()  # type: ignore[operator]
+        if residual.tied:
             raise ValueError(
-                f"{name} shares its weight with the embedding, and after a rotation the two differ: pass untie=True "
-                f"({extra / 1e6:.0f} MB more in 16 bit), or rotate online"
+                f"{residual.tied[0]} shares its weight with the embedding, and after a rotation the two differ"
             )
-        block = rotation_block(residual.width) if block is None else block
+        block = rotation_block(residual.width)
         before = output_of(run(model)).clone()
         touched = [*residual.writers, *residual.readers, *(n for names in residual.readers.values() for n in names)]
-        with _restored_on_error(model, touched, residual.tied):
+        with _restored_on_error(model, touched):
             for norm, readers in residual.readers.items():
                 gain = _take_gain(model.get_submodule(norm), norm)
                 for name in readers:
@@ -142,9 +135,6 @@ def merge_residual_rotation(
             for name in residual.writers:
                 _rotate(model.get_submodule(name), block, inputs=False)
             _check_unchanged(before, output_of(run(model)), "rotating the residual stream")
-        config = getattr(model, "config", None)
-        if residual.tied and hasattr(config, "tie_word_embeddings"):
-            config.tie_word_embeddings = False  # type: ignore[union-attr]
     return residual
 
 
@@ -285,12 +275,8 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
 
 
 @contextmanager
-def _restored_on_error(model: nn.Module, names: Sequence[str], untie: Sequence[str] = ()) -> Iterator[None]:
-    """Gives the modules `untie` weights of their own; puts all of `names` back as they were if an error comes."""
-    shared = {name: model.get_submodule(name).weight for name in untie}
-    for name, weight in shared.items():
-        assert isinstance(weight, nn.Parameter)
-        model.get_submodule(name).weight = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Puts the parameters of the modules `names` back as they were if an error comes."""
     modules = [model.get_submodule(name) for name in dict.fromkeys(names)]
     kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
     try:
@@ -298,8 +284,6 @@ def _restored_on_error(model: nn.Module, names: Sequence[str], untie: Sequence[s
     except BaseException:
         for parameter, old in kept:
             parameter.copy_(old)
-        for name, weight in shared.items():
-            model.get_submodule(name).weight = weight
         raise
 
 
@@ -310,21 +294,20 @@ def _check_unchanged(before: torch.Tensor, after: torch.Tensor, what: str) -> No
         raise ValueError(f"{what} changes the output by {error:.2g} of its size, more than {limit:.0e}: not done")
 
 
-def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str, largest: int = 128) -> int:
+def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str) -> int:
     """Rotates rows of `producer` and columns of `reader` in equal blocks, if the path between lets them pass.
 
     Args:
         block: a decoder block, changed in place.
         call: of the block, on a few tokens, without a cache.
         producer, reader: linear layers by name within the block: a value projection and its output projection.
-        largest: block to begin with; smaller ones are tried down to 16.
 
     Returns:
-        The block size, or 0 where none leaves the block's output as it was (nothing is changed then).
+        The block size, from 128 down to 16; 0 where none leaves the block's output as it was, and nothing is changed.
     """
     first, second = block.get_submodule(producer), block.get_submodule(reader)
     rows, columns = first.weight.shape[0], second.weight.shape[1]  # type: ignore[index,union-attr]
-    size = min(rotation_block(int(rows), largest), rotation_block(int(columns), largest))
+    size = min(rotation_block(int(rows)), rotation_block(int(columns)))
     with torch.no_grad():
         before = output_of(block(*call.args, **call.kwargs)).clone()
         while size >= 16:

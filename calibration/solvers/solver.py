@@ -156,21 +156,27 @@ def _block_width(format: Format, name: str, solver: str) -> int:
     return columns
 
 
+# About so many tokens are sampled of what a group reads.
+SAMPLED_TOKENS = 1024
+
+
 @dataclass(frozen=True)
 class GroupInputs:
     """What transforms look at: the original inputs of a fusion group.
 
     Attributes:
         sample: some tokens, `[tokens, in]`, float32.
-        token_weight: what each of them counts, `[tokens]`.
         mean_abs: mean magnitude of each channel over all tokens, `[in]`.
         amax: largest magnitude of each channel, `[in]`.
     """
 
     sample: torch.Tensor
-    token_weight: torch.Tensor
     mean_abs: torch.Tensor
     amax: torch.Tensor
+
+    def divided(self, divisor: torch.Tensor) -> GroupInputs:
+        """The same inputs divided by `divisor` `[in]`."""
+        return GroupInputs(self.sample / divisor, self.mean_abs / divisor, self.amax / divisor)
 
 
 class Transform(Protocol):
@@ -200,16 +206,12 @@ class Awq:
     """Activation-aware scaling: the power of the channel magnitudes that leaves the smallest output error.
 
     Attributes:
-        trial: solver that rounds in the search.
         inputs_alone: where inputs are rounded too, their rounding decides and that of weights does not count: before
             GPTQ, which makes up for most of it. Chosen on held-out rows of the first blocks of SmolLM2-135M.
-        powers: pairs (of the activation's magnitude, of the weight's) to try.
         rows: at most so many output rows take part in the search.
     """
 
-    trial: str = "rtn"
     inputs_alone: bool = False
-    powers: tuple[tuple[float, float], ...] = tuple((p / 10, 0.0) for p in range(10))
     rows: int = 512
 
     def __call__(
@@ -220,24 +222,15 @@ class Awq:
         activation: Format | None,
         owner: torch.Tensor | None,
     ) -> torch.Tensor:
-        solver = SOLVERS[self.trial]
-
-        def round_weight(scaled: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        def round_weight(scaled: torch.Tensor) -> torch.Tensor:
             if self.inputs_alone and activation:
                 return scaled
-            if self.trial == "rtn":
-                second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
-                return round_activation(scaled, format, second)  # the same values, without codes in between
-            weighted = x * inputs.token_weight[:, None]
-            stats = LayerStats(len(x), weighted.t() @ x / len(x)) if self.trial != "mse" else None
-            return solve_group({"awq": scaled}, {"awq": stats}, format, solver)["awq"].dequantize()
+            second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
+            return round_activation(scaled, format, second)  # the same values, without codes in between
 
         part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
-        scale, _ = search_scale(
-            part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, inputs.token_weight, self.powers
-        )
-        return scale
+        return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner)
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,16 @@ from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_
 from quant.calibration.solvers.gptq import corrected_weight, factorize
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
-from quant.calibration.solvers.solver import Gptq, GroupInputs, Solver, get_pipeline, solve_group, with_supported_solver
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, token_weights
+from quant.calibration.solvers.solver import (
+    SAMPLED_TOKENS,
+    Gptq,
+    GroupInputs,
+    Solver,
+    get_pipeline,
+    solve_group,
+    with_supported_solver,
+)
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved, StandIn, set_module, weight_of
 from quant.calibration.walk.guard import promote, relative_error
@@ -51,7 +59,6 @@ class BlockWork:
         self.stand_ins: dict[str, StandIn] = {}
         self.solved: dict[str, tuple[LayerPlan, Solved | None]] = {}
         self.rounded: dict[str, torch.Tensor] = {}
-        self.token_weights: list[torch.Tensor] = []
         self.biases: dict[str, torch.Tensor] = {}
         self.calls: Counter[str] = Counter()
         self.remembering: list[nn.Module] = []
@@ -70,9 +77,6 @@ class BlockWork:
         Returns:
             The hidden states behind the block: quantized, original.
         """
-        limit = self.settings.limit
-        if limit is not None and original[0].hidden.is_floating_point():
-            self.token_weights = [token_weights(call.hidden.flatten(0, -2), limit) for call in original]
         if self.settings.guard is None and all(group.pipeline.at_once for group in self.groups):
             outputs = self._observe_at_once(original)
             self._solve_experts(original)
@@ -148,8 +152,6 @@ class BlockWork:
                 magnitude = x.abs()
                 self._check(magnitude, args[0], group)
                 amax = magnitude.amax(0).float()
-                if (weight := self._weight(x)) is not None:
-                    magnitude *= weight.sqrt()[:, None].to(x)
                 total = magnitude.sum(0, dtype=torch.float32)
                 group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
                 group.total = total if group.total is None else group.total + total
@@ -189,17 +191,12 @@ class BlockWork:
         for group, found in zip(reversed(self.groups), reversed(folds), strict=True):
             if not group.kept or not group.pipeline.transforms:
                 continue
-            if found is None and not self.settings.online:
-                group.notes.append("input scale left out: nothing before the layer can take it")
-                continue
             assert group.total is not None and group.amax is not None
-            sample, weight_of = self._sample(group)
+            sample = torch.cat([x[:: max(group.tokens // SAMPLED_TOKENS, 1)].float() for x in group.kept])
             for transform in group.pipeline.transforms:
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
-                inputs = GroupInputs(
-                    sample / divisor, weight_of, group.total / group.tokens / divisor, group.amax / divisor
-                )
+                inputs = GroupInputs(sample, group.total / group.tokens, group.amax).divided(divisor)
                 owner = None if found is None else found.owner
                 scale = transform(weight, inputs, group.weight_format, group.activation, owner)
                 if found is not None:
@@ -209,21 +206,6 @@ class BlockWork:
                 group.divisor = divisor * scale
                 for name in group.names:
                     self._set_target(name, self.targets[name] * scale)
-
-    def _sample(self, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
-        """Some of the group's original inputs, float32 `[tokens, in]`, and what each of them counts."""
-        every = max(group.tokens // self.settings.sample, 1)
-        sample, weights = [], []
-        for self.clock[0], x in enumerate(group.kept):
-            weight = self._weight(x)
-            sample.append(x[::every].float())
-            weights.append((sample[-1].new_ones(len(x)) if weight is None else weight)[::every])
-        return torch.cat(sample), torch.cat(weights)
-
-    def _weight(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What each token of an input counts in means, where it holds the block's tokens and no routed few."""
-        weight = self.token_weights[self.clock[0]] if self.token_weights else None
-        return weight if weight is not None and len(weight) == len(x) else None
 
     def _find_folds(self, small: Call) -> list[Fold | None]:
         """Where each group's input scale can go, tried in float64 on a few tokens."""
@@ -324,8 +306,8 @@ class BlockWork:
         if group.pipeline.rank and group.activation is not None:
             # The branch sees the input unrounded.
             group.unrounded = group.unrounded or MomentSum()
-            group.unrounded.add(group.input(x), drift, self._weight(x))
-        moment.add(group.round_input(x), drift, self._weight(x))
+            group.unrounded.add(group.input(x), drift)
+        moment.add(group.round_input(x), drift)
 
     def _promote(
         self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -497,7 +479,7 @@ class BlockWork:
                     if keeps:
                         group.kept.append(x)
                     if group.pipeline.needs_moment:
-                        moment.add(x, None, self._weight(x))
+                        moment.add(x, None)
 
             return hook
 

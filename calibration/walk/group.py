@@ -61,11 +61,6 @@ class Settings:
         dtype: of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
             states to 16 bit, block after block, would be taken for a fault of the weights.
         device: where blocks are worked on, one at a time; None is where the model is.
-        online: keep an input scale that cannot be folded as `pre_scale`, for run time; otherwise such a group stays
-            unscaled, and the plan says so.
-        sample: tokens that transforms look at.
-        limit: largest squared norm of a token's hidden state at which it counts in full, in units of the median; see
-            `token_weights`. None for all tokens alike.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
     """
@@ -73,9 +68,6 @@ class Settings:
     batch: int = 4
     dtype: torch.dtype | None = None
     device: torch.device | None = None
-    online: bool = True
-    sample: int = 1024
-    limit: float | None = None
     observer: str = "absmax"
     guard: Guard | None = None
 

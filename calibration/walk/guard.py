@@ -7,13 +7,13 @@ line write a guard as its limit and the formats to try: `0.1 fp8_channel keep`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from quant.formats.format import Format, get_format
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import KEEP, presets
 
 
@@ -117,25 +117,6 @@ def activation_of(weight: Format) -> Format | None:
     if preset is None:
         return weight
     return None if preset.activation == KEEP else get_format(preset.activation)
-
-
-def promote_groups(plan: Plan, errors: Mapping[str, float], limit: float, ladder: Sequence[Format | None]) -> Plan:
-    """`plan` with every layer promoted that exceeds `limit`, and its fusion group with it.
-
-    Runtimes fuse the members of a group, which therefore share a format: the worst of them decides for all.
-
-    Args:
-        plan: as it was executed.
-        errors: relative error by layer name; a layer that is not in it was not measured and stays.
-        limit: as for `promote`.
-        ladder: as for `promote`.
-    """
-    worst: dict[str, float] = {}
-    for name, error in errors.items():
-        group = plan.by_name[name].group or name
-        worst[group] = max(worst.get(group, 0.0), math.inf if math.isnan(error) else error)
-    measured = [layer for layer in plan.layers if (layer.group or layer.name) in worst]
-    return plan.replace_layers(promote(layer, worst[layer.group or layer.name], limit, ladder) for layer in measured)
 
 
 def _name(format: Format | None) -> str:

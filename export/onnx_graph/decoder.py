@@ -250,7 +250,7 @@ def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[flo
     """FP8 scales of q, k, v and the probabilities by attention module, as `collect_attention_scales` found them.
 
     Raises:
-        ValueError: scales of a rotated or per-head attention, or in another format than FP8.
+        ValueError: scales of per-head attention, or in another format than FP8.
     """
     found = {}
     for name, module in scales.items():
@@ -260,11 +260,8 @@ def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[flo
                 f"{name}: exported attention is in fp8, its scales are for {module.attention_format}; collect them "
                 "with kv_format and attention_format fp8"
             )
-        if module.hadamard or any(s is not None and s.dim() for s in given):
-            raise ValueError(
-                f"{name}: exported attention has one scale a tensor and no rotation; collect them with "
-                "granularity='tensor' and hadamard=False"
-            )
+        if any(s is not None and s.dim() for s in given):
+            raise ValueError(f"{name}: exported attention has one scale a tensor; collect with granularity='tensor'")
         q, k, v, p = (float(s) for s in given if s is not None)
         found[name] = (q, k, v, p)
     return found

@@ -15,7 +15,6 @@ from quant.calibration.histogram import Histogram
 from quant.calibration.observers import (
     MSE,
     OBSERVERS,
-    AbsMax,
     Entropy,
     Percentile,
     block_amax,
@@ -30,7 +29,6 @@ from quant.formats.tensor import fake_quantize
 FP8, NVFP4 = FORMATS["fp8"], FORMATS["nvfp4"]
 INT8_TENSOR = Format("int8_tensor", INT8, FP32, (0, 0))
 FP4_TENSOR = Format("fp4_tensor", E2M1, FP32, (0, 0))
-ON_HISTOGRAMS = [Percentile, MSE, Entropy]
 
 
 def heavy_tailed(*shape: int) -> torch.Tensor:
@@ -252,27 +250,6 @@ def test_nvfp4_mse_rounds_no_worse_than_absmax() -> None:
 # absmax and shapes
 
 
-@pytest.mark.parametrize("name", ["fp8_channel", "fp8_block", "fp8_group", "mxfp8", "int4"])
-@pytest.mark.parametrize("shape", [(48, 256), (130, 300), (3, 40, 200), (70,)])
-def test_absmax_of_every_block(name: str, shape: tuple[int, ...]) -> None:
-    format, batches = FORMATS[name], [torch.randn(shape) for _ in range(3)]
-    observer = AbsMax(format)
-    for batch in batches:
-        observer.update(batch)
-    x = np.abs(np.stack(batches)).max(0)
-    x = x.reshape(-1, *x.shape[-2:]) if x.ndim > 1 else x[None, None]
-    rows, columns = format.block_shape(shape)
-    expected = [
-        [
-            [matrix[i : i + rows, j : j + columns].max() for j in range(0, x.shape[2], columns)]
-            for i in range(0, x.shape[1], rows)
-        ]
-        for matrix in x
-    ]
-    assert observer.amax().shape == format.scale_shape(shape)
-    np.testing.assert_array_equal(observer.amax().numpy().ravel(), np.ravel(expected))
-
-
 @pytest.mark.parametrize("format", [FP8, NVFP4], ids=str)
 @pytest.mark.parametrize("name", OBSERVERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -313,19 +290,6 @@ def test_nan_and_infinity_name_the_layer_and_the_batch(name: str, format: Format
     with pytest.raises(ValueError, match=r"^model\.layers\.3\.mlp\.up_proj: 2 NaN or infinite value\(s\) of 32 in .*1"):
         observer.update(x)
     assert float(observer.amax()) == pytest.approx(1.0, rel=1e-3)
-
-
-@pytest.mark.parametrize("observer", ON_HISTOGRAMS)
-def test_a_histogram_a_channel_is_refused(observer: type[Percentile]) -> None:
-    with pytest.raises(ValueError, match=r"w: .* one histogram, but fp8_channel has a scale for every 1 × all block"):
-        observer(FORMATS["fp8_channel"], name="w")
-
-
-def test_tokens_have_no_static_amax() -> None:
-    observer = AbsMax(FORMATS["fp8_token"], name="up")
-    observer.update(torch.ones(5, 32))
-    with pytest.raises(ValueError, match=r"up: batch 1 \[6, 32\] has blocks \[6, 1\] of fp8_token"):
-        observer.update(torch.ones(6, 32))
 
 
 def test_bad_options_are_refused() -> None:

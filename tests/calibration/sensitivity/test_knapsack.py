@@ -145,11 +145,3 @@ def test_limits_that_exclude_each_other() -> None:
     )
     with pytest.raises(Infeasible, match=r"bytes ≤ 2 and seconds ≤ 2 together"):
         solve(problem, {"bytes": 2, "seconds": 2})
-
-
-def test_restricted_names_the_group_that_has_nothing_left() -> None:
-    problem = _problem(3, 2, 0)
-    allowed = np.ones((3, 2), dtype=bool)
-    allowed[1] = False
-    with pytest.raises(Infeasible, match=r"no format is left for 1 group\(s\): 1"):
-        problem.restricted(allowed)

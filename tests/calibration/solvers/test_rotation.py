@@ -1,4 +1,4 @@
-"""Rotations: exact in float64 before anything is rounded, for weights, statistics and whole models."""
+"""Rotations: exact in float64 before anything is rounded, for weights and inputs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from quant.calibration.solvers.rotation import rotate_stats, rotate_weight, rotation_block
-from quant.calibration.statistics import LayerStats, MomentSum
+from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.kernels.linear.modules import RunTimeParts
 
 
@@ -29,27 +28,3 @@ def test_weight_and_input_rotated_give_the_same_output() -> None:
     seen = RunTimeParts(hadamard=block).input(x)
     torch.testing.assert_close(seen @ turned.T, x @ weight.T, rtol=0, atol=1e-12)
     assert rotate_weight(weight, 0) is weight
-
-
-def test_statistics_are_those_of_the_rotated_input() -> None:
-    x, r = torch.randn(2, 200, 96, dtype=torch.float64)
-    matrix = _matrix(96, 32)
-    before, after = MomentSum(dtype=torch.float64), MomentSum(dtype=torch.float64)
-    before.add(x, r - x)
-    after.add(x @ matrix, (r - x) @ matrix)
-    stats, expected = before.stats(), after.stats()
-    assert stats is not None and expected is not None
-    found = rotate_stats(stats, 32)
-    torch.testing.assert_close(found.second_moment, expected.second_moment, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found.drift, expected.drift, rtol=0, atol=1e-12)
-    assert found.tokens == 200 and rotate_stats(stats, 0) is stats
-
-
-def test_moments_kept_in_smaller_blocks_are_refused() -> None:
-    moments = torch.eye(16).expand(6, 16, 16)
-    with pytest.raises(ValueError, match="blocks of 16 inputs do not give the second moment"):
-        rotate_stats(LayerStats(10, block_moments=moments), 32)
-    x = torch.randn(20, 6, 16, dtype=torch.float64).transpose(0, 1)
-    turned = x @ _matrix(16, 8)
-    found = rotate_stats(LayerStats(20, block_moments=x.mT @ x), 8)
-    torch.testing.assert_close(found.block_moments, turned.mT @ turned, rtol=0, atol=1e-12)

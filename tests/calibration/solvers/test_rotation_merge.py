@@ -45,10 +45,9 @@ def _built(kind: str, **settings: Any) -> Any:
 CASES = [
     ("golden", {}),
     ("Llama", {"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True}),
-    ("Llama", {"tie_word_embeddings": True}),
     ("Qwen2", {"tie_word_embeddings": False}),
-    ("Qwen3", {"tie_word_embeddings": True}),
-    ("Gemma", {"tie_word_embeddings": True, "hidden_activation": "gelu"}),
+    ("Qwen3", {"tie_word_embeddings": False}),
+    ("Gemma", {"tie_word_embeddings": False, "hidden_activation": "gelu"}),
     ("Granite", {"tie_word_embeddings": False, "residual_multiplier": 0.5, "embedding_multiplier": 3.0}),
 ]
 
@@ -58,12 +57,11 @@ def test_the_model_computes_what_it_did(kind: str, settings: dict[str, Any]) -> 
     model = _built(kind, **settings).double()
     before = _logits(model)
     embedding = model.get_input_embeddings().weight.detach().clone()
-    residual = merge_residual_rotation(model, _run, untie=True)
+    residual = merge_residual_rotation(model, _run)
     after = _logits(model)
     assert float((after - before).norm() / before.norm()) < 1e-6  # norms and rotary embeddings work in float32
     block = 128 if kind == "golden" else 64
     assert torch.equal(model.get_input_embeddings().weight, hadamard_transform(embedding, block))
-    assert not bool(residual.tied) or model.config.tie_word_embeddings is False
     suffixes = {name.rpartition(".")[2] for name in residual.writers}
     assert suffixes == {"embed_tokens", "o_proj", "down_proj"}
     assert len(residual.readers) == 2 * model.config.num_hidden_layers + 1
@@ -76,7 +74,7 @@ def test_in_float32_too() -> None:
     assert float((_logits(model) - before).norm() / before.norm()) < 1e-5
 
 
-def test_a_tied_head_is_not_untied_unasked() -> None:
+def test_a_tied_head_is_refused_and_left_alone() -> None:
     model = _built("Llama", tie_word_embeddings=True)
     before = {n: p.clone() for n, p in model.state_dict().items()}
     with pytest.raises(ValueError, match="lm_head shares its weight with the embedding"):
@@ -87,14 +85,20 @@ def test_a_tied_head_is_not_untied_unasked() -> None:
 def test_what_a_rotation_cannot_pass_is_refused_and_left_alone() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.OPTConfig(
-        vocab_size=200, hidden_size=64, ffn_dim=96, num_hidden_layers=2, num_attention_heads=4, word_embed_proj_dim=64
+        vocab_size=200,
+        hidden_size=64,
+        ffn_dim=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        word_embed_proj_dim=64,
+        tie_word_embeddings=False,
     )
-    for model in (transformers.OPTForCausalLM(config).eval(), _built("Gemma2", hidden_activation="gelu")):
+    gemma = _built("Gemma2", hidden_activation="gelu", tie_word_embeddings=False)
+    for model in (transformers.OPTForCausalLM(config).eval(), gemma):
         before = {n: p.clone() for n, p in model.state_dict().items()}
         with pytest.raises(ValueError, match=r"not an RMS norm|no linear layer reads this norm"):
-            merge_residual_rotation(model, _run, untie=True)
+            merge_residual_rotation(model, _run)
         assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
-        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
 def test_a_reader_that_was_not_seen_is_noticed() -> None:

@@ -217,16 +217,17 @@ def test_the_search_takes_the_power_with_the_smallest_error() -> None:
     weight, x = torch.randn(12, 32) * 0.1, torch.randn(100, 32) * torch.logspace(-1, 1, 32)
     magnitude = x.abs().mean(0)
 
-    def round_weight(w: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    def round_weight(w: torch.Tensor) -> torch.Tensor:
         return solve_group({"w": w}, {}, NVFP4, get_pipeline("rtn"))["w"].dequantize()
 
-    scale, powers = search_scale(weight, x, magnitude, round_weight, None)
+    scale = search_scale(weight, x, magnitude, round_weight, None)
     errors = {}
     for power in (k / 10 for k in range(10)):
         s = channel_scale(magnitude, weight, power, 0.0, None)
-        errors[power] = float((x @ (round_weight(weight * s, x) / s).t() - x @ weight.t()).double().square().sum())
-    assert powers[0] == min(errors, key=errors.__getitem__)
-    torch.testing.assert_close(scale, channel_scale(magnitude, weight, powers[0], 0.0, None))
+        errors[power] = float((x @ (round_weight(weight * s) / s).t() - x @ weight.t()).double().square().sum())
+    best = min(errors, key=errors.__getitem__)
+    assert 0 < best < 0.9
+    torch.testing.assert_close(scale, channel_scale(magnitude, weight, best, 0.0, None))
 
 
 def test_the_walk_gives_what_solving_by_hand_gives() -> None:
@@ -239,7 +240,7 @@ def test_the_walk_gives_what_solving_by_hand_gives() -> None:
     tall = torch.cat([_weight(model, name) for name in names])
     stats = LayerStats(len(x), x.double().t().mm(x.double()).div(len(x)).float())
     expected = solve_group({"w": tall}, {"w": stats}, NVFP4, get_pipeline("gptq"))["w"].dequantize()
-    solved = _solve(model, plan, ROWS, batch=3, limit=None)
+    solved = _solve(model, plan, ROWS, batch=3)
     found = torch.cat([solved[name].weight.dequantize() for name in names])
     assert float((found != expected).float().mean()) < 0.02  # the sums are in another order
 
@@ -414,7 +415,7 @@ def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch
 def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
     assert get_pipeline("awq+gptq").transforms[0].inputs_alone and not get_pipeline("awq").transforms[0].inputs_alone
     x, weight = torch.randn(200, 64) * torch.logspace(-1, 1, 64), torch.randn(96, 64)
-    inputs = GroupInputs(x, torch.ones(200), x.abs().mean(0), x.abs().amax(0))
+    inputs = GroupInputs(x, x.abs().mean(0), x.abs().amax(0))
     found = replace(TRANSFORMS["awq"], inputs_alone=True)(weight, inputs, NVFP4, NVFP4, None)
     errors = {}
     for power in range(10):

@@ -60,7 +60,7 @@ def test_one_decoding_step(tmp_path: Path, decoder: tuple[Any, Plan, torch.Tenso
     if cache == "fp8":
         plan = replace(plan, kv_cache=FP8)
         scales = collect_attention_scales(model, tokens, kv_format=FP8, attention_format=None)
-        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", torch.bfloat16))
+        install_kv_scales(model, kv_scale_tensors(scales, torch.bfloat16))
     receipt = export_engine(
         model, tmp_path / "model.engine", target="sm120", plan=plan, shapes="past=1:64:128", decode=True
     )

@@ -93,7 +93,7 @@ def test_prefill_and_decoding_go_on_where_the_other_stopped(decoder: tuple[Any, 
 def test_an_fp8_cache_is_rounded_with_the_calibrated_scales(tmp_path: Path) -> None:
     model = llama(torch.float32)
     scales = collect_attention_scales(model, ids(2, 16), kv_format=FP8, attention_format=None)
-    install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", torch.float32))
+    install_kv_scales(model, kv_scale_tensors(scales, torch.float32))
     plan = Plan((), kv_cache=FP8)
     decode = export_onnx(model, tmp_path / "decode.onnx", plan=plan, decode=True)
     prefill = export_onnx(model, tmp_path / "prefill.onnx", plan=plan, cache=True)
