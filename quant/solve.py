@@ -84,7 +84,7 @@ def solve_plan(
     if plan.kv_cache is not None:
         assert data is not None
         scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
-        install_kv_scales(model, kv_scale_tensors(scales, "compressed_tensors", stored_dtype(model)))
+        install_kv_scales(model, kv_scale_tensors(scales, stored_dtype(model)))
     protect(model)
     return quantized
 
