@@ -22,17 +22,23 @@ _LOG_BYTES = 8192
 
 
 @cache
-def _cuda() -> Any:
+def cuda_driver() -> Any:
+    """The driver's library.
+
+    Raises:
+        ValueError: there is none on this machine.
+    """
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise ValueError(f"no CUDA driver on this machine: {error}") from error
 
 
-def _check(status: int, what: str, log: str = "") -> None:
+def check_status(status: int, what: str, log: str = "") -> None:
+    """Raises ValueError, with the driver's words and `what` was tried, where a call of it failed."""
     if status:
         text = ctypes.c_char_p()
-        _cuda().cuGetErrorString(status, ctypes.byref(text))
+        cuda_driver().cuGetErrorString(status, ctypes.byref(text))
         reason = (text.value or b"unknown").decode()
         raise ValueError(f"{what}: CUDA error {status}: {reason}{'; ' + ' '.join(log.split()) if log else ''}")
 
@@ -51,12 +57,14 @@ class LoadedKernel:
         options = (ctypes.c_int * 2)(*_JIT_ERROR_LOG)
         values = (ctypes.c_void_p * 2)(ctypes.addressof(log), _LOG_BYTES)
         image = ctypes.c_char_p(compiled.ptx.encode())
-        status = _cuda().cuModuleLoadDataEx(ctypes.byref(self._module), image, 2, options, values)
-        _check(status, f"{compiled.name} for compute capability {compiled.arch}", log.value.decode(errors="replace"))
+        status = cuda_driver().cuModuleLoadDataEx(ctypes.byref(self._module), image, 2, options, values)
+        check_status(
+            status, f"{compiled.name} for compute capability {compiled.arch}", log.value.decode(errors="replace")
+        )
         name = ctypes.c_char_p(compiled.name.encode())
-        _check(_cuda().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
-        status = _cuda().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
-        _check(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
+        check_status(cuda_driver().cuModuleGetFunction(ctypes.byref(self._function), self._module, name), compiled.name)
+        status = cuda_driver().cuFuncSetAttribute(self._function, _MAX_DYNAMIC_SHARED, compiled.shared)
+        check_status(status, f"{compiled.name}: {compiled.shared} bytes of shared memory")
 
     def launch(self, grid: Sequence[int], arguments: Sequence[int], stream: int = 0) -> None:
         """Starts the kernel.
@@ -78,7 +86,7 @@ class LoadedKernel:
         ]
         pointers = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(cell) for cell in cells))
         block, shared = (self.compiled.threads, 1, 1), self.compiled.shared
-        status = _cuda().cuLaunchKernel(
+        status = cuda_driver().cuLaunchKernel(
             self._function, *grid, *block, shared, ctypes.c_void_p(stream), pointers, ctypes.c_void_p()
         )
-        _check(status, f"{self.compiled.name}: grid {tuple(grid)}")
+        check_status(status, f"{self.compiled.name}: grid {tuple(grid)}")

@@ -37,8 +37,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import arrival_counters
 from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
-from quant.kernels.portable.matmul import arrival_counters
 from quant.kernels.tiles import GluonTiles
 
 # Triton 3.6 calls it thread_barrier.
@@ -416,7 +416,7 @@ def linear(
     partial = counter = y
     if split:
         partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(weight.codes, count)
+        counter = arrival_counters(x, count)
     linear_kernel[(programs,)](
         *descriptors(x, weight, block_m, depth),
         weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units,

@@ -57,6 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
 from quant.kernels.hopper.decode_codes import (
     codes_descriptor,
@@ -83,7 +84,6 @@ from quant.kernels.hopper.matmul_few import (
     descriptors,
 )
 from quant.kernels.layout import is_prepacked
-from quant.kernels.portable.matmul import arrival_counters
 from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
@@ -679,7 +679,7 @@ def _launch(
     partial = counter = y
     if cut:
         partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(weight.codes, tiles.groups * cut)
+        counter = arrival_counters(x, tiles.groups * cut)
     wide = 1 << block_m.bit_length() - 1
     tail = block_m - wide
     form, block_scale = "words", weight.scale

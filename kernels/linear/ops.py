@@ -8,14 +8,16 @@ node, and each has its own translation of it. `quant::grouped_linear` (experts.p
 the oracle: it rounds the input to the activation format, dequantizes the weight exactly and calls a plain matmul. It
 runs anywhere.
 
-On a CPU, dequantizing costs more than a one-token matmul, so the oracle keeps dequantized weights while they fit
-in `set_cache_budget`; a weight beyond the budget is dequantized in slices of rows at every call. First come, first
-kept: a decoder uses its layers in turn, and turning the cache over would then miss every time.
+On a CPU, dequantizing costs more than a one-token matmul, so the oracle keeps dequantized weights while they fit in
+2 GiB (`set_weight_cache`, or in bytes the environment variable `BLOCKSCALE_CPU_CACHE`); a weight beyond that is
+dequantized in slices of rows at every call. First come, first kept: a decoder uses its layers in turn, and turning the
+cache over would then miss every time.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -71,8 +73,17 @@ def quantized_linear(
     )
 
 
-def set_cache_budget(nbytes: int) -> None:
-    """Lets the CPU oracle hold at most `nbytes` of dequantized weights; drops what it holds now."""
+def set_weight_cache(nbytes: int) -> None:
+    """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
+
+    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: memory
+    is then that of the codes, and each call dequantizes again.
+
+    Raises:
+        ValueError: `nbytes` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"weight cache of {nbytes} bytes; expected 0, which keeps none, or more")
     _cache.clear()
     _cache.budget = nbytes
 
@@ -127,7 +138,16 @@ class _Cache:
         return entry.dense  # type: ignore[no-any-return]
 
 
-_cache = _Cache(budget=2 << 30)
+def _budget(text: str | None) -> int:
+    """What the environment variable says, in bytes."""
+    if text is None:
+        return 2 << 30
+    if not text.isdecimal():
+        raise ValueError(f"BLOCKSCALE_CPU_CACHE={text!r}: expected a number of bytes; 0 keeps no dequantized weights")
+    return int(text)
+
+
+_cache = _Cache(_budget(os.environ.get("BLOCKSCALE_CPU_CACHE")))
 
 
 def _linear(

@@ -25,10 +25,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.utils.weak import WeakIdKeyDictionary
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import arrival_counters
 from quant.kernels.tiles import Tiles
 
 
@@ -249,7 +249,7 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     partial = counter = y
     if tiles.splits > 1:
         partial = torch.empty(tiles.splits, M, N, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(weight.codes, grid[0] * grid[1])
+        counter = arrival_counters(x, grid[0] * grid[1])
     linear_kernel[grid](
         x, weight.codes, weight.scale, _or(weight.global_scale, weight.scale), _or(bias, x), y, partial, counter,
         M, N, K, x.stride(0), weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
@@ -283,23 +283,6 @@ def layout(format: Format) -> dict[str, object]:
         "rows": format.block[0],
         "columns": format.block[1],
     }
-
-
-_counters = WeakIdKeyDictionary()
-
-
-def arrival_counters(codes: torch.Tensor, tiles: int) -> torch.Tensor:
-    """Zeros, int32, at least `tiles` of them, which a launch leaves zero: one buffer a weight, freed with it.
-
-    Two streams must not multiply by the same weight at the same time, as with any workspace that a layer owns.
-    """
-    counters = _counters.get(codes)
-    if counters is None or counters.numel() < tiles or counters.device != codes.device:
-        counters = torch.zeros(tiles, dtype=torch.int32, device=codes.device)
-        # What is allocated while a graph is captured belongs to that graph.
-        if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _counters[codes] = counters
-    return counters  # type: ignore[no-any-return]
 
 
 def _or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:

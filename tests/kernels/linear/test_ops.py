@@ -13,7 +13,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.linear import ops
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.ops import quantized_linear, set_cache_budget
+from quant.kernels.linear.ops import quantized_linear, set_weight_cache
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OUT, IN = 160, 256  # not a multiple of the 128 rows of a square block
@@ -27,9 +27,9 @@ PAIRS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8", "fp
 @pytest.fixture(autouse=True)
 def _default_budget() -> Iterator[None]:
     budget = ops._cache.budget
-    set_cache_budget(budget)
+    set_weight_cache(budget)
     yield
-    set_cache_budget(budget)
+    set_weight_cache(budget)
 
 
 def weight_in(format: Format, rows: int = OUT, columns: int = IN, seed: int = 0) -> BlockScaledTensor:
@@ -71,7 +71,7 @@ def test_every_op_multiplies_by_the_dequantized_weight(format: str, dtype: str) 
 @pytest.mark.parametrize("shape", [(IN,), (1, IN), (7, IN), (0, IN), (2, 0, IN), (2, 3, 1, IN)])
 @pytest.mark.parametrize("budget", [0, 1 << 20])
 def test_any_batch_shape_even_an_empty_one(shape: tuple[int, ...], budget: int) -> None:
-    set_cache_budget(budget)
+    set_weight_cache(budget)
     weight, x, bias = weight_in(FORMATS["nvfp4"]), inputs(*shape), inputs(OUT)
     y = quantized_linear(x, weight, bias)
     assert y.shape == (*shape[:-1], OUT)
@@ -87,7 +87,7 @@ def test_slices_of_rows_give_what_the_cached_weight_gives(
     weight, x, bias = weight_in(FORMATS[format], rows=150), inputs(4, IN, dtype=dtype), inputs(150, dtype=dtype)
     cached = quantized_linear(x, weight, bias)
     assert len(ops._cache.entries) == 1
-    set_cache_budget(0)
+    set_weight_cache(0)
     monkeypatch.setattr(ops, "_SLICE_ELEMENTS", 32 * IN)
     sliced = quantized_linear(x, weight, bias)
     assert len(ops._cache.entries) == 0
@@ -249,7 +249,7 @@ def test_the_cache_lets_go_of_freed_weights() -> None:
 def test_the_cache_stays_within_its_budget() -> None:
     """Room for two of three weights: first come, first kept, and the third is right all the same."""
     weights, x = [weight_in(FORMATS["nvfp4"], seed=seed) for seed in range(3)], inputs(1, IN)
-    set_cache_budget(2 * OUT * IN * 4)
+    set_weight_cache(2 * OUT * IN * 4)
     for _ in range(2):
         for weight in weights:
             assert_close_to_exact(quantized_linear(x, weight), x, weight.dequantize(torch.float64), None)
@@ -266,3 +266,12 @@ def test_views_and_inference_tensors_are_not_cached() -> None:
         weight = weight_in(FORMATS["nvfp4"], 32, 64)
         quantized_linear(x, weight)
     assert len(ops._cache.entries) == 0
+
+
+def test_the_cache_is_set_by_bytes_or_by_the_environment() -> None:
+    assert ops._budget(None) == 2 << 30 and ops._budget("0") == 0 and ops._budget("1048576") == 1 << 20
+    for text in ("2GiB", "-1", ""):
+        with pytest.raises(ValueError, match=r"BLOCKSCALE_CPU_CACHE=.*: expected a number of bytes"):
+            ops._budget(text)
+    with pytest.raises(ValueError, match="weight cache of -1 bytes"):
+        set_weight_cache(-1)

@@ -1,0 +1,94 @@
+"""Programs that share a tile count each other: streams and captured graphs that run together must not share counts."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels import tiles
+from quant.kernels.counters import arrival_counters
+from quant.kernels.hardware import current
+from quant.kernels.layout import prepack
+from quant.kernels.linear import dispatch
+
+Call = Callable[[], torch.Tensor]
+
+
+def test_a_buffer_is_kept_and_grows() -> None:
+    x = torch.zeros(3)
+    first = arrival_counters(x, 5)
+    assert first.dtype is torch.int32 and first.numel() >= 5 and not first.any()
+    assert arrival_counters(x, 7) is first
+    wider = arrival_counters(x, first.numel() + 1)
+    assert wider.numel() > first.numel() and not wider.any()
+    assert arrival_counters(x, 1) is wider
+
+
+def calls() -> list[Call]:
+    """Matmuls by one weight whose tiles are shared by programs, portable and Hopper's own, for few tokens and many."""
+    stored = quantize(torch.randn(512, 4096, device="cuda"), FORMATS["nvfp4"])
+    cases = [(stored, 5, tiles.Tiles(16, 64, 128, splits=8))]
+    if current().has_wgmma:
+        laid_out = prepack(stored)
+        cases += [(laid_out, 5, tiles.gluon_tiles(8, 4, 4, current(), 4))]  # type: ignore[list-item]
+        cases += [(laid_out, 300, tiles.prefill_tiles(128, 1, current()))]  # type: ignore[list-item]
+    found = []
+    for weight, tokens, choice in cases:
+        x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+        found.append(lambda x=x, w=weight, c=choice: dispatch.run(x, w, None, c))
+    return found  # type: ignore[return-value]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [(False, False), (True, False), (True, True)], ids=["eager", "one", "both"])
+def test_two_streams_over_one_weight(captured: tuple[bool, bool]) -> None:
+    """Each side runs a thousand launches while the other does; results are those of one that runs by itself."""
+    for call in calls():
+        expected = call()
+        torch.cuda.synchronize()
+        sides = [_captured(call) if capture else _eager(call) for capture in captured]
+        streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+        results: list[list[torch.Tensor]] = [[], []]
+        for _ in range(20):
+            for stream, side, found in zip(streams, sides, results, strict=True):
+                with torch.cuda.stream(stream):
+                    found.append(side())
+        torch.cuda.synchronize()
+        for found in results:
+            assert all(torch.equal(y, expected) for y in found)
+
+
+def _eager(call: Call) -> Call:
+    return lambda: torch.stack([call() for _ in range(50)])[-1]
+
+
+def _captured(call: Call) -> Call:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = torch.stack([call() for _ in range(50)])
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return y[-1].clone()
+
+    return replay
+
+
+@pytest.mark.gpu
+def test_branches_of_one_capture() -> None:
+    for call in calls():
+        expected = call()
+        torch.cuda.synchronize()
+        graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                there = torch.stack([call() for _ in range(50)])
+            here = torch.stack([call() for _ in range(50)])
+            torch.cuda.current_stream().wait_stream(side)
+        for _ in range(20):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(here, expected.expand_as(here)) and torch.equal(there, expected.expand_as(there))
