@@ -1,9 +1,11 @@
 """KV-cache and attention scales against a Llama written out in float64, hooks, and golden checkpoints."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -134,15 +136,14 @@ def test_a_scale_of_p_wastes_no_code_and_saturates_none(model: torch.nn.Module, 
 
 
 def tiny(name: str, attention: str) -> torch.nn.Module:
-    shared = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    llama = shared | {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64}
-    config = {
-        "gpt2": lambda: transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-        "gemma2": lambda: transformers.Gemma2Config(**llama, attn_logit_softcapping=0.05, sliding_window=8),
-        "qwen3": lambda: transformers.Qwen3Config(**llama),
-        "opt": lambda: transformers.OPTConfig(**shared, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
-    }[name]()
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    make = {
+        "gpt2": tiny_models.gpt2,
+        "gemma2": partial(tiny_models.gemma2, attn_logit_softcapping=0.05, sliding_window=8),
+        "qwen3": tiny_models.qwen3,
+        "opt": tiny_models.opt,
+    }[name]
+    model: torch.nn.Module = make(attn_implementation=attention)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,7 @@ def test_a_fused_projection_without_rope() -> None:
     hook = model.transformer.h[1].attn.c_attn.register_forward_hook(lambda m, args, out: seen.append(out.detach()))
     scales = collect_attention_scales(model, row, kv_format=FP8, attention_format=FP8, granularity="head")
     hook.remove()
-    heads = seen[0][0].view(20, 3, 4, 8).abs().amax((0, 3)) / 448
+    heads = seen[0][0].view(20, 3, 4, 16).abs().amax((0, 3)) / 448
     found = scales["transformer.h.1.attn"]
     torch.testing.assert_close(torch.stack([found.q, found.k, found.v]), heads, rtol=1e-6, atol=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -100,10 +101,9 @@ def test_weights_are_decoded_to_the_bit(name: str) -> None:
 @pytest.fixture
 def llama() -> nn.Module:
     """Two blocks with grouped queries, every linear in the blocks FP8."""
-    transformers = pytest.importorskip("transformers", reason="the [hf] extra")
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_models.llama(**sizes, vocab_size=96, head_dim=64, max_position_embeddings=2048, dtype=torch.bfloat16)
+    model.requires_grad_(False)
     for name, module in list(model.model.layers.named_modules()):
         if isinstance(module, nn.Linear):
             weight = quantize(module.weight, FORMATS["fp8"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
@@ -168,17 +169,7 @@ def test_loading_gives_the_values_of_the_peers_tensors(golden: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*transformers up to 5.23")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_experts_are_named_one_by_one_and_come_back(mixed: bool, tmp_path: Path) -> None:
-    config = transformers.MixtralConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        tie_word_embeddings=False,
-    )
-    model = transformers.MixtralForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model = tiny_models.mixtral(vocab_size=256, intermediate_size=32, dtype=torch.bfloat16)
     plan = quant.make_plan(model, "nvfp4")
     kept = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.down_proj"], weight=None, activation=None)
     fused = dataclasses.replace(plan.by_name["model.layers.1.mlp.experts.gate_up_proj"], weight=None, activation=None)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import llama, llava, mixtral, qwen3_moe, vit
 from torch import nn
 
 import quant
@@ -18,44 +19,7 @@ from quant.export.names import StoredNames, cut_experts, stored_names
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors")
 
-TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-VISION = {**{k: v for k, v in TEXT.items() if k.startswith(("hidden", "inter", "num_h"))}, "num_attention_heads": 4}
 SUFFIXES = ("_packed", "_scale", "_global_scale", "_shape")
-
-
-def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(**TEXT, num_local_experts=4, num_experts_per_tok=2)
-    return transformers.MixtralForCausalLM(config)
-
-
-def qwen3_moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        **TEXT, head_dim=16, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def llava() -> nn.Module:
-    vision = transformers.CLIPVisionConfig(**VISION, image_size=32, patch_size=8)
-    text = transformers.LlamaConfig(**TEXT)
-    config = transformers.LlavaConfig(text_config=text, vision_config=vision, image_token_index=5)
-    return transformers.LlavaForConditionalGeneration(config)
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**TEXT))
-
-
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**VISION, image_size=32, patch_size=8))
 
 
 def names_in(directory: Path) -> set[str]:
@@ -174,8 +138,8 @@ def test_what_transformers_unpacks_to_bfloat16_is_told(
     format: str, dtype: torch.dtype, fails: bool, tmp_path: Path
 ) -> None:
     """The warning stands where transformers really fails, and its way out works."""
-    text = transformers.LlamaConfig(**{**TEXT, "hidden_size": 128})
-    result = quant.quantize(randomized(transformers.LlamaForCausalLM(text)).to(dtype), format)
+    model = randomized(llama(hidden_size=128, intermediate_size=128))
+    result = quant.quantize(model.to(dtype), format)
     quant.save(result.model, result.plan, tmp_path / "ours")
     warnings = runtime_warnings(result.plan, dtype)
     ids = torch.arange(8)[None]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from samples import BASE
 from torch import nn
@@ -85,10 +86,8 @@ def test_slices_and_batches_do_not_matter(
 
 def test_large_vocabulary_meets_the_head_in_slices() -> None:
     """No more logits at a time than `_SLICE_ELEMENTS`, whatever the vocabulary."""
-    config = transformers.LlamaConfig(
-        vocab_size=150_000, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
-    )
-    model = transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = tiny_models.llama(**sizes, vocab_size=150_000, num_hidden_layers=1, max_position_embeddings=256)
     seen: list[int] = []
     handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.numel()))
     ids = torch.randint(0, 150_000, (1, 200), generator=torch.Generator().manual_seed(0))
@@ -100,18 +99,7 @@ def test_large_vocabulary_meets_the_head_in_slices() -> None:
 
 
 def test_soft_capped_logits() -> None:
-    config = transformers.Gemma2Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        final_logit_softcapping=0.5,
-    )
-    torch.manual_seed(0)
-    model = transformers.Gemma2ForCausalLM(config)
+    model = tiny_models.gemma2(num_hidden_layers=1, final_logit_softcapping=0.5)
     model.lm_head.weight.data.mul_(30)
     ids = torch.randint(0, 64, (2, 24))
     seen: list[torch.Size] = []
@@ -266,13 +254,7 @@ def test_round_trip() -> None:
 
 
 def test_an_encoder_is_compared_by_its_embeddings() -> None:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=61,
-    )  # fmt: skip
-    base = BertModel(config).eval()
+    base = tiny_models.bert(num_attention_heads=2, vocab_size=61)
     model = copy.deepcopy(base)
     for name, parameter in model.named_parameters():
         if "query" in name:

@@ -1,43 +1,30 @@
 """Finding layers: by what modules are and what they read, never by what they are called."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
 from quant.planning import make_plan
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 
-transformers = pytest.importorskip("transformers")
-
 IDS = torch.zeros(1, 4, dtype=torch.long)
 
 
-def on_meta(config: object, name: str) -> nn.Module:
+def on_meta(make: Callable[..., Any], **fields: Any) -> Any:
     with torch.device("meta"):
-        return getattr(transformers, name)._from_config(config, dtype=torch.bfloat16).eval()
+        return make(dtype=torch.bfloat16, **fields)
 
 
-def llama(**options: object) -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, **options
-    )
-    return on_meta(config, "LlamaForCausalLM")
+def llama(**fields: Any) -> Any:
+    return on_meta(tiny_models.llama, **{"num_key_value_heads": 4, **fields})
 
 
-def qwen_moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
-    return on_meta(config, "Qwen3MoeForCausalLM")
+def qwen_moe() -> Any:
+    return on_meta(tiny_models.qwen3_moe, hidden_size=32, head_dim=8, moe_intermediate_size=16, num_hidden_layers=1)
 
 
 class Odd(nn.Module):
@@ -74,8 +61,8 @@ def test_a_llama_has_every_weight_once_and_in_order() -> None:
         "input_layernorm",
         "post_attention_layernorm",
     ]
-    assert layers["model.layers.1.self_attn.k_proj"].shape == (16, 32)
-    assert layers["model.layers.1.mlp.down_proj"].shape == (32, 48)
+    assert layers["model.layers.1.self_attn.k_proj"].shape == (32, 64)
+    assert layers["model.layers.1.mlp.down_proj"].shape == (64, 96)
     kinds = {name: layer.kind for name, layer in layers.items() if ".layers." not in name}
     assert kinds == {"model.embed_tokens": "embedding", "model.norm": "norm", "lm_head": "head"}
     assert all(layer.tied_to is None and layer.group is None for layer in layers.values())
@@ -94,17 +81,14 @@ def test_groups_of_a_llama_read_the_same_input() -> None:
 
 def test_groups_of_a_real_run_are_those_of_a_run_on_meta() -> None:
     meta = llama()
-    real = transformers.LlamaForCausalLM._from_config(meta.config, dtype=torch.float32).eval()
+    real = tiny_models.llama(num_key_value_heads=4)
     on_cpu = find_groups(real, find_layers(real), lambda m: m(IDS))
     assert on_cpu == find_groups(meta, find_layers(meta), lambda m: m(IDS.to("meta")))
     assert make_plan(real, "nvfp4").groups().keys() == make_plan(meta, "nvfp4").groups().keys() == groups(on_cpu).keys()
 
 
 def test_groups_of_an_encoder() -> None:
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
-    )
-    model = on_meta(config, "BertForSequenceClassification")
+    model = on_meta(tiny_models.bert_classifier, num_hidden_layers=1)
     attention = "bert.encoder.layer.0.attention"
     plan = make_plan(model, "nvfp4a16")
     assert [{m.name for m in members} for members in plan.groups().values()] == [
@@ -171,7 +155,7 @@ def test_a_tied_head_names_its_embedding() -> None:
     assert layers["lm_head"].tied_to == "model.embed_tokens" and layers["lm_head"].kind == "head"
     plan = make_plan(llama(tie_word_embeddings=True), "nvfp4a16")
     assert plan.by_name["lm_head"].nbytes == 0
-    assert plan.by_name["model.embed_tokens"].nbytes == 64 * 32 * 2
+    assert plan.by_name["model.embed_tokens"].nbytes == 64 * 64 * 2
 
 
 def test_tied_linears_are_both_kept_and_counted_once() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny_models
 import torch
 
 from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
@@ -39,17 +40,11 @@ def test_bytes_are_those_of_the_tensors(name: str, shape: tuple[int, ...]) -> No
 
 @pytest.mark.parametrize("heads", [4, 2, 1])
 def test_cache_is_what_a_model_holds(heads: int) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=heads,
-        vocab_size=20, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model = tiny_models.llama(num_hidden_layers=3, num_key_value_heads=heads, dtype=torch.bfloat16)
     cache = model(torch.zeros(2, 11, dtype=torch.long), use_cache=True).past_key_values
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    assert kv_cache_bytes(config, 11, 2) == held
-    fp8 = kv_cache_bytes(config, 11, 2, FORMATS["fp8"])
+    assert kv_cache_bytes(model.config, 11, 2) == held
+    fp8 = kv_cache_bytes(model.config, 11, 2, FORMATS["fp8"])
     assert fp8 == held // 2 + 3 * 2 * 4  # one FP32 scale for the keys and one for the values of each layer
 
 

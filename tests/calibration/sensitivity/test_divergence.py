@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -31,15 +32,8 @@ def images() -> tuple[nn.Module, torch.Tensor]:
 
 
 def texts() -> tuple[nn.Module, torch.Tensor]:
-    transformers = pytest.importorskip("transformers", reason="the extra hf")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, vocab_size=50, num_labels=5
-    )
-    model = transformers.BertForSequenceClassification(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("weight") and parameter.dim() == 2:
-            parameter.data.mul_(4)
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "num_labels": 5}
+    model = tiny_models.bert_classifier(**sizes, gain=4)
     return model, torch.randint(0, 50, (24, 12))
 
 
@@ -101,13 +95,10 @@ def test_formats_for_a_budget_spend_bits_where_the_classes_need_them() -> None:
 
 
 def test_which_divergence() -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra hf")
     model, rows = texts()
     assert isinstance(divergence_of(model, rows), Classes)
     assert isinstance(divergence_of(model.bert, rows), Embeddings)  # type: ignore[arg-type]
-    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=50))
-    assert type(divergence_of(llama, rows)) is NextToken
+    assert type(divergence_of(tiny_models.llama(), rows)) is NextToken
 
 
 @pytest.mark.parametrize(

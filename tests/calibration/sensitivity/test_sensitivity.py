@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from samples import ROOT
 from torch import nn
@@ -32,44 +33,18 @@ ROWS, SEQLEN, VOCABULARY = 6, 24, 61
 
 
 def _llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
-    return model.to(dtype)
+    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5, dtype=dtype)
+    return model
 
 
 def _experts() -> nn.Module:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, vocab_size=VOCABULARY, num_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    model: nn.Module = tiny_models.qwen3_moe(**heads, vocab_size=VOCABULARY, intermediate_size=64, gain=5)
     return model
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
-    )  # fmt: skip
-    model = BertModel(config).eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("weight") and parameter.dim() == 2:
-            parameter.data.mul_(4)
+    model: nn.Module = tiny_models.bert(num_attention_heads=2, vocab_size=VOCABULARY, gain=4)
     return model
 
 

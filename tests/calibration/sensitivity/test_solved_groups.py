@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -23,17 +23,8 @@ VOCABULARY, SEQLEN, ROWS = 61, 24, 8
 
 
 def _llama(dtype: torch.dtype = torch.float32) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=VOCABULARY, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
-    return model.to(dtype)
+    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5, dtype=dtype)
+    return model
 
 
 def _rows() -> torch.Tensor:
@@ -132,14 +123,7 @@ def api_round(x: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
 
 def test_what_cannot_be_solved_alone_is_left_out() -> None:
     """Experts, and formats that the solver's rounding does not know, are the stand-in's; a key says so."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    config: Any = Qwen3MoeConfig(
-        hidden_size=64, intermediate_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, vocab_size=VOCABULARY, head_dim=32,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
+    model = tiny_models.qwen3_moe(vocab_size=VOCABULARY, num_hidden_layers=1)
     forms = _forms(model, "nvfp4,fp8", "local_hessian")
     assert {name for _, name in forms} == {"nvfp4"}
     assert not any("experts" in group for group, _ in forms) and any("self_attn" in group for group, _ in forms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from samples import BASE
 from torch import nn
@@ -28,13 +29,11 @@ def _logits(model: nn.Module) -> torch.Tensor:
 
 
 def _built(kind: str, **settings: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
     if kind == "golden":
+        transformers = pytest.importorskip("transformers")
         return transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32).eval()
-    small = {"vocab_size": 200, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    config = getattr(transformers, f"{kind}Config")(**small, **heads, **settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    sizes = {**tiny_models.DECODER, "vocab_size": 200, "head_dim": 16}
+    model = tiny_models.build(kind, "ForCausalLM", sizes, seed=None, **settings)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norm weights and biases that are not what they were initialized to
@@ -83,18 +82,8 @@ def test_a_tied_head_is_refused_and_left_alone() -> None:
 
 
 def test_what_a_rotation_cannot_pass_is_refused_and_left_alone() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.OPTConfig(
-        vocab_size=200,
-        hidden_size=64,
-        ffn_dim=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        word_embed_proj_dim=64,
-        tie_word_embeddings=False,
-    )
-    gemma = _built("Gemma2", hidden_activation="gelu", tie_word_embeddings=False)
-    for model in (transformers.OPTForCausalLM(config).eval(), gemma):
+    opt = tiny_models.opt(vocab_size=200, tie_word_embeddings=False)
+    for model in (opt, _built("Gemma2", hidden_activation="gelu", tie_word_embeddings=False)):
         before = {n: p.clone() for n, p in model.state_dict().items()}
         with pytest.raises(ValueError, match=r"not an RMS norm|no linear layer reads this norm"):
             merge_residual_rotation(model, _run)

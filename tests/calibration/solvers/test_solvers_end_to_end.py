@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
@@ -224,12 +225,7 @@ def test_observers_set_static_scales(solver: str) -> None:
 
 def _moe(silence: int | None = None) -> nn.Module:
     """Four experts, two a token; `silence` names one that the router never picks."""
-    torch.manual_seed(1)
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=256, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, intermediate_size=64,
-    )  # fmt: skip
-    model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model: nn.Module = tiny_models.qwen3_moe(vocab_size=256, intermediate_size=64, seed=1)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.normal_(0, 0.1)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -38,14 +39,8 @@ class Alone(nn.Module):
 
 
 def tiny_llama(**options: Any) -> Any:
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=48, initializer_range=0.4,
-        **({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None} | options),
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 48, "initializer_range": 0.4}
+    return tiny_models.llama(**sizes, **({"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None} | options))
 
 
 def test_transitions_have_the_model_s_probabilities() -> None:

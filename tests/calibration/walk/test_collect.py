@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -28,18 +29,8 @@ def rows(count: int, vocabulary: int = 10, length: int = 6) -> torch.Tensor:
 
 
 def moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=32,
-        moe_intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    return transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model: nn.Module = tiny_models.qwen3_moe(vocab_size=32, num_hidden_layers=1)
+    return model
 
 
 def test_the_largest_input_over_all_rows() -> None:
@@ -113,10 +104,6 @@ def test_experts_see_the_tokens_routed_to_them() -> None:
 
 
 def test_a_token_outside_the_vocabulary_is_named() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_models.llama(vocab_size=50, num_hidden_layers=1)
     with pytest.raises(ValueError, match="token id 50 is outside the model's vocabulary of 50"):
         collect_input_amax(model, ["model.layers.0.mlp.up_proj"], torch.tensor([[1, 50, 3]]))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -27,29 +28,14 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 def _llama(layers: int = 2, seed: int = 0) -> nn.Module:
-    """Four query heads over two key-value heads, gated MLP."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=50, max_position_embeddings=64,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.uniform_(0.5, 2)
-        else:
-            parameter.data.mul_(3)
+    model: nn.Module = tiny_models.llama(num_hidden_layers=layers, vocab_size=50, seed=seed, gain=3)
     return model
 
 
 def _bert() -> nn.Module:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=50)
-    return BertModel(config).eval()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 50}
+    model: nn.Module = tiny_models.bert(**sizes)
+    return model
 
 
 def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:

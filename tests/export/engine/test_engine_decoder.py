@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 
 from quant.api.quantize import quantize
@@ -27,10 +28,8 @@ FP8 = FORMATS["fp8"]
 @pytest.fixture
 def decoder() -> tuple[Any, Plan, torch.Tensor]:
     """Two blocks in NVFP4, in BF16."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 96, "head_dim": 64}
+    model = tiny_models.llama(**sizes, max_position_embeddings=2048, dtype=torch.bfloat16)
     tokens = torch.randint(0, 96, (2, 64), generator=torch.Generator().manual_seed(1))
     return model, quantize(model, "nvfp4", tokens).plan, tokens
 

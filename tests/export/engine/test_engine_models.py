@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from samples import TEXTS
 
@@ -92,12 +93,8 @@ def test_minilm(tmp_path: Path, recipe: str, word: str) -> None:
 
 @pytest.mark.parametrize(("recipe", "target", "word"), [("fp8", "sm89", "fp8"), ("nvfp4", "rtx5090", "fp4")])
 def test_image_model(tmp_path: Path, recipe: str, target: str, word: str) -> None:
-    import transformers
-
-    config = transformers.ViTConfig(
-        hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536, num_labels=3
-    )
-    model = transformers.ViTForImageClassification(config).eval().half()
+    sizes = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536}
+    model = tiny_models.vit(**sizes, image_size=224, patch_size=16, num_labels=3, dtype=torch.float16)
     images = torch.randn(2, 3, 224, 224, dtype=torch.float16)
     plan = quantize(model, recipe, images, run=lambda model: model(images)).plan
     receipt = export_engine(model, tmp_path / "model.engine", target=target, plan=plan)

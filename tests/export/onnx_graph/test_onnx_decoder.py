@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -31,18 +32,8 @@ FP8 = FORMATS["fp8"]
 
 
 def llama(dtype: torch.dtype, layers: int = 1) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=128,
-    )
-    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+    sizes = {"vocab_size": 96, "head_dim": 64, "max_position_embeddings": 128}
+    return tiny_models.llama(**sizes, num_hidden_layers=layers, dtype=dtype)
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +147,7 @@ def test_fp8_attention_needs_scales(decoder: tuple[Any, Plan], tmp_path: Path) -
 
 
 def test_an_encoder_ignores_padding(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
-    )
-    model = transformers.BertModel(config).eval()
+    model = tiny_models.bert(vocab_size=96)
     plan = quantize(model, Plan(_weight_only(model))).plan
     path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
     check_file(path)
@@ -175,11 +162,7 @@ def test_an_encoder_ignores_padding(tmp_path: Path) -> None:
 
 
 def test_an_image_model(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    config = transformers.ViTConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
-    )
-    model = transformers.ViTForImageClassification(config).eval()
+    model = tiny_models.vit()
     plan = quantize(model, Plan(_weight_only(model)), run=lambda m: m(torch.zeros(1, 3, 32, 32))).plan
     path = export_onnx(model, tmp_path / "m.onnx", plan=plan)
     check_file(path)
@@ -197,24 +180,12 @@ def test_an_image_model(tmp_path: Path) -> None:
     ],
 )
 def test_refused_options(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    config = transformers.BertConfig(
-        vocab_size=96, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96
-    )
     with pytest.raises(ValueError, match=words):
-        export_onnx(transformers.BertModel(config).eval(), tmp_path / "m.onnx", **options)
+        export_onnx(tiny_models.bert(), tmp_path / "m.onnx", **options)
 
 
 def test_a_sliding_window_limits_the_sequence(tmp_path: Path) -> None:
-    config = transformers.MistralConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        sliding_window=64,
-    )
-    model = transformers.MistralForCausalLM(config).eval()
+    model = tiny_models.mistral(vocab_size=96, num_hidden_layers=1, sliding_window=64)
     with pytest.raises(ValueError, match=r"window slides over 64 tokens.*--shapes sequence=1:64:64"):
         export_onnx(model, tmp_path / "m.onnx")
     path = export_onnx(model, tmp_path / "m.onnx", shapes="sequence=1:64:64")

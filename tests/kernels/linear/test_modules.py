@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -105,27 +106,12 @@ def test_its_repr_says_what_it_is() -> None:
 
 # Experts
 
-transformers = pytest.importorskip("transformers")
-
 
 @pytest.fixture(scope="module")
 def experts() -> Any:
     """The first experts module of a tiny Qwen3-MoE, and its float32 parameters."""
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=5,
-        num_experts_per_tok=2,
-        attn_implementation="eager",
-        experts_implementation="eager",
-    )
-    torch.manual_seed(0)
-    module = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).model.layers[0].mlp.experts
+    fields = {"num_hidden_layers": 1, "num_experts": 5, "experts_implementation": "eager"}
+    module = tiny_models.qwen3_moe(**fields, attn_implementation="eager").model.layers[0].mlp.experts
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2).requires_grad_(False)
     return module

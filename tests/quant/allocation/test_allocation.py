@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from torch import nn
@@ -36,17 +37,9 @@ VOCABULARY = 61
 
 
 def _llama(layers: int = 3) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for name, parameter in model.named_parameters():
-        parameter.data.uniform_(0.5, 2) if "norm" in name else parameter.data.mul_(5)
-    return model.to(torch.bfloat16)
+    sizes = {"intermediate_size": 128, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
+    model: nn.Module = tiny_models.llama(**sizes, gain=5, dtype=torch.bfloat16)
+    return model
 
 
 def _rows(count: int = 12) -> torch.Tensor:
@@ -232,13 +225,7 @@ def _score_of(table: Sensitivity, plan: Plan) -> float:
 
 
 def test_an_encoder_is_measured_on_its_embeddings() -> None:
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=VOCABULARY,
-    )  # fmt: skip
-    model = BertModel(config).eval()
+    model = tiny_models.bert(intermediate_size=128, num_attention_heads=2, vocab_size=VOCABULARY)
     found = _allocate(Goal(bits=6.0), model, method="kl")
     quantized = copy.deepcopy(model)
     quantize(quantized, found.plan, _rows())

@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 
 import pytest
+import tiny_models
 import torch
 from samples import BASE
 from torch import nn
@@ -231,18 +232,7 @@ def test_a_state_dict_is_solved_layer_by_layer() -> None:
 
 
 def test_experts_become_modules_that_transformers_calls() -> None:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=32,
-        hidden_size=32,
-        moe_intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-    )
-    model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).eval()
+    model = tiny_models.qwen3_moe(num_hidden_layers=1)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             nn.init.normal_(parameter, std=0.2)

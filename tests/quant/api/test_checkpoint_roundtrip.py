@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from safetensors.torch import load_file
 from samples import GOLDENS
@@ -219,10 +220,7 @@ def test_a_mixed_plan_of_all_kinds(tmp_path: Path) -> None:
 
 
 def test_the_saved_config_names_class_and_dtype(tmp_path: Path) -> None:
-    config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_labels=3
-    )
-    model = transformers.BertForSequenceClassification(config).to(torch.float16).eval()
+    model = tiny_models.bert_classifier(num_hidden_layers=1, num_labels=3, dtype=torch.float16)
     done = quantize(model, "nvfp4a16")
     save(model, done.plan, tmp_path / "out")
     loaded = load(tmp_path / "out")
@@ -236,21 +234,7 @@ def test_the_saved_config_names_class_and_dtype(tmp_path: Path) -> None:
 
 @cache
 def moe() -> nn.Module:
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=4,
-        num_experts_per_tok=2,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+    model = tiny_models.qwen3_moe(dtype=torch.bfloat16)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             nn.init.normal_(parameter, std=0.1)
@@ -314,13 +298,7 @@ def test_a_plain_module(preset: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("preset", "solver"), [("fp8", "gptq"), ("nvfp4", "awq+gptq")])
 def test_what_a_group_shares_is_saved_for_each_member(preset: str, solver: str, tmp_path: Path) -> None:
     """In float32 nothing is converted on the way to the file, so one scale of three layers was one tensor there."""
-    from transformers import BertConfig, BertModel
-
-    torch.manual_seed(0)
-    config = BertConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2, vocab_size=61,
-    )  # fmt: skip
-    model = BertModel(config).eval()
+    model = tiny_models.bert(num_attention_heads=2, vocab_size=61)
     rows = torch.randint(0, 61, (8, 16), generator=torch.Generator().manual_seed(1))
     quantized = quantize(model, preset, rows, solver=solver)
     save(quantized.model, quantized.plan, tmp_path / "out")

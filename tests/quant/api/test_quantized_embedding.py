@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -20,12 +21,7 @@ transformers = pytest.importorskip("transformers", reason="the [hf] extra instal
 
 
 def llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(1)
-    return transformers.LlamaForCausalLM(config).eval()
+    return tiny_models.llama(vocab_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, seed=1)
 
 
 @pytest.mark.parametrize("format", ["fp8_channel", "nvfp4"])

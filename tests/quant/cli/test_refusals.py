@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 import numpy as np
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
@@ -23,25 +24,7 @@ from quant.recipes.plan import Plan
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(**SIZES, vocab_size=300, max_position_embeddings=64)
-    return transformers.BertForSequenceClassification(config)
-
-
-def vit() -> nn.Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**SIZES, image_size=16, patch_size=8))
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(vocab_size=300, d_model=64, d_ff=128, num_layers=1, num_heads=4, d_kv=16)
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def gpt2() -> nn.Module:
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=1, n_head=4))
+SIZES = {"num_hidden_layers": 1, "intermediate_size": 128}
 
 
 @pytest.fixture
@@ -62,9 +45,9 @@ def refused(out: Path, *arguments: object) -> str:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (bert, "gives [1, 2], and perplexity takes one prediction for each token"),
-        (vit, "ViTForImageClassification cannot be evaluated on text: it does not run on token ids"),
-        (t5, "encoder-decoder"),
+        (tiny_models.bert_classifier, "gives [1, 2], and perplexity takes one prediction for each token"),
+        (tiny_models.vit, "ViTForImageClassification cannot be evaluated on text: it does not run on token ids"),
+        (tiny_models.t5, "encoder-decoder"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused_first(make: type, message: str, tmp_path: Path, ids: Path) -> None:
@@ -77,7 +60,7 @@ def test_what_cannot_be_evaluated_is_refused_first(make: type, message: str, tmp
 
 
 def test_a_model_of_images_is_not_calibrated_on_text(tmp_path: Path, ids: Path) -> None:
-    vit().save_pretrained(tmp_path / "model")
+    tiny_models.vit().save_pretrained(tmp_path / "model")
     options = ("--calib", ids, "--calib-samples", 1, "--seqlen", 8)
     line = refused(tmp_path / "out", tmp_path / "model", "--format", "fp8", *options)
     assert "cannot be calibrated on text" in line and "choose a format that needs none, such as fp8_channel" in line
@@ -86,7 +69,7 @@ def test_a_model_of_images_is_not_calibrated_on_text(tmp_path: Path, ids: Path) 
 def test_images_calibrate_and_show_the_fusion_groups() -> None:
     """No `run`: the first image shows which layers share an input. Scales against the inputs themselves."""
     torch.manual_seed(0)
-    model, images = vit().eval(), torch.randn(3, 3, 16, 16)
+    model, images = tiny_models.vit(), torch.randn(3, 3, 32, 32)
     first = model.get_submodule("vit.layers.0.attention.q_proj")
     seen = []
     handle = first.register_forward_pre_hook(lambda module, args: seen.append(args[0].abs().max()))
@@ -150,7 +133,7 @@ def test_a_recipe_that_fits_nothing_says_why() -> None:
     ):
         quant.make_plan(odd, "nvfp4")
     with pytest.raises(UserError, match=r"4 layers, transformer.h.0.attn.c_attn first: not a linear layer"):
-        quant.make_plan(gpt2(), "fp8_channel")
+        quant.make_plan(tiny_models.gpt2(n_layer=1), "fp8_channel")
 
 
 def test_weights_on_the_meta_device() -> None:
@@ -162,11 +145,7 @@ def test_weights_on_the_meta_device() -> None:
 
 def test_a_plan_that_quantizes_a_shared_weight(tmp_path: Path) -> None:
     """Made for an untied model: config.json would tie the two again, and drop the quantized one."""
-    sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
-    apart, tied = (
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, tie_word_embeddings=tie))
-        for tie in (False, True)
-    )
+    apart, tied = (tiny_models.llama(**SIZES, tie_word_embeddings=tie) for tie in (False, True))
     recipe = quant.Recipe("heads", "fp8_channel", "fp8_token", rules=(quant.Rule("lm_head", "fp8_channel"),))
     plan = quant.make_plan(apart, recipe)
     check_plan_fits(plan, find_layers(apart))
@@ -228,8 +207,8 @@ def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> No
 
 
 def llama() -> nn.Module:
-    sizes = {**SIZES, "vocab_size": 64, "num_key_value_heads": 4}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).eval()
+    model: nn.Module = tiny_models.llama(**SIZES)
+    return model
 
 
 @pytest.mark.parametrize(

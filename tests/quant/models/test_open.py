@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
@@ -130,8 +131,7 @@ def test_tied_weights_stay_tied(base: Path) -> None:
 
 
 def test_encoder_gets_its_own_class(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = transformers.BertForSequenceClassification(transformers.BertConfig(vocab_size=64, **sizes)).eval()
+    model = tiny_models.bert_classifier(num_hidden_layers=1)
     model.save_pretrained(tmp_path)
     source = open_model(tmp_path)
     assert type(source.model) is transformers.BertForSequenceClassification and not source.is_causal_lm

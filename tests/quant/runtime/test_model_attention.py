@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import scipy.special
+import tiny_models
 import torch
 from click.testing import CliRunner
 from samples import BASE
@@ -266,15 +267,10 @@ def test_cropped_tokens_are_forgotten(model: nn.Module) -> None:
 @pytest.mark.parametrize("attention", ["16bit", "fp8"])
 def test_windows_and_soft_caps(kind: str, attention: str) -> None:
     """Against eager attention with the cache's rounding; FP8 by how far it is off."""
-    common = {
-        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "max_position_embeddings": 64,
-    }  # fmt: skip
-    config = transformers.AutoConfig.for_model(kind, **common)
+    fields: dict[str, Any] = {"intermediate_size": 64, "head_dim": 16, "sliding_window": 8}
     if kind == "gemma2":
-        config.attn_logit_softcapping, config.query_pre_attn_scalar = 2.0, 16
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        fields |= {"attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 16}
+    model = getattr(tiny_models, kind)(**fields, attn_implementation="eager")
     calibrate(model)
     ids = torch.randint(0, 64, (2, 30))
     cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
