@@ -38,8 +38,8 @@ VOCABULARY = 61
 
 def _llama(layers: int = 3) -> nn.Module:
     sizes = {"intermediate_size": 128, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
-    model: nn.Module = tiny_models.llama(**sizes, gain=5, dtype=torch.bfloat16)
-    return model
+    model: nn.Module = tiny_models.llama(**sizes, gain=5)
+    return model.to(torch.bfloat16)
 
 
 def _rows(count: int = 12) -> torch.Tensor:
