@@ -33,8 +33,8 @@ ROWS, SEQLEN, VOCABULARY = 6, 24, 61
 
 
 def _llama(dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5, dtype=dtype)
-    return model
+    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5)
+    return model.to(dtype)
 
 
 def _experts() -> nn.Module:

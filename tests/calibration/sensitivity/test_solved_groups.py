@@ -23,8 +23,8 @@ VOCABULARY, SEQLEN, ROWS = 61, 24, 8
 
 
 def _llama(dtype: torch.dtype = torch.float32) -> nn.Module:
-    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5, dtype=dtype)
-    return model
+    model: nn.Module = tiny_models.llama(vocab_size=VOCABULARY, gain=5)
+    return model.to(dtype)
 
 
 def _rows() -> torch.Tensor:
