@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from quant.allocation_record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity, write_atomically
-from quant.errors import UserError, counted
+from quant.errors import UserError, counted, megabytes
 from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
 from quant.recipes.plan import Plan
@@ -349,12 +349,3 @@ def _shrinking(ratio: float) -> str:
     if 0.995 <= ratio < 1.005:
         return "as large as before"
     return f"{ratio:.2f}× smaller" if ratio > 1 else f"{1 / ratio:.2f}× larger"
-
-
-def megabytes(nbytes: float) -> str:
-    """Decimal units, three to four digits: '86.5 MB', '1.23 GB'."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            value = nbytes / size
-            return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -88,7 +88,9 @@ def file_of(module: str) -> str:
 
 
 def part_of(path: str) -> tuple[str, str]:
-    """A file's room and its part of it."""
+    """A file's room and its part of it. `quant/__main__.py` starts the command line and counts as part of it."""
+    if path == "quant/__main__.py":
+        return "quant", "cli"
     room, *folders, _ = path.split("/")
     return room, folders[0] if folders else "."
 

@@ -99,7 +99,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert core == {"torch", "numpy", "safetensors", "click", "rich"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert license_text == (ROOT / "LICENSE").read_text()
-    assert {"quantize = quant.cli.main:quantize_command", "quant = quant.cli.main:main"} <= set(scripts)
+    assert {"quantize = quant.cli.quantize:quantize_command", "quant = quant.cli.main:main"} <= set(scripts)
 
 
 def test_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:

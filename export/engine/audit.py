@@ -209,6 +209,20 @@ def failures(findings: Iterable[Finding]) -> list[str]:
     return [f"{f.name}: planned {f.planned}, found {f.found}" for f in findings if not f.passed]
 
 
+def fallback_message(problems: Sequence[str]) -> str:
+    """The error for layers that do not run as planned."""
+    shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
+    return (
+        f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
+        "pass --allow-fallback to take the engine as it is"
+    )
+
+
+def receipt_path(engine: str | Path) -> Path:
+    """The file of an engine's receipt."""
+    return Path(f"{engine}.json")
+
+
 def planned_precision(layer: LayerPlan) -> str:
     """What a planned layer should be found as."""
     assert layer.weight is not None

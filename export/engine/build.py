@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.export.engine.audit import Finding, audit, failures
+from quant.export.engine.audit import Finding, audit, failures, fallback_message, receipt_path
 from quant.export.engine.codes import held_codes, stored_codes
 from quant.export.engine.graph import (
     ATTENTION,
@@ -214,15 +214,6 @@ def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> l
     )
 
 
-def fallback_message(problems: Sequence[str]) -> str:
-    """The error for layers that do not run as planned."""
-    shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
-    return (
-        f"not run as planned in the engine: {shown}. Change the formats in the plan, or "
-        "pass --allow-fallback to take the engine as it is"
-    )
-
-
 def summary(receipt: Mapping[str, Any]) -> list[str]:
     """What a user should know of an engine, a line each: who built it, for which shapes, and what runs in it."""
     if "engine" not in receipt:
@@ -238,11 +229,6 @@ def summary(receipt: Mapping[str, Any]) -> list[str]:
     if receipt["codes_not_found"]:
         lines.append(f"stored in another layout, and so not compared: {', '.join(receipt['codes_not_found'])}")
     return [*lines, *(f"fallback {problem}" for problem in receipt["fallbacks"])]
-
-
-def receipt_path(engine: str | Path) -> Path:
-    """Where the receipt of an engine lies."""
-    return Path(f"{engine}.json")
 
 
 def _receipt(

@@ -22,12 +22,11 @@ from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
 from quant.calibration.sensitivity.costs import GPUS, Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.errors import UserError
+from quant.errors import UserError, megabytes
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.recipes.targets import TARGETS, get_target
-from quant.report import megabytes
 
 Run = Callable[[nn.Module], Any]
 

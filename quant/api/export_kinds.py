@@ -1,29 +1,19 @@
-"""The kinds of export and the options that each of them takes, for help texts and checks."""
+"""The kinds of export are listed here without importing torch, for help texts and for checks of options."""
 
 from __future__ import annotations
 
 LAYOUTS = ("modelopt", "compressed-tensors")
 """Layouts of checkpoints that are read, and that `quant.convert` writes."""
-SUFFIXES = {
-    "onnx": "-onnx",
-    "tensorrt": ".engine",
-    "triton-server": "-triton",
-    "aoti": ".pt2",
-    "torch-tensorrt": ".pt2",
-    "modelopt": "-modelopt",
-    "compressed-tensors": "-compressed-tensors",
-}
-"""What the default destination ends in, by kind."""
 
 _GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
-_ENGINE = {"decode", "target", "backend", "allow_fallback"}
-OPTIONS: dict[str, set[str]] = {
-    "onnx": {*_GRAPH, "decode"},
-    "tensorrt": {*_GRAPH, *_ENGINE},
-    "triton-server": {*_GRAPH, *_ENGINE},
-    "aoti": _GRAPH,
-    "torch-tensorrt": {"inputs", "attention"},
-    "modelopt": set(),
-    "compressed-tensors": set(),
+_ENGINE = {*_GRAPH, "decode", "target", "backend", "allow_fallback"}
+KINDS: dict[str, tuple[str, set[str]]] = {
+    "onnx": ("-onnx", {*_GRAPH, "decode"}),
+    "tensorrt": (".engine", _ENGINE),
+    "aoti": (".pt2", _GRAPH),
+    "torch-tensorrt": (".pt2", {"inputs", "attention"}),
+    "triton-server": ("-triton", _ENGINE),
+    "modelopt": ("-modelopt", set()),
+    "compressed-tensors": ("-compressed-tensors", set()),
 }
-"""Names of the options that a kind of export looks at, beside those that all do."""
+"""Every kind of export: the ending of its default destination, and the options that only some kinds take."""

@@ -1,19 +1,19 @@
-"""`quant audit`: what a built engine really runs, layer by layer, against what its plan says."""
+"""The command `quant audit` compares the precision in which a built engine runs each layer with its plan."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from quant.cli.base import DEBUG, JSON, QUIET, Command
+from quant.cli.base import JSON, QUIET, Command, print_json
+from quant.cli.console import page, table
 from quant.errors import UserError
-
-if TYPE_CHECKING:
-    from quant.export.engine.audit import Finding
+from quant.export.engine.audit import UNPLANNED, Finding, audit, failures, fallback_message, receipt_path
+from quant.recipes.plan import Plan
 
 
 @click.command("audit", cls=Command)
@@ -22,30 +22,20 @@ if TYPE_CHECKING:
     "--plan",
     "plan_file",
     type=click.Path(path_type=Path),
-    help="The plan that the engine was built from; without one, what runs is listed and nothing can fail.",
+    help="Plan that the engine was built from. Without it, the layers are listed and the audit cannot fail.",
 )
-@click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must be found in.")
-@click.option("--allow-fallback", is_flag=True, help="Name the layers that do not run as planned, and pass.")
+@click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
+@click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
 @QUIET
 @JSON
-@DEBUG
 def audit_command(
-    engine: Path,
-    plan_file: Path | None,
-    attention: str | None,
-    allow_fallback: bool,
-    quiet: bool,
-    as_json: bool,
-    debug: bool,
+    engine: Path, plan_file: Path | None, attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool
 ) -> None:
-    """Which GEMMs and attentions of ENGINE run in FP4, FP8, INT8 or half precision, read from the file. Needs no GPU.
+    """Check which GEMMs and attentions of ENGINE run in FP4, FP8, INT8 or half precision.
 
-    A layer that the plan quantizes and that runs in half precision ends in exit code 2, with its name.
+    The audit reads the file and needs no GPU. If a layer that the plan quantizes runs in half precision, the command
+    names it and ends with exit code 2.
     """
-    from quant.export.engine.audit import audit, failures
-    from quant.export.engine.build import fallback_message, receipt_path
-    from quant.recipes.plan import Plan
-
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
@@ -59,7 +49,7 @@ def audit_command(
         exported=known.get("layers") or None,
     )
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(finding) for finding in findings], indent=1))
+        print_json([dataclasses.asdict(finding) for finding in findings])
     elif not quiet:
         print_findings(findings)
     problems = failures(findings)
@@ -68,24 +58,19 @@ def audit_command(
 
 
 def print_findings(findings: list[Finding]) -> None:
-    """A table of the audit, and its sum."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from quant.export.engine.audit import UNPLANNED
-
-    table = Table("layer", "planned", "found", "")
+    """Prints a table of the audit, and its totals."""
+    shown = table("layer", "planned", "found", "")
     for finding in findings:
-        table.add_row(finding.name, finding.planned, finding.found, "" if finding.passed else "differs")
-    out = Console(markup=False)
-    out.print(table)
+        shown.add_row(finding.name, finding.planned, finding.found, "" if finding.passed else "differs")
+    out = page()
+    out.print(shown)
     planned = [finding for finding in findings if finding.planned != UNPLANNED]
     passed = sum(finding.passed for finding in planned)
     out.print(f"{passed} of {len(planned)} as planned" if planned else f"{len(findings)} found; --plan compares them")
 
 
 def _read_receipt(path: Path) -> dict[str, Any]:
-    """The receipt beside an engine; empty where it has none."""
+    """The receipt next to an engine; empty if there is none."""
     if not path.is_file():
         return {}
     try:

@@ -1,52 +1,71 @@
-"""What the commands share: how they fail, and the options that most of them take.
+"""This file holds what all commands share: how they fail, and the options that most of them take.
 
-An expected error (`ValueError`, `OSError`, no memory) is one line on standard error and exit code 2; `--debug` shows
-the traceback behind it. A warning of ours is one line, too.
+An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2; `--debug`
+shows its traceback. A warning of this package is one line too.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
 
+from quant.recipes.plan import PLAN_FILE, Plan
+
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-DEBUG = click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 ATTENTION = click.option(
-    "--attention", metavar="FORMAT", help="What attention's operands are in: fp8 or 16bit; by default as the plan says."
+    "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
 )
 KV_CACHE = click.option(
-    "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit; by default as the plan says."
+    "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  [default: the plan's]"
 )
+
+
+def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
+    factory = click.option(
+        "--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module of a state dict."
+    )
+    unsafe = click.option("--unsafe-load", is_flag=True, help="Unpickle whole modules, which runs code in the file.")
+    return factory(unsafe(command))
 
 
 def attention_options(model: str, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:
-    """Both options, each where it was not given as the plan of the checkpoint `model` has it, if there is one."""
-    file = Path(model) / "plan.json"
+    """--attention and --kv-cache; one that was not given is taken from the plan of the checkpoint `model`, if any."""
+    file = Path(model) / PLAN_FILE
     if file.is_file() and None in (attention, kv_cache):
-        from quant.recipes.plan import Plan
-
         planned = Plan.load(file).run_time
         attention, kv_cache = attention or planned["attention"], kv_cache or planned["kv_cache"]
     return {"attention": attention, "kv_cache": kv_cache}
 
 
+def print_json(value: Any) -> None:
+    """Prints the result of --json."""
+    click.echo(json.dumps(value, indent=1))
+
+
 class Command(click.Command):
-    """A command whose expected errors end in one line and exit code 2."""
+    """A command with --debug, whose expected errors end in one line and exit code 2."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
+        debug = ctx.params.pop("debug")
         try:
             with _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
                 return super().invoke(ctx)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             memory = _is_out_of_memory(error)
-            if ctx.params.get("debug") or (isinstance(error, RuntimeError) and not memory):
+            if debug or (isinstance(error, RuntimeError) and not memory):
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
             if memory:
@@ -55,9 +74,15 @@ class Command(click.Command):
             ctx.exit(2)
 
 
+class Toolbox(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
 @contextmanager
 def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
-    """Warnings of this package without file and line, which say nothing to users; others as Python has them."""
+    """Prints warnings of this package without file and line, which tell users nothing; leaves others to Python."""
     ours = str(Path(__file__).parents[1])
     with warnings.catch_warnings():
         usual = warnings.showwarning
@@ -73,14 +98,8 @@ def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether Python, numpy or torch, on a CPU or a GPU, found no memory."""
+    """Whether Python, numpy or torch found no memory, on a CPU or a GPU."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError)
         and (type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error))
     )
-
-
-class Toolbox(click.Group):
-    """A group of such commands."""
-
-    command_class = Command

@@ -1,71 +1,99 @@
-"""`quant bench`: what this GPU reaches, and how far from that the matmuls of a model are."""
+"""The commands `quant bench` and `tune` time the quantized matmuls of a model on this GPU, and make them fast."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.cli.base import DEBUG, JSON, QUIET, Command
-from quant.cli.generate import read_numbers
+from quant.cli.base import JSON, QUIET, Command, print_json
+from quant.cli.console import bar
 from quant.errors import UserError
+
+if TYPE_CHECKING:
+    from quant.formats.tensor import BlockScaledTensor
 
 
 @click.command("bench", cls=Command)
 @click.argument("model", required=False)
-@click.option("--ceilings", is_flag=True, help="Measure copy bandwidth and the peaks of BF16 and FP8.")
+@click.option("--ceilings", is_flag=True, help="Measure copy bandwidth and the peak rates of BF16 and FP8.")
 @click.option("--tokens", default="1,16,256", show_default=True, help="Numbers of rows to time MODEL's matmuls with.")
 @QUIET
 @JSON
-@DEBUG
-def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, as_json: bool, debug: bool) -> None:
-    """Time the quantized matmuls of MODEL on this GPU, each beside the 16-bit one, or the GPU itself (--ceilings).
+def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, as_json: bool) -> None:
+    """Time the quantized matmuls of MODEL on this GPU, each next to the 16-bit one, or the GPU itself (--ceilings).
 
-    Rates of bytes count the weight as it is stored. Nothing is searched: what is timed is what a call would run
+    Byte rates count the weight as it is stored. Nothing is searched: the launches timed are those that a call uses
     (`quant tune` searches).
     """
+    from quant.kernels.ceilings import measure_ceilings
     from quant.kernels.hardware import current
+    from quant.kernels.linear.benchmark import time_as_called
 
     if model is None and not ceilings:
         raise UserError("nothing to measure: name a MODEL, or pass --ceilings")
-    sizes = read_numbers(tokens, "--tokens")
+    sizes = _read_numbers(tokens, "--tokens")
     gpu = current()
     found: dict[str, Any] = {"gpu": gpu.name}
     if ceilings:
-        from quant.kernels.ceilings import measure_ceilings
-
         found["ceilings"] = {
             c.name: {"rate": c.rate, "unit": c.unit, "sheet": c.sheet, "share": c.share} for c in measure_ceilings()
         }
     if model is not None:
-        found["matmuls"] = _time_model(model, sizes, quiet or as_json)
+        weights = _weights(model, "bench")
+        with bar("bench", quiet or as_json) as advance:
+            found["matmuls"] = time_as_called(weights, sizes, progress=advance)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        print_json(found)
         return
     click.echo(found["gpu"])
     for name, entry in found.get("ceilings", {}).items():
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
         rate = entry["rate"] / 1e12
-        digits = 0 if rate >= 100 else 2
-        click.echo(f"  {name}: {rate:.{digits}f} {entry['unit']}{share}")
+        click.echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
     _print_matmuls(found.get("matmuls", []))
 
 
-def _time_model(model: str, sizes: Sequence[int], quiet: bool) -> list[dict[str, Any]]:
-    from quant.cli.console import bar
-    from quant.cli.pipeline import open_any
-    from quant.kernels.linear.benchmark import time_as_called
+@click.command("tune", cls=Command)
+@click.argument("model")
+@click.option("--tokens", default="1,16,64,256", show_default=True, help="Numbers of rows to tune for.")
+@QUIET
+@JSON
+def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
+    """Measure launches of every quantized matmul of MODEL on this GPU, and keep the fastest.
+
+    The table is kept in ~/.cache/blockscale ($BLOCKSCALE_CACHE) and used from then on. Launches whose results differ
+    from float64 are dropped and named.
+    """
+    from quant.kernels.hardware import current
+    from quant.kernels.linear.tuning import tune_shapes
+
+    gpu = current()
+    sizes = _read_numbers(tokens, "--tokens")
+    weights = _weights(model, "tune")
+    with bar("tune", quiet or as_json) as advance:
+        entries, dropped, path = tune_shapes(weights, sizes, gpu, progress=advance)
+    if as_json:
+        print_json({"file": str(path), "entries": entries, "dropped": dropped})
+        return
+    for name, entry in entries.items():
+        click.echo(f"{name}: {entry['microseconds']:.1f} µs, {entry['choice']}")
+    for name, why in dropped.items():
+        click.echo(f"dropped {name}: {why}", err=True)
+    if not quiet:
+        click.echo(f"written to {path}", err=True)
+
+
+def _weights(model: str, what: str) -> list[BlockScaledTensor]:
+    """One weight for each shape and format in a quantized model."""
+    from quant.cli.inputs import open_runnable
     from quant.kernels.linear.tuning import shapes_of
 
-    source = open_any(model)
-    assert source.model is not None
-    weights = shapes_of(source.model)
+    weights = shapes_of(open_runnable(model)[1])
     if not weights:
-        raise UserError(f"{model} has no quantized linear; bench a checkpoint that `quantize` wrote")
-    with bar("bench", quiet) as advance:
-        return time_as_called(weights, list(sizes), progress=advance)
+        raise UserError(f"{model} has no quantized linear; {what} a checkpoint that `quantize` wrote")
+    return weights
 
 
 def _print_matmuls(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -75,3 +103,14 @@ def _print_matmuls(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "
             f"{row['times_16_bit']:.2f} × 16 bit ({row['choice']})"
         )
+
+
+def _read_numbers(text: str, option: str) -> list[int]:
+    """Positive numbers from "1,16,64", sorted; UserError names the option."""
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = []
+    if not numbers or numbers[0] < 1:
+        raise UserError(f"{option} {text}: expected numbers of 1 or more, separated by commas, such as 1,16,64")
+    return numbers

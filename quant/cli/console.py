@@ -1,27 +1,22 @@
-"""What people see in the terminal: progress, tables, one-line errors. Everything goes through rich."""
+"""The terminal shows progress on standard error and tables on standard output, both through rich."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from quant.errors import counted
-from quant.formats.format import FORMATS
-from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.recipe import presets
-
-if TYPE_CHECKING:
-    from quant.evaluation import Evaluation
+from quant.errors import counted, megabytes
+from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
 CONSOLE = Console(stderr=True, markup=False)
-_PIPE_WIDTH = 160  # columns
+_PIPE_WIDTH = 240  # columns
 _STAGES = {
     "generate": "writing text",
     "calibrate": "calibrating",
@@ -33,10 +28,20 @@ _STAGES = {
 }
 
 
-def _page() -> Console:
-    """Standard output; a pipe or a file has no width to fit into, so long lines stay whole there."""
+def page() -> Console:
+    """Standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
     out = Console(markup=False)
     return out if out.is_terminal else Console(markup=False, width=_PIPE_WIDTH)
+
+
+def table(*columns: str, title: str | None = None, **style: Any) -> Table:
+    """An empty table. Columns named with `!` keep their text in one line, those with `>` align it right."""
+    made = Table(title=title, title_justify="left", **style)
+    for column in columns:
+        name = column.lstrip("!>")
+        marks = column.removesuffix(name)
+        made.add_column(name, justify="right" if ">" in marks else "left", overflow="fold", no_wrap="!" in marks)
+    return made
 
 
 def status(text: str, quiet: bool) -> Any:
@@ -66,92 +71,59 @@ def bar(stage: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: advance(stage, done, total)
 
 
-def print_layers(plan: Plan, report: Mapping[str, Any] | None) -> None:
-    """One line a quantized layer, kept layers counted by reason, totals."""
+def print_plan(
+    plan: Plan,
+    layers: Sequence[LayerPlan] | None = None,
+    *,
+    report: Mapping[str, Any] | None = None,
+    everything: bool = False,
+    costs: bool = False,
+) -> None:
+    """Prints a line per layer, the number of kept layers by reason, and totals.
+
+    Args:
+        plan: the plan.
+        layers: those to show; all by default.
+        report: the checkpoint's report, for the SNR of each layer.
+        everything: whether layers that stay in 16 bit get a line too.
+        costs: whether bytes, scores and fusion groups are columns.
+    """
+    layers = plan.layers if layers is None else layers
+    # A layer with a score was given 16 bit by an allocation: that is a decision too.
+    shown = [m for m in layers if everything or m.weight is not None or m.score is not None]
     snr = {layer["name"]: layer["snr_db"] for layer in report["layers"]} if report else {}
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("layer", "shape", "weight", "input", "solver", "bits", *(("SNR dB",) if snr else ()), "why"):
-        table.add_column(column, overflow="fold", no_wrap=column != "why")
-    for layer in plan.quantized:
-        measured = [f"{snr[layer.name]:.1f}"] if snr.get(layer.name) is not None else ["–"] if snr else []
-        table.add_row(
-            layer.name,
-            "×".join(map(str, layer.shape)),
-            str(layer.weight),
-            str(layer.activation or "16 bit"),
-            layer.solver,
-            f"{layer.bits_per_weight:.3f}",
-            *measured,
-            layer.reason,
-        )
-    out = _page()
-    out.print(table)
-    kept = [layer for layer in plan.layers if layer.weight is None]
-    for reason, count in Counter(layer.reason for layer in kept).items():
-        out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
-    out.print(_totals(plan, kept))
-
-
-def _totals(plan: Plan, kept: list[LayerPlan]) -> str:
-    before = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
-    return (
-        f"{len(plan.quantized)} quantized at {plan.effective_bits:.4f} bits a weight, scales counted; "
-        f"{len(kept)} kept; {before / 1e6:,.1f} MB in 16 bit become {plan.nbytes / 1e6:,.1f} MB"
-    )
-
-
-def print_evaluation(result: Evaluation) -> None:
-    """The figures of `quant evaluate`."""
-    table = Table(show_header=False)
-    rows = [] if result.perplexity is None else [("perplexity", f"{result.perplexity:.3f}")]
-    if result.cosine is not None:
-        rows.append(("1 − cosine of the embeddings", f"{result.cosine:.6f}"))
-    if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
-        rows += [
-            ("baseline perplexity", f"{result.baseline_perplexity:.3f}"),
-            ("KL(baseline‖model)", f"{result.kl:.4f} nats"),
-            ("top-1 agreement", f"{result.top1:.1%}"),
-        ]
-    for name, value in (
-        *rows,
-        ("predictions" if result.cosine is None else "tokens", f"{result.tokens:,}"),
-        ("seconds", f"{result.seconds:.1f}"),
-    ):
-        table.add_row(name, value)
-    _page().print(table)
-
-
-def format_tables() -> dict[str, Any]:
-    """Presets and number formats, JSON-ready."""
-    return {
-        "presets": {
-            name: {"weight": r.weight, "activation": r.activation, "solver": r.solver, "description": r.description}
-            for name, r in presets().items()
-        },
-        "formats": {
-            f.name: {
-                "element": f.element.name,
-                "scale": f.scale.name,
-                "block": list(f.block),
-                "global_scale": f.global_scale,
-                "bits_per_weight": f.bits_per_weight(),
-            }
-            for f in FORMATS.values()
-        },
+    columns: dict[str, Callable[[LayerPlan], str]] = {
+        "!layer": lambda m: m.name,
+        "!>shape": lambda m: "×".join(map(str, m.shape)),
+        "!weight": lambda m: str(m.weight or "16 bit"),
+        "!input": lambda m: str(m.activation or "16 bit") if m.weight else "–",
+        "!solver": lambda m: m.solver if m.weight else "–",
+        "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
     }
-
-
-def print_formats() -> None:
-    """The two tables of `quant formats`."""
-    tables = format_tables()
-    out = _page()
-    for title, first, rows in (
-        ("Presets (--format)", "preset", tables["presets"]),
-        ("Number formats (recipes and plans; block 0 is the whole axis)", "format", tables["formats"]),
-    ):
-        table = Table(title=title, title_justify="left")
-        for column in (first, *next(iter(rows.values()))):
-            table.add_column(column.replace("_", " "))
-        for name, fields in rows.items():
-            table.add_row(name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in fields.values()))
-        out.print(table)
+    if costs:
+        columns["!>bytes"] = lambda m: f"{m.nbytes:,}"
+    if snr:
+        columns["!>SNR dB"] = lambda m: "–" if snr.get(m.name) is None else f"{snr[m.name]:.1f}"
+    if costs and any(m.score is not None for m in shown):
+        columns["!>score"] = lambda m: "–" if m.score is None else f"{m.score:.3g}"
+    if costs and any(m.group is not None for m in shown):
+        columns["group"] = lambda m: (m.group or "–").removeprefix(m.name.rpartition(".")[0] + ".")
+    columns["why"] = lambda m: m.reason
+    listed = table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for layer in shown:
+        listed.add_row(*(text(layer) for text in columns.values()))
+    out = page()
+    out.print(listed)
+    names = {m.name for m in shown}
+    for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
+        out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
+    chosen = [m for m in layers if m.weight is not None]
+    before = sum(2 * m.numel for m in layers if m.tied_to is None)
+    out.print(
+        f"{counted(len(layers), 'layer')}{'' if len(layers) == len(plan.layers) else f' of {len(plan.layers)}'}; "
+        f"{len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, scales counted; "
+        f"{megabytes(before)} in 16 bit become {megabytes(sum(m.nbytes for m in layers))}"
+    )
+    for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
+        if value:
+            out.print(f"{label}: {value}")

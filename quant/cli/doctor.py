@@ -1,4 +1,4 @@
-"""`quant doctor`: what this machine has, and how to get what it lacks."""
+"""The command `quant doctor` shows what this machine has, and how to install what it lacks."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+import click
 from rich.console import Console
-from rich.table import Table
 
+from quant.cli.base import JSON, Command, print_json
+from quant.cli.console import page, table
 from quant.extras import versions
 
-# What each optional package is for, and the extra that installs it.
+# The purpose of each optional package, and the extra that installs it.
 _EXTRAS = {
     "transformers": ("hf", "Hugging Face and GGUF models"),
     "gguf": ("hf", "GGUF files"),
@@ -27,8 +29,19 @@ _EXTRAS = {
 }
 
 
+@click.command("doctor", cls=Command)
+@JSON
+def doctor_command(as_json: bool) -> None:
+    """Show what this machine has: torch, GPUs, and the optional packages or how to install them."""
+    findings = examine()
+    if as_json:
+        print_json(findings)
+    else:
+        print_findings(findings)
+
+
 def examine() -> dict[str, Any]:
-    """What is here, JSON-ready: versions, CPU, GPUs, and each optional package with its extra."""
+    """Versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
     import torch
 
     from quant.cli.doctor_gpu import driver_version, examine_gpus, examine_links
@@ -58,7 +71,7 @@ def _nccl() -> str | None:
 
 def print_findings(findings: dict[str, Any]) -> None:
     """Prints `examine()`."""
-    out = Console(markup=False)
+    out = page()
     for name, version in findings["versions"].items():
         out.print(f"{name} {version}", highlight=False)
     cpu = findings["cpu"]
@@ -72,11 +85,11 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print(f"GPUs {pair}: {link}")
     if not findings["gpus"]:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
-    table = Table("package", "for", "here")
+    packages = table("package", "for", "here")
     for name, entry in findings["packages"].items():
         how = f"pip install 'blockscale[{entry['extra']}]'" if entry["extra"] else "no"
-        table.add_row(name, entry["for"], "yes" if entry["installed"] else how)
-    out.print(table)
+        packages.add_row(name, entry["for"], "yes" if entry["installed"] else how)
+    out.print(packages)
 
 
 def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""The GPUs for `quant doctor`: what they are and can do, and what NVML says of driver, power, clocks and links.
+"""`quant doctor` describes GPUs by PyTorch's figures, our hardware table, and NVML: driver, power, clocks, links.
 
-NVML comes with the driver and its Python binding, `pynvml`, with many packages; where either is missing, what it
-would have told is absent and everything else is there.
+NVML comes with the driver, and its Python binding `pynvml` with many packages. Without them only NVML's figures are
+missing.
 """
 
 from __future__ import annotations
@@ -12,33 +12,31 @@ from typing import Any
 
 import torch
 
-from quant.kernels.hardware import Hardware, current
+from quant.kernels.hardware import current
 from quant.kernels.linear import tables
 
 
 def examine_gpus() -> list[dict[str, Any]]:
-    """Every GPU that PyTorch sees, JSON-ready: facts, rates by dtype, native formats, and NVML's readings."""
+    """Every GPU that PyTorch sees, JSON-ready. Rates are the vendor's; null for a GPU that is not in our table."""
     found = []
     with _nvml() as nvml:
         for index in range(torch.cuda.device_count()):
-            name = torch.cuda.get_device_properties(index).name
-            found.append({**facts(current(index)), "name": name, "readings": _readings(nvml, index)})
+            gpu = current(index)
+            found.append(
+                {
+                    "name": torch.cuda.get_device_properties(index).name,
+                    "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
+                    "multiprocessors": gpu.sms,
+                    "l2_bytes": gpu.l2,
+                    "memory_bytes": gpu.memory,
+                    "memory_bandwidth": gpu.bandwidth if gpu.known else None,
+                    "tflops": gpu.tflops if gpu.known else None,
+                    "native_formats": list(gpu.native_formats),
+                    "tuned_shapes": tables.count_entries(gpu),
+                    "readings": _readings(nvml, index),
+                }
+            )
     return found
-
-
-def facts(gpu: Hardware) -> dict[str, Any]:
-    """What a GPU is and can do, JSON-ready. Rates are the vendor's; null for a part that is not in the tables."""
-    return {
-        "name": gpu.name,
-        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
-        "multiprocessors": gpu.sms,
-        "l2_bytes": gpu.l2,
-        "memory_bytes": gpu.memory,
-        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
-        "tflops": gpu.tflops if gpu.known else None,
-        "native_formats": list(gpu.native_formats),
-        "tuned_shapes": tables.count_entries(gpu),
-    }
 
 
 def examine_links() -> dict[str, str]:

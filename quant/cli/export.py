@@ -1,17 +1,18 @@
-"""`quant export`: a quantized checkpoint as something that a runtime runs. The work is done by `quant.api.export`."""
+"""The command `quant export` calls `quant.api.export`, which turns a checkpoint into a file that a runtime loads."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.api.export_kinds import LAYOUTS, OPTIONS, SUFFIXES
-from quant.cli.base import DEBUG, JSON, QUIET, Command
+from quant.api.export_kinds import KINDS, LAYOUTS
+from quant.cli.base import JSON, QUIET, Command, print_json
+from quant.cli.console import CONSOLE, stages, status
 from quant.errors import UserError, counted
+from quant.recipes.plan import PLAN_FILE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,40 +26,43 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
 
 @click.command("export", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
-@click.option("--to", "kind", required=True, type=click.Choice(list(OPTIONS)), help="What to make.")
+@click.option("--to", "kind", required=True, type=click.Choice(list(KINDS)), help="Kind of export.")
 @click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: beside DIRECTORY]")
-@click.option("--overwrite", is_flag=True, help="Replace what is at --out; of triton-server, all versions there.")
+@click.option("--overwrite", is_flag=True, help="Replace --out; for triton-server, all versions there.")
 @click.option(
     "--shapes",
     multiple=True,
     metavar="TEXT",
-    help="Ranges of the dynamic dimensions: batch=1:1:4,sequence=32:128:512. Repeatable: a profile each.",
+    help="Ranges of dynamic dimensions: batch=1:1:4,sequence=32:128:512. Repeatable, one per profile.",
 )
 @click.option(
     "--input",
     "inputs",
     multiple=True,
     metavar="NAME:DTYPE:DIMS",
-    help="An input of a module that is no transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
+    help="Input of a module that is no transformers model: x:fp32:batch,3,224,224. Repeatable, in order.",
 )
 @click.option(
     "--attention",
     type=click.Choice(["native", "plugin", "none"]),
     default="native",
     show_default=True,
-    help="What runs attention where the plan has it in FP8: TensorRT, our plugin, or nothing (16 bit).",
+    help="How FP8 attention of the plan runs: in TensorRT, in our plugin, or not (16 bit).",
 )
-@click.option("--decode", is_flag=True, help="The graph of one decoding step, with the KV cache as inputs.")
+@click.option("--decode", is_flag=True, help="Export one decoding step, with the KV cache as inputs.")
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …")
-@click.option("--backend", help="Insist on tensorrt_rtx or tensorrt.")
-@click.option("--allow-fallback", is_flag=True, help="Pass although layers run in half precision; they are named.")
-@click.option("--calib", metavar="SOURCE", help="Calibration text, for FP8 attention; as `quantize` takes it.")
+@click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
+@click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
+@click.option("--calib", metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
-@click.option("--seqlen", default=512, show_default=True, help="Tokens a row.")
-@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Builds the module, without config.json.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option(
+    "--model-factory",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Function that builds the module, without config.json.",
+)
 @QUIET
 @JSON
-@DEBUG
 def export_command(
     directory: Path,
     kind: str,
@@ -70,21 +74,19 @@ def export_command(
     model_factory: str | None,
     quiet: bool,
     as_json: bool,
-    debug: bool,
     **options: Any,
 ) -> None:
     """Export DIRECTORY, a checkpoint that `quantize --out` wrote, to ONNX, a TensorRT engine or a package.
 
-    Every layer of the exported file is compared with PyTorch, and a file that differs is not written. What was found
-    goes into the report of DIRECTORY as well.
+    Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
+    added to the report of DIRECTORY.
 
-    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM, and --to compressed-tensors
-    those of a checkpoint of ModelOpt.
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; --to compressed-tensors
+    converts a checkpoint of ModelOpt.
     """
     from quant.api.export import EXPORTERS, Job, check_request
-    from quant.api.load import describe, is_checkpoint, outline
-    from quant.cli import console
-    from quant.recipes.plan import PLAN_FILE
+    from quant.api.load import describe, is_checkpoint, load, outline
+    from quant.models.state_dict import call_factory
     from quant.report import rewrite
 
     quiet = quiet or as_json
@@ -92,14 +94,17 @@ def export_command(
     _check_options(kind)
     if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
-    out = out or directory.parent / f"{directory.name}{SUFFIXES[kind]}"
+    out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
     check_request(kind, out, options["overwrite"], options["target"], options["backend"])
-    with console.status(f"loading {directory}", quiet):
-        model = outline(directory) if kind in LAYOUTS else _load(directory, model_factory)
+    with status(f"loading {directory}", quiet):
+        if kind in LAYOUTS:
+            model = outline(directory)
+        else:
+            model = load(directory, call_factory(model_factory) if model_factory else None)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
-    with console.stages(quiet) as progress:
+    with stages(quiet) as progress:
         scales = None
-        uses = "attention" in OPTIONS[kind] and options["attention"] != "none"
+        uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
         if plan is not None and plan.attention is not None and uses:
             scales = _attention_scales(model, plan, directory, calib, calib_samples, seqlen, progress)
         job = Job(
@@ -117,28 +122,21 @@ def export_command(
     if "layers" in found and (directory / "report.json").is_file():
         rewrite(directory, found)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        print_json(found)
     elif not quiet:
         _print(found, out)
 
 
 def _check_options(kind: str) -> None:
-    """Raises UserError for an option that was given and that this kind of export would not look at."""
+    """Raises UserError for an option that was given and that this kind of export does not take."""
     context = click.get_current_context()
     everywhere = {"directory", "kind", "out", "overwrite", "model_factory", "quiet", "as_json", "debug"}
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        known = parameter.name in everywhere | OPTIONS[kind]
+        known = parameter.name in everywhere | KINDS[kind][1]
         if source is click.core.ParameterSource.COMMANDLINE and not known:
-            takers = ", ".join(name for name, taken in OPTIONS.items() if parameter.name in taken)
+            takers = ", ".join(name for name, (_, taken) in KINDS.items() if parameter.name in taken)
             raise UserError(f"--to {kind} has no use for {parameter.opts[0]}; it is for --to {takers}")
-
-
-def _load(directory: Path, factory: str | None) -> nn.Module:
-    from quant.api.load import load
-    from quant.models.state_dict import call_factory
-
-    return load(directory, call_factory(factory) if factory else None)
 
 
 def _attention_scales(
@@ -150,7 +148,7 @@ def _attention_scales(
     seqlen: int,
     progress: Callable[[str, int, int], None],
 ) -> Mapping[str, AttentionScales]:
-    """FP8 scales of attention's operands: the plan has their format, a checkpoint has no place for the scales."""
+    """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
     from quant.calibration.texts.rows import calibration_rows
     from quant.calibration_data import own_text
@@ -189,7 +187,6 @@ def _parse_inputs(texts: tuple[str, ...]) -> dict[str, GraphInput]:
 
 
 def _print(found: Mapping[str, Any], out: Path) -> None:
-    from quant.cli.console import CONSOLE
     from quant.export.engine.build import summary
     from quant.export.onnx_graph.verify import worst_layer
 

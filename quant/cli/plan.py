@@ -1,25 +1,24 @@
-"""`quant plan`: look at a plan, compare two, edit one, and check one against a model and a runtime."""
+"""The commands of `quant plan` show, compare, edit and check plan files."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from quant.cli.base import DEBUG, JSON, Toolbox
-from quant.errors import counted
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from quant.plan_check import Problem
-    from quant.plan_diff import Change
-    from quant.recipes.plan import LayerPlan, Plan
+from quant.cli.base import JSON, Toolbox, model_options, print_json
+from quant.cli.console import page, print_plan, table
+from quant.errors import UserError, counted, megabytes
+from quant.models.shapes import stored_layers
+from quant.plan_check import Problem, read_plan, validate
+from quant.plan_diff import Change, diff, totals
+from quant.plan_edit import edit, parse_setting, set_kv_cache
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.targets import TARGETS, get_target
 
 _PLAN = click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
 
@@ -33,15 +32,10 @@ def plan_group() -> None:
 @_PLAN
 @click.option("--match", "globs", multiple=True, metavar="GLOB", help="Only layers that match. Repeatable.")
 @click.option("--sort", type=click.Choice(["model", "score", "bytes"]), default="model", show_default=True)
-@click.option("--all", "everything", is_flag=True, help="Also the layers that stay in 16 bit.")
+@click.option("--all", "everything", is_flag=True, help="Show layers that stay in 16 bit too.")
 @JSON
-@DEBUG
-def show_command(
-    plan_file: Path, globs: tuple[str, ...], sort: str, everything: bool, as_json: bool, debug: bool
-) -> None:
-    """What becomes of every layer, why, and what it costs."""
-    from quant.recipes.plan import Plan
-
+def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything: bool, as_json: bool) -> None:
+    """Show the format, the reason and the cost of every layer."""
     plan = Plan.load(_file_of(plan_file))
     layers = [m for m in plan.layers if not globs or any(fnmatchcase(m.name, glob) for glob in globs)]
     if globs and not layers:
@@ -50,26 +44,22 @@ def show_command(
         layers.sort(key=lambda m: -(m.nbytes if sort == "bytes" else m.score or 0.0))
     if as_json:
         fields = [{**m.to_dict(), "bits": m.bits_per_weight, "bytes": m.nbytes} for m in layers]
-        click.echo(json.dumps({**plan.to_dict(), "layers": fields}, indent=1))
+        print_json({**plan.to_dict(), "layers": fields})
     else:
-        _print_plan(plan, layers, everything or bool(globs))
+        print_plan(plan, layers, everything=everything or bool(globs), costs=True)
 
 
 @plan_group.command("diff")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @JSON
-@DEBUG
-def diff_command(before: Path, after: Path, as_json: bool, debug: bool) -> None:
-    """Which layers change from BEFORE to AFTER, and what the two plans take."""
-    from quant.plan_diff import diff, totals
-    from quant.recipes.plan import Plan
-
+def diff_command(before: Path, after: Path, as_json: bool) -> None:
+    """List the layers that change from BEFORE to AFTER, and the totals of both."""
     old, new = Plan.load(_file_of(before)), Plan.load(_file_of(after))
     changes, sums = diff(old, new), (totals(old), totals(new))
     if as_json:
         fields = {"before": sums[0], "after": sums[1], "layers": [change.to_dict() for change in changes]}
-        click.echo(json.dumps(fields, indent=1))
+        print_json(fields)
     else:
         _print_diff(changes, *sums)
 
@@ -81,15 +71,14 @@ def diff_command(before: Path, after: Path, as_json: bool, debug: bool) -> None:
     "settings",
     multiple=True,
     metavar="GLOB=FORMAT[:SOLVER][@INPUT]",
-    help="What matching layers become; keep is 16 bit. Without @INPUT, inputs get the format that belongs to the "
-    "weight's where the plan quantizes inputs. Repeatable, last match wins.",
+    help="New format of matching layers; keep is 16 bit. Without @INPUT, inputs get the format that goes with the "
+    "weight's if the plan quantizes inputs. Repeatable; the last match wins.",
 )
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, or keep.")
-@click.option("--whole-groups", is_flag=True, help="Take along the layers that are fused with a matching one.")
+@click.option("--whole-groups", is_flag=True, help="Change all layers that are fused with a matching one.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the edited plan.")
-@click.option("--overwrite", is_flag=True, help="Replace --out if it is there.")
+@click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 @JSON
-@DEBUG
 def edit_command(
     plan_file: Path,
     settings: tuple[str, ...],
@@ -98,14 +87,8 @@ def edit_command(
     out: Path,
     overwrite: bool,
     as_json: bool,
-    debug: bool,
 ) -> None:
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
-    from quant.errors import UserError
-    from quant.plan_diff import diff, totals
-    from quant.plan_edit import edit, parse_setting, set_kv_cache
-    from quant.recipes.plan import Plan
-
     if not settings and kv_cache is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT' or --kv-cache FORMAT")
     if out.exists() and not overwrite:
@@ -118,7 +101,7 @@ def edit_command(
     new.save(out)
     if as_json:
         fields = {"before": totals(old), "after": totals(new), "layers": [change.to_dict() for change in changes]}
-        click.echo(json.dumps(fields, indent=1))
+        print_json(fields)
     else:
         _print_diff(changes, totals(old), totals(new))
         click.echo(f"written to {out}", err=True)
@@ -126,17 +109,15 @@ def edit_command(
 
 @plan_group.command("validate")
 @_PLAN
-@click.option("--model", help="The model that the plan is for; only its shapes are read.")
+@click.option("--model", help="Model that the plan is for; only its shapes are read.")
 @click.option(
     "--target",
     "target_name",
     metavar="RUNTIME",
-    help="vllm, sglang, … (`quant plan targets` lists them). By default the plan's own.",
+    help="vllm, sglang, … (`quant plan targets` lists them).  [default: the plan's]",
 )
-@click.option("--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Builds the module of a state dict.")
-@click.option("--unsafe-load", is_flag=True, help="Unpickle whole modules. Runs code that is in the file.")
+@model_options
 @JSON
-@DEBUG
 @click.pass_context
 def validate_command(
     context: click.Context,
@@ -146,16 +127,11 @@ def validate_command(
     model_factory: str | None,
     unsafe_load: bool,
     as_json: bool,
-    debug: bool,
 ) -> None:
-    """Everything that is wrong with PLAN, at once; exit code 1 if anything is.
+    """List every problem of PLAN; exit code 1 if there is one.
 
-    Checks the plan by itself, and against the model and the runtime that are named. No weight is read.
+    The plan is checked by itself, and against the model and the runtime that are named. No weight is read.
     """
-    from quant.models.shapes import stored_layers
-    from quant.plan_check import read_plan, validate
-    from quant.recipes.targets import TARGETS, get_target
-
     if target_name is not None:
         get_target(target_name)
     plan, problems = read_plan(_file_of(plan_file))
@@ -170,7 +146,7 @@ def validate_command(
     unread = {problem.where for problem in problems}
     problems += [problem for problem in validate(plan, layers, target) if problem.where not in unread]
     if as_json:
-        click.echo(json.dumps([problem.to_dict() for problem in problems], indent=1))
+        print_json([problem.to_dict() for problem in problems])
     else:
         _print_problems(plan, problems, model, target_name)
     if problems:
@@ -179,100 +155,32 @@ def validate_command(
 
 @plan_group.command("targets")
 @JSON
-@DEBUG
-def targets_command(as_json: bool, debug: bool) -> None:
-    """The runtimes that --target takes, and which formats each of them runs."""
-    from quant.recipes.targets import TARGETS
-
+def targets_command(as_json: bool) -> None:
+    """List the runtimes for --target, and the formats that each of them runs."""
     if as_json:
-        click.echo(json.dumps({name: dataclasses.asdict(target) for name, target in TARGETS.items()}, indent=1))
+        print_json({name: dataclasses.asdict(target) for name, target in TARGETS.items()})
     else:
         _print_targets()
 
 
 def _file_of(path: Path) -> Path:
-    """A plan file; of a checkpoint, the one in it."""
-    return path / "plan.json" if path.is_dir() else path
-
-
-def _print_plan(plan: Plan, layers: list[LayerPlan], everything: bool) -> None:
-    from rich.table import Table
-
-    from quant.recipes.plan import bits_per_weight
-
-    # A layer with a score was given 16 bit by an allocation: that is a decision too.
-    shown = [m for m in layers if everything or m.weight is not None or m.score is not None]
-    scored = any(m.score is not None for m in shown)
-    grouped = any(m.group is not None for m in shown)
-    table = Table(title=None)
-    for column, numeric in (
-        ("layer", False),
-        ("shape", True),
-        ("weight", False),
-        ("input", False),
-        ("solver", False),
-        ("bits", True),
-        ("bytes", True),
-        *((("score", True),) if scored else ()),
-        *((("group", False),) if grouped else ()),
-        ("why", False),
-    ):
-        table.add_column(column, justify="right" if numeric else "left", overflow="fold", no_wrap=column == "layer")
-    for m in shown:
-        table.add_row(
-            m.name,
-            "×".join(map(str, m.shape)),
-            str(m.weight or "16 bit"),
-            str(m.activation or "16 bit") if m.weight else "–",
-            m.solver if m.weight else "–",
-            f"{m.bits_per_weight:.3f}",
-            f"{m.nbytes:,}",
-            *((("–" if m.score is None else f"{m.score:.3g}"),) if scored else ()),
-            *((_short_group(m),) if grouped else ()),
-            m.reason,
-        )
-    out = _console()
-    out.print(table)
-    if not everything:
-        names = {m.name for m in shown}
-        for reason, count in Counter(m.reason for m in layers if m.name not in names).items():
-            out.print(f"{counted(count, 'layer')} kept in 16 bit: {reason}")
-    chosen = [m for m in layers if m.weight is not None]
-    of = "" if len(layers) == len(plan.layers) else f" of {len(plan.layers)}"
-    out.print(
-        f"{counted(len(layers), 'layer')}{of}; {len(chosen)} quantized at {bits_per_weight(chosen):.4f} bits a weight, "
-        f"scales counted; {sum(m.nbytes for m in layers) / 1e6:,.1f} MB"
-    )
-    for label, value in (("KV cache", plan.kv_cache), ("attention", plan.attention), ("target", plan.target)):
-        if value:
-            out.print(f"{label}: {value}")
-
-
-def _short_group(layer: LayerPlan) -> str:
-    """The group's name without what it shares with the layer's own."""
-    parent = layer.name.rpartition(".")[0] + "."
-    return (layer.group or "–").removeprefix(parent)
+    """A plan file; for a checkpoint, the one in its directory."""
+    return path / PLAN_FILE if path.is_dir() else path
 
 
 def _print_diff(changes: list[Change], before: dict[str, Any], after: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from quant.report import megabytes
-
-    out = _console()
+    out = page()
     if changes:
-        table = Table(title=None)
-        for column in ("layer", "change", "bits", "bytes", "why"):
-            table.add_column(column, overflow="fold", no_wrap=column == "layer")
+        listed = table("!layer", "change", "bits", "bytes", "why")
         for change in changes:
-            table.add_row(
+            listed.add_row(
                 change.name,
                 change.kind,
                 _arrow(change, lambda m: f"{m.bits_per_weight:.3f}"),
                 _arrow(change, lambda m: f"{m.nbytes:,}"),
                 (change.after or change.before).reason,  # type: ignore[union-attr]
             )
-        out.print(table)
+        out.print(listed)
         for kind, count in Counter(change.kind for change in changes).most_common():
             out.print(f"{counted(count, 'layer')}: {kind}")
     else:
@@ -294,24 +202,20 @@ def _arrow(change: Change, text: Any) -> str:
 
 
 def _print_problems(plan: Plan, problems: list[Problem], model: str | None, target: str | None) -> None:
-    from rich.table import Table
-
-    out = _console()
+    out = page()
     against = " and ".join(filter(None, (f"model {model}" if model else "", f"target {target}" if target else "")))
     if not problems:
         out.print(f"{counted(len(plan.layers), 'layer')}, no problem{f' with {against}' if against else ''}")
         if not against:
             out.print("checked by itself alone; pass --model and --target to check it against them")
         return
-    table = Table(title=None, show_lines=True)
-    for column in ("where", "problem", "what to do"):
-        table.add_column(column, overflow="fold")
+    listed = table("where", "problem", "what to do", show_lines=True)
     alike: dict[tuple[str, str], list[str]] = {}
     for problem in problems:
         alike.setdefault((problem.what, problem.remedy), []).append(problem.where)
     for (what, remedy), places in alike.items():
-        table.add_row("\n".join(places), what, remedy)
-    out.print(table)
+        listed.add_row("\n".join(places), what, remedy)
+    out.print(listed)
     count = len({problem.where for problem in problems})
     out.print(
         f"{counted(len(problems), 'problem')} in {counted(count, 'place')}{f', with {against}' if against else ''}"
@@ -319,24 +223,11 @@ def _print_problems(plan: Plan, problems: list[Problem], model: str | None, targ
 
 
 def _print_targets() -> None:
-    from rich.table import Table
-
-    from quant.recipes.targets import TARGETS
-
-    out = _console()
+    out = page()
     for target in TARGETS.values():
-        table = Table(title=f"{target.name}: {target.description}", title_justify="left", min_width=60)
-        for column in ("weight", "input", "runs", "layers", "note"):
-            table.add_column(column, overflow="fold")
+        title = f"{target.name}: {target.description}"
+        listed = table("weight", "input", "runs", "layers", "note", title=title, min_width=60)
         for pair in target.pairs:
-            table.add_row(pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
-        out.print(table)
+            listed.add_row(pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
+        out.print(listed)
         out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")
-
-
-def _console() -> Console:
-    """Standard output; wide where it goes into a file or a pipe, so that no cell is broken there."""
-    from rich.console import Console
-
-    out = Console(markup=False, highlight=False)
-    return out if out.is_terminal else Console(markup=False, highlight=False, width=240)

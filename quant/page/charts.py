@@ -24,9 +24,10 @@ from quant.allocation_record import AllocationRecord, Budget
 from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
+from quant.errors import megabytes
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
-from quant.report import KVCache, Receipt, megabytes
+from quant.report import KVCache, Receipt
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
+from quant.errors import megabytes
 from quant.page import charts
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import LayerResult, Report, megabytes
+from quant.report import LayerResult, Report
 
 _COLOURS = 7  # distinct colours and marks; what comes after them shares the last
 

@@ -18,12 +18,14 @@ import pytest
 import torch
 from rich.console import Console
 
-from quant import report as report_module
+from quant import layer_result as result_module
+from quant.errors import megabytes
 from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
+from quant.layer_result import LayerResult, layer_result
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import LayerResult, Report, layer_result, megabytes, peak_rss, print_summary, render_html
+from quant.report import Report, peak_rss, print_summary, render_html
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -69,7 +71,7 @@ def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_cha
 @pytest.mark.parametrize("chunk", [1, 128 * 100, 1 << 20])
 def test_errors_match_float64(name: str, shape: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of any length, partial blocks and experts: the same as on whole tensors in float64."""
-    monkeypatch.setattr(report_module, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(result_module, "_CHUNK_ELEMENTS", chunk)
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     quantized = quantize(weight, get_format(name))
     plan_layer = LayerPlan("layer", "linear", shape, get_format(name), get_format("fp8_token"), "mse", "why")

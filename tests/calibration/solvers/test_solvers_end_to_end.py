@@ -20,7 +20,7 @@ from quant.api.quantize import quantize
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.solver import get_pipeline, solve_group
 from quant.calibration.statistics import MomentSum, round_activation
-from quant.cli.main import quantize_command
+from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.models.open import open_model

@@ -24,7 +24,8 @@ from quant.api.quantize import quantize
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.cli.main import main, quantize_command
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.export.checkpoint import plan_of_model

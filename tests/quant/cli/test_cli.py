@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from samples import BASE
 
 from quant.api.load import load
-from quant.cli.main import main, quantize_command
+from quant.cli.main import COMMANDS, main
+from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open import open_model
@@ -327,7 +328,7 @@ def test_what_is_quantized_already(tmp_path: Path) -> None:
 FULL_DISK = """
 import resource
 resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000))
-from quant.cli.main import quantize_command
+from quant.cli.quantize import quantize_command
 quantize_command()
 """
 
@@ -447,3 +448,28 @@ def test_what_only_reads_does_not_wait_for_torch(command: tuple[str, ...], tmp_p
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_toolbox_imports_a_command_when_it_is_asked_for() -> None:
+    """`--help` lists every command with its summary from the table, and imports the file of none."""
+    program = (
+        "import sys; from click.testing import CliRunner; from quant.cli.main import COMMANDS, main; "
+        "text = ' '.join(CliRunner().invoke(main, ['--help']).output.split()); "
+        "assert all(f'{name} {summary}' in text for name, (_, summary) in COMMANDS.items()), text; "
+        "assert [name for name in sys.modules if name.startswith('quant.')] == ['quant.cli', 'quant.cli.main']"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_of_the_table_is_there(name: str) -> None:
+    result = run(main, name, "--help")
+    assert result.exit_code == 0 and result.output.startswith(f"Usage: quant {name} "), result.output
+
+
+def test_the_package_runs_as_a_module() -> None:
+    """As under `torchrun -m quant`."""
+    arguments = [sys.executable, "-m", "quant", "quantize", "--help"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("Usage: quant quantize [OPTIONS] MODEL")
+    assert "No such command 'quantise'" in run(main, "quantise").output

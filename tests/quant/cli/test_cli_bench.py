@@ -9,7 +9,8 @@ import torch
 from click.testing import CliRunner
 from samples import BASE
 
-from quant.cli.main import main, quantize_command
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.kernels import ceilings, hardware
 from quant.kernels.ceilings import Ceiling
 from quant.kernels.hardware import TARGETS

@@ -13,7 +13,10 @@ import torch
 from click.testing import CliRunner, Result
 from samples import BASE, TEXTS
 
-from quant.cli.main import main, quantize_command
+from quant.api.export import EXPORTERS
+from quant.api.export_kinds import KINDS
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.recipes.plan import Plan
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -33,6 +36,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = [str(BASE), "--format", "nvfp4a16", "--out", str(out), "--quiet"]
     assert CliRunner().invoke(quantize_command, arguments).exit_code == 0
     return out
+
+
+def test_every_kind_has_an_exporter() -> None:
+    assert KINDS.keys() == EXPORTERS.keys()
 
 
 def test_onnx_files_and_their_receipt(checkpoint: Path, tmp_path: Path) -> None:

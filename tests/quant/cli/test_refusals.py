@@ -16,7 +16,8 @@ from torch import nn
 
 import quant
 from quant.cli.base import Command
-from quant.cli.main import main, quantize_command
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers

@@ -24,7 +24,7 @@ from samples import GOLDENS
 from torch import nn
 
 import quant
-from quant.cli.pipeline import open_any
+from quant.cli.inputs import open_runnable
 from quant.errors import UserError
 from quant.extras import require, versions
 from quant.models import gguf as gguf_models
@@ -316,8 +316,7 @@ def test_factory_builds_the_module(suffix: str, factory: str, tmp_path: Path) ->
 def test_factory_builds_the_module_of_a_quantized_checkpoint(factory: str, tmp_path: Path) -> None:
     quantized = quant.quantize(make_line(), "fp8_channel")
     quant.save(quantized.model, quantized.plan, tmp_path / "out")
-    loaded = open_any(str(tmp_path / "out"), model_factory=factory.replace("make_small", "make_line")).model
-    assert loaded is not None
+    _, loaded = open_runnable(str(tmp_path / "out"), model_factory=factory.replace("make_small", "make_line"))
     x = torch.randn(3, 32)
     assert torch.equal(loaded(x), quantized.model(x))
 

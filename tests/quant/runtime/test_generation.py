@@ -11,7 +11,8 @@ from samples import BASE
 from torch import nn
 
 from quant.api.load import load
-from quant.cli.main import main, quantize_command
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.kernels.linear.modules import QuantLinear
 from quant.runtime.generate import _cast, generate
 

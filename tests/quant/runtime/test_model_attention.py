@@ -19,7 +19,8 @@ from samples import BASE
 from torch import nn
 
 import quant
-from quant.cli.main import main, quantize_command
+from quant.cli.main import main
+from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.kernels.attention.kv_cache import first_scale, round_kv

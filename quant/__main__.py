@@ -1,0 +1,8 @@
+"""This file makes `python -m quant` the toolbox; `torchrun -m quant` starts it on every rank."""
+
+from __future__ import annotations
+
+from quant.cli.main import main
+
+if __name__ == "__main__":
+    main(prog_name="quant")

@@ -1,0 +1,87 @@
+"""The commands `quant inspect`, `report` and `formats` show what a checkpoint holds and which formats there are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from quant.cli.base import JSON, Command, print_json
+from quant.cli.console import page, print_plan, table
+from quant.errors import UserError
+from quant.formats.format import FORMATS
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.recipe import presets
+
+
+@click.command("inspect", cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@JSON
+def inspect_command(directory: Path, as_json: bool) -> None:
+    """List the layers of a quantized checkpoint with format, shape, bits, SNR and reason, and totals."""
+    if (directory / PLAN_FILE).is_file():
+        file = directory / "report.json"
+        plan, report = Plan.load(directory / PLAN_FILE), json.loads(file.read_text()) if file.is_file() else None
+    else:
+        from quant.api.load import describe
+
+        plan, report = describe(directory)
+    if as_json:
+        print_json({"plan": plan.to_dict(), "report": report})
+    else:
+        print_plan(plan, report=report)
+
+
+@click.command("report", cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--receipt", "receipt_file", type=click.Path(path_type=Path), help="Receipt that `quant export` wrote.")
+@click.option("--out", type=click.Path(path_type=Path), help="HTML file.  [default: report.html in DIRECTORY]")
+def report_command(directory: Path, receipt_file: Path | None, out: Path | None) -> None:
+    """Write the HTML report of a checkpoint again from its report.json and plan.json.
+
+    With --receipt, the receipt is added to report.json, and the page shows every layer at every stage of the export.
+    """
+    from quant.report import rewrite
+
+    fields = None
+    if receipt_file is not None:
+        try:
+            fields = json.loads(receipt_file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise UserError(f"{receipt_file}: not a receipt of `quant export`: {error}") from None
+    written = rewrite(directory, fields, out=out, source=str(receipt_file))
+    click.echo(f"written to {written}", err=True)
+
+
+@click.command("formats", cls=Command)
+@JSON
+def formats_command(as_json: bool) -> None:
+    """List the presets for --format, and the number formats that recipes and plans can name."""
+    tables = {
+        "presets": {
+            name: {"weight": r.weight, "activation": r.activation, "solver": r.solver, "description": r.description}
+            for name, r in presets().items()
+        },
+        "formats": {
+            f.name: {
+                "element": f.element.name,
+                "scale": f.scale.name,
+                "block": list(f.block),
+                "global_scale": f.global_scale,
+                "bits_per_weight": f.bits_per_weight(),
+            }
+            for f in FORMATS.values()
+        },
+    }
+    if as_json:
+        print_json(tables)
+        return
+    for title, first, rows in (
+        ("Presets (--format)", "preset", tables["presets"]),
+        ("Number formats (recipes and plans; block 0 is the whole axis)", "format", tables["formats"]),
+    ):
+        shown = table(first, *(name.replace("_", " ") for name in next(iter(rows.values()))), title=title)
+        for name, fields in rows.items():
+            shown.add_row(name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in fields.values()))
+        page().print(shown)

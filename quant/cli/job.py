@@ -1,0 +1,161 @@
+"""A `Job` holds the options of `quantize` and says what they ask for: a recipe or plan, a destination, an allocation.
+
+It refuses options that contradict each other or the model before anything slow starts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from quant.allocation.request import AllocationRequest
+from quant.calibration_data import lacks_data, solver_needs_data
+from quant.errors import UserError
+from quant.export.checkpoint import check_destination
+from quant.extras import versions
+from quant.models.open import Source
+from quant.plan_check import Problem, read_plan, refuse
+from quant.plan_edit import set_kv_cache
+from quant.planning import make_plan
+from quant.recipes.plan import Plan
+from quant.recipes.recipe import KEEP, Recipe, get_recipe
+from quant.solve import with_options
+
+PlanFile = tuple[Plan, list[Problem]]
+"""A plan as it was read, and the entries of it that could not be read."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The options of `quantize`, as its help describes them."""
+
+    model: str
+    format_name: str | None = None
+    recipe_file: Path | None = None
+    plan_file: Path | None = None
+    solver: str | None = None
+    guard: str | None = None
+    observer: str | None = None
+    kv_cache: str | None = None
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    out: Path | None = None
+    overwrite: bool = False
+    calib: str | None = None
+    calib_samples: int = 32
+    eval_text: Path | None = None
+    eval_samples: int = 16
+    seqlen: int = 512
+    seed: int = 0
+    dry_run: bool = False
+    model_factory: str | None = None
+    unsafe_load: bool = False
+    command: str = "quantize"
+    request: AllocationRequest = field(default_factory=AllocationRequest)
+
+    def check_destination(self) -> None:
+        """Raises UserError, or the OSError of what is in the way, unless --out is a place to write to."""
+        if self.out is None:
+            raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
+        model = Path(self.model).expanduser().resolve()
+        if self.out.resolve() in (model, *model.parents) and model.exists():
+            raise UserError(
+                f"--out {self.out} holds the model {self.model}, which it would replace; name another directory"
+            )
+        check_destination(self.out, overwrite=self.overwrite)
+
+    def check_allocation(self) -> None:
+        """Raises UserError for options that fix what an allocation chooses."""
+        fixed = {"--format": self.format_name, "--recipe": self.recipe_file, "--plan": self.plan_file}
+        if named := _given(fixed):
+            raise UserError(
+                f"{named} fixes the formats that a budget would choose; name what it may use with --formats"
+            )
+        if self.dry_run:
+            raise UserError(
+                "--dry-run reads no weights, and an allocation measures what they lose; leave one of them out"
+            )
+        if named := _given({"--guard": self.guard, "--observer": self.observer}):
+            raise UserError(
+                f"{named} would change what the allocation has measured; leave it out, and quantize again with "
+                f"--plan DIR/plan.json {named} …"
+            )
+
+    def check_state_dict(self, plan: Plan) -> None:
+        """Raises UserError where the job needs a model that runs; a bare state dict does not."""
+        named = _given(
+            {
+                "--eval": self.eval_text,
+                "--calib": self.calib,
+                "a KV cache's scales": plan.kv_cache,
+                "a guard": plan.provenance.get("guard"),
+                "an observer": plan.provenance.get("observer"),
+                **{f"{m.name}'s solver {m.solver}": True for m in plan.quantized if solver_needs_data(m)},
+                **{f"{m.name}'s static input scale": True for m in plan.quantized if m.has_static_scale},
+            }
+        )
+        if named:
+            raise UserError(
+                f"{self.model}: {named} takes a model that runs, and this is a bare state dict; pass --model-factory "
+                "to build its module, or leave it out"
+            )
+
+    def recipe(self) -> Recipe | PlanFile:
+        """What --format, --recipe or --plan names."""
+        if sum(given is not None for given in (self.format_name, self.recipe_file, self.plan_file)) != 1:
+            raise UserError("give exactly one of --format, --recipe and --plan")
+        if self.plan_file is not None:
+            if self.solver or self.kv_cache or self.include or self.exclude:
+                raise UserError(
+                    "--plan says everything already: edit it instead of using --solver, --kv-cache, --include, "
+                    "--exclude"
+                )
+            return read_plan(self.plan_file)
+        if self.recipe_file is not None:
+            recipe = Recipe.load(self.recipe_file)
+        else:
+            assert self.format_name is not None
+            recipe = get_recipe(self.format_name)
+        return replace(recipe, kv_cache=self.kv_cache_name()) if self.kv_cache else recipe
+
+    def kv_cache_name(self) -> str | None:
+        """--kv-cache as recipes spell it."""
+        if self.kv_cache is None:
+            return None
+        chosen = set_kv_cache(Plan(()), self.kv_cache).kv_cache
+        return chosen.name if chosen else KEEP
+
+    def plan(self, source: Source, recipe: Recipe | PlanFile) -> Plan:
+        """The plan for a model: the recipe's, or the file's where it fits the model."""
+        if not isinstance(recipe, Recipe):
+            plan, problems = recipe
+            refuse(plan, problems, source.layers)
+            return with_options(plan, self.guard, self.observer)
+        plan = make_plan(
+            source.shapes if source.model is None else source.model,
+            recipe,
+            include=self.include,
+            exclude=self.exclude,
+            solver=self.solver,
+            provenance=self.provenance(source, recipe=recipe.name),
+        )
+        if source.model is None:
+            # Nothing can run a bare state dict, so inputs cannot be measured and the plan says so.
+            plan = plan.replace_layers(
+                replace(layer, activation=None, reason=f"{layer.reason}; weight only: a bare state dict cannot be run")
+                for layer in plan.quantized
+                if layer.activation is not None
+            )
+        if lacks_data(plan):
+            plan = replace(plan, provenance={**plan.provenance, "calibration": self.calib or "self"})
+        return with_options(plan, self.guard, self.observer)
+
+    def provenance(self, source: Source, **more: str) -> dict[str, Any]:
+        """Where a plan comes from, as it is written into it."""
+        return {"model": source.name, **more, "command": self.command, "seed": self.seed, "versions": versions()}
+
+
+def _given(options: dict[str, Any]) -> str | None:
+    """The first option that was given."""
+    return next((option for option, value in options.items() if value is not None), None)

@@ -1,0 +1,90 @@
+"""The command `quantize` turns a model into a quantized checkpoint with its plan and report."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quant.cli.base import JSON, QUIET, Command, model_options, print_json
+
+METHODS = click.Choice(["fisher", "kl", "output"])
+
+
+@click.command("quantize", cls=Command)
+@click.argument("model")
+@click.option("--format", "format_name", help="Preset: nvfp4, nvfp4a16, mxfp8, fp8, … (`quant formats` lists them).")
+@click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="Recipe file (TOML).")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
+@click.option("--solver", help="Method that rounds weights; replaces the recipe's.")
+@click.option(
+    "--guard",
+    metavar="'LIMIT FORMAT …'",
+    help="A layer with a relative output error above LIMIT gets the next format: '0.1 fp8 keep'.",
+)
+@click.option("--observer", help="Method that sets static activation scales: absmax, percentile, mse or entropy.")
+@click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
+@click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
+@click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
+@click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
+@click.option(
+    "--calib",
+    metavar="SOURCE",
+    help="Calibration text: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
+    "[#COLUMN], or self: the model writes it.  [default: self, if the plan needs text]",
+)
+@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
+@click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Evaluation text, or token ids.")
+@click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+# The fields of AllocationRequest:
+@click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted.")
+@click.option("--fit", metavar="SIZE", help="… so that weights and KV cache take at most SIZE, such as 24GB.")
+@click.option("--ctx", default="4096", show_default=True, metavar="N", help="Tokens per sequence for --fit: 32k.")
+@click.option("--batch", default=1, show_default=True, help="Concurrent sequences, for --fit and --latency.")
+@click.option("--latency", metavar="TIME", help="… so that a decoding step takes at most TIME, such as 12ms.")
+@click.option("--max-kl", type=float, metavar="NATS", help="Find the smallest model whose measured KL stays below.")
+@click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%.")
+@click.option(
+    "--target",
+    multiple=True,
+    metavar="NAME",
+    help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable.",
+)
+@click.option("--formats", metavar="LIST", help="Formats to choose from, besides 16 bit.  [default: nvfp4,fp8]")
+@click.option("--method", type=METHODS, help="How groups are scored.  [default: fisher]")
+@click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable.")
+@click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT.")
+@click.option("--at-least", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get at least FORMAT's bits.")
+@click.option(
+    "--search",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="Measurements that improve the choice.  [default: 500 on a GPU, 0 on a CPU]",
+)
+@click.option("--sensitivity", type=click.Path(path_type=Path), help="File that keeps the scores for the next run.")
+@click.option("--dry-run", is_flag=True, help="Print the plan with its sizes; read no weights, write nothing.")
+@model_options
+@QUIET
+@JSON
+def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
+    """Quantize MODEL: a Hugging Face directory, a .gguf, .safetensors, .pt or .pt2 file, or an alias.
+
+    Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
+    Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
+    """
+    from quant.allocation.request import AllocationRequest
+    from quant.cli.job import Job
+    from quant.cli.pipeline import run
+
+    request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
+    command = shlex.join(["quantize", *sys.argv[1:]])
+    outcome = run(Job(**options, request=request, command=command), quiet=quiet or as_json)
+    if as_json:
+        print_json(outcome)

@@ -1,0 +1,137 @@
+"""The commands `quant evaluate` and `generate` run a model, quantized or not: to measure it, or to see it write."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from quant.cli.base import (
+    ATTENTION,
+    JSON,
+    KV_CACHE,
+    QUIET,
+    Command,
+    attention_options,
+    model_options,
+    print_json,
+)
+from quant.cli.console import bar, page, status, table
+from quant.errors import UserError
+
+if TYPE_CHECKING:
+    from quant.evaluation import Evaluation
+
+
+@click.command("evaluate", cls=Command)
+@click.argument("model")
+@click.option("--text", required=True, type=click.Path(path_type=Path), help="Text, or token ids in safetensors.")
+@click.option("--baseline", help="Model to compare with; gives KL and top-1 agreement.")
+@click.option("--samples", default=16, show_default=True, help="Rows of text.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@ATTENTION
+@KV_CACHE
+@model_options
+@QUIET
+@JSON
+def evaluate_command(
+    model: str,
+    text: Path,
+    baseline: str | None,
+    samples: int,
+    seqlen: int,
+    batch_size: int,
+    attention: str | None,
+    kv_cache: str | None,
+    model_factory: str | None,
+    unsafe_load: bool,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Measure the perplexity of MODEL, quantized or not, and its KL and top-1 agreement with a baseline.
+
+    The baseline always attends in 16 bit.
+    """
+    from quant.cli.inputs import open_runnable, read_rows
+    from quant.evaluation import evaluate
+    from quant.runtime.attention import quantized_attention
+
+    source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
+    other = None
+    if baseline:
+        _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
+    rows = read_rows(source, text, samples, seqlen)
+    how = quantized_attention(module, **attention_options(model, attention, kv_cache))
+    with how, bar("evaluate", quiet or as_json) as advance:
+        result = evaluate(module, rows, other, batch_size=batch_size, progress=advance)
+    if as_json:
+        print_json(result.to_dict())
+    elif not quiet:
+        _print_evaluation(result)
+
+
+def _print_evaluation(result: Evaluation) -> None:
+    rows = [] if result.perplexity is None else [("perplexity", f"{result.perplexity:.3f}")]
+    if result.cosine is not None:
+        rows.append(("1 − cosine of the embeddings", f"{result.cosine:.6f}"))
+    if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
+        rows += [
+            ("baseline perplexity", f"{result.baseline_perplexity:.3f}"),
+            ("KL(baseline‖model)", f"{result.kl:.4f} nats"),
+            ("top-1 agreement", f"{result.top1:.1%}"),
+        ]
+    rows.append(("predictions" if result.cosine is None else "tokens", f"{result.tokens:,}"))
+    rows.append(("seconds", f"{result.seconds:.1f}"))
+    shown = table("", "", show_header=False)
+    for row in rows:
+        shown.add_row(*row)
+    page().print(shown)
+
+
+@click.command("generate", cls=Command)
+@click.argument("model")
+@click.option("--prompt", required=True, help="Text to continue.")
+@click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
+@click.option("--device", help="cpu, cuda or cuda:N.  [default: the GPU if there is one]")
+@click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
+@ATTENTION
+@KV_CACHE
+@QUIET
+@JSON
+def generate_command(
+    model: str,
+    prompt: str,
+    max_new_tokens: int,
+    device: str | None,
+    dtype: str | None,
+    attention: str | None,
+    kv_cache: str | None,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
+
+    On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does.
+    """
+    from quant.cli.inputs import open_runnable
+    from quant.runtime.generate import generate
+
+    with status(f"loading {model}", quiet or as_json):
+        source, module = open_runnable(model)
+    if not source.is_causal_lm:
+        raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
+    how = attention_options(model, attention, kv_cache)
+    written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, **how)
+    if as_json:
+        print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
+        return
+    click.echo(prompt + written.text)
+    if not quiet:
+        rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
+        click.echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
+        if written.kv_cache_bytes is not None or written.attention != "16bit":
+            size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
+            click.echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
