@@ -171,8 +171,10 @@ def _check_library(made: Path, path: Path) -> None:
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
-    """Settings of Inductor that only save time: no headers compiled for later packages, and for a GPU no search for
-    the CPU's vector instructions, which compiles and loads a program for each set of them.
+    """Settings of Inductor that only save time.
+
+    No headers are compiled for later packages. For a GPU the CPU's vector instructions are not searched, which would
+    compile and load a program for each set of them.
     """
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
     return settings if device.type == "cpu" else {**settings, "cpp.vec_isa_ok": False}

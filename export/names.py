@@ -111,8 +111,7 @@ class RenamedTensors(Mapping[str, torch.Tensor]):
 
 
 def expert_names(name: str, experts: int) -> list[str]:
-    """The matrices of a fused parameter that stays in 16 bit, by the names they have one by one; all of an expert's
-    after each other."""
+    """Names on disk of the matrices in a fused parameter that stays in 16 bit, expert by expert."""
     stem, _, last = name.rpartition(".")
     return [f"{stem}.{index}.{part}.weight" for index in range(experts) for part in EXPERT_PARTS.get(last, (last,))]
 

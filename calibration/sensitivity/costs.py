@@ -202,7 +202,7 @@ GPUS: dict[str, Roofline] = {
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Measured times, from a JSON file:
+    """Measured times, from a JSON file.
 
         {"name": "h100", "bandwidth": 3.0e12,
          "times": [{"weight": "nvfp4", "activation": null, "out": 4096, "in": 4096, "tokens": 8, "seconds": 9e-6}, …]}

@@ -32,6 +32,7 @@ _NOT_IMPORTED = {
 
 
 def load_graph(path: Path) -> Any:
+    """The ONNX model in a file, its external data left on disk; ValueError where the file holds none."""
     onnx = require("onnx")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such ONNX file")
@@ -223,6 +224,7 @@ def _attribute(node: Any, name: str, default: Any) -> Any:
 
 
 def layer_of(node: Any) -> str:
+    """Name of the layer that the exporter made a node for, or an empty string."""
     return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
 
 
@@ -232,12 +234,14 @@ def _place(node: Any) -> str:
 
 
 def as_profiles(shapes: str | Sequence[str] | None) -> list[str]:
+    """The profiles that `--shapes` gives: none, one, or several."""
     if shapes is None:
         return []
     return [shapes] if isinstance(shapes, str) else list(shapes)
 
 
 def require(module: str) -> Any:
+    """The imported module; ValueError names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

@@ -92,8 +92,10 @@ def test_compressed_tensors_mx(golden: str, format: str) -> None:
 
 @pytest.mark.parametrize("golden", ["NVFP4", "NVFP4A16"])
 def test_compressed_tensors_nvfp4(golden: str) -> None:
-    """With its scales our codes are its codes. The solver `compressed_tensors` makes those scales too, see
-    test_checkpoint_roundtrip.py."""
+    """With its scales our codes are its codes.
+
+    The solver `compressed_tensors` makes those scales too, see test_checkpoint_roundtrip.py.
+    """
     tensors = checkpoint(f"compressed_tensors/{golden}")
     for name, weight in layers():
         scale, reciprocal = tensors[f"{name}.weight_scale"], tensors[f"{name}.weight_global_scale"]

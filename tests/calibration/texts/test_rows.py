@@ -14,7 +14,7 @@ from quant.calibration.texts.rows import token_rows
 
 
 class Letters:
-    """A tokenizer whose ids can be read off the text: a = 0, b = 1, …"""
+    """A tokenizer whose ids can be read off the text: a is 0, b is 1, and so on."""
 
     def __len__(self) -> int:
         return 26

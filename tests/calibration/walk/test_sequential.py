@@ -343,8 +343,11 @@ def test_the_same_twice() -> None:
 
 @pytest.mark.gpu
 def test_a_block_at_a_time_on_the_gpu() -> None:
-    """GPTQ turns the last bit of a sum, or a tie of two scales, into other codes a few columns on (a CPU does, too,
-    with weights moved by 1e-6: half of the second block's codes change), but not into worse ones."""
+    """GPTQ on a GPU gives other codes than on a CPU, and no worse ones.
+
+    It turns the last bit of a sum, or a tie of two scales, into other codes a few columns on. So does a CPU with
+    weights moved by 1e-6: half of the second block's codes change.
+    """
     model = _llama()
     on_cpu = _solve(copy.deepcopy(model), _plan(model, "gptq"), ROWS)
     on_gpu = _solve(copy.deepcopy(model), _plan(model, "gptq"), ROWS, device=torch.device("cuda"))

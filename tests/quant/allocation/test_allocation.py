@@ -325,8 +325,10 @@ def test_the_command_line_allocates(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:
-    """With GPTQ the copy that the allocation measured goes into the checkpoint: read back, it loses what the report
-    says."""
+    """With GPTQ the copy that the allocation measured goes into the checkpoint.
+
+    Read back, it loses what the report says.
+    """
     tokens, out = f"{tmp_path / 'tokens.safetensors'}", tmp_path / "out"
     arguments = [
         str(model_dir), "--bits", "6", "--solver", "gptq", "--calib", f"{tokens}:calibration", "--calib-samples", "9",
