@@ -39,7 +39,7 @@ from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention, has_fp8_tensor_cores
-from quant.kernels.attention_reference import attention_reference
+from quant.kernels.attention_reference import fp8_attention_reference
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import LINEAR
@@ -280,8 +280,9 @@ def _attention(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     if not has_fp8_tensor_cores(q.device):
-        out, _ = attention_reference(q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, rows=0)
-        return out
+        return fp8_attention_reference(
+            q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=True
+        )
     from quant.kernels.portable.attention import launch_in_graph
 
     return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)

@@ -11,6 +11,8 @@ power of two is rotated in blocks of one that divides it (a head of 96 in three 
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 
@@ -47,3 +49,41 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
 def hadamard_block(n: int) -> int:
     """The largest power of two that divides `n`."""
     return n & -n
+
+
+def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
+    """The random-sign Hadamard rotation of a head of attention, in float32; orthonormal.
+
+    It acts on pairs of halves, so that it and the rotary embedding need the same two registers:
+
+        [u1 u2] = [x1·s1 · H   x2·s2 · H],    y = [u1 + u2   u1 − u2] / √n
+
+    with H block-diagonal where half the head dimension is no power of two.
+    """
+    half = x.shape[-1] // 2
+    signed = x.float() * _signs(x.shape[-1], x.device)
+    block = hadamard_block(half)
+    u1, u2 = (hadamard_transform(part, block) for part in (signed[..., :half], signed[..., half:]))
+    return torch.cat([u1 + u2, u1 - u2], -1) * 0.5**0.5
+
+
+@lru_cache(maxsize=32)
+def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same rotation as kernels multiply by it: H with the signs of each half, `[2, width, width]`.
+
+    Entries are 1 and −1, and zeros from half of `dim` to `width`, the next power of two.
+    """
+    half = dim // 2
+    block = hadamard_block(half)
+    width = 1 << (half - 1).bit_length()
+    out = torch.zeros(2, width, width, dtype=dtype)
+    signed = _signs(dim, torch.device("cpu")).view(2, half, 1) * hadamard_transform(torch.eye(half), block)
+    out[:, :half, :half] = signed.mul(block**0.5).round()
+    return out.to(device)
+
+
+@lru_cache(maxsize=32)
+def _signs(dim: int, device: torch.device) -> torch.Tensor:
+    """The random signs, float32 `[dim]`: the same for every model."""
+    generator = torch.Generator().manual_seed(dim)
+    return (torch.randint(0, 2, (dim,), generator=generator) * 2 - 1).float().to(device)

@@ -163,7 +163,7 @@ class _Rounded(torch.autograd.Function):
         ctx.save_for_backward(latent, step, first_step)
         ctx.format = format
         if _is_fused(latent, format):
-            from quant.kernels.portable.fake_quantize import learned_values
+            from quant.kernels.portable.nvfp4_solvers import learned_values
 
             return learned_values(latent, first_step, step)
         spread = _spread(step, latent.shape, format)
@@ -175,7 +175,7 @@ class _Rounded(torch.autograd.Function):
         latent, step, first_step = ctx.saved_tensors
         (gradient,) = gradients
         if _is_fused(latent, ctx.format):
-            from quant.kernels.portable.fake_quantize import learned_gradient
+            from quant.kernels.portable.nvfp4_solvers import learned_gradient
 
             return *learned_gradient(latent, first_step, step, gradient), None, None
         limit = ctx.format.element.max

@@ -143,7 +143,7 @@ def gptq(
 
     window = partial(_solve_window, solve)
     if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
-        from quant.kernels.portable.gptq import solve_nvfp4_window
+        from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
 
         window = partial(solve_nvfp4_window, second)
     values = torch.empty_like(target)

@@ -44,7 +44,7 @@ def local_hessian(
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
     if feedback and weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
-        from quant.kernels.portable.gptq import search_nvfp4_blocks
+        from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
 
         values, found = search_nvfp4_blocks(target, uppers, second)
         return quantize_with_scale(values.t().contiguous(), format, found.t().contiguous(), global_scale)

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from quant.kernels.aot import CompiledKernel, compile_kernel
-from quant.kernels.attention.forward import HEAD_DIMS, Tiles, tiles_for
+from quant.kernels.attention_tiles import HEAD_DIMS, Tiles, tiles_for
 from quant.kernels.driver import LoadedKernel
 
 NAME = "QuantFp8Attention"
@@ -174,7 +174,6 @@ def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKe
     signature = dict(zip(INPUTS, types[:-1], strict=True))
     signature |= dict.fromkeys(("heads", "kv_heads", "seq_q", "seq_kv"), "i32") | {"out": types[-1]}
     constants = {
-        "lse": None,
         "softmax_scale": attributes.scale(dim),
         "causal": bool(attributes.causal),
         "dim": dim,

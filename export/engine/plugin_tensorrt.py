@@ -29,7 +29,7 @@ from quant.export.engine.plugin import (
     launch_grid,
 )
 from quant.kernels.aot import CompiledKernel
-from quant.kernels.attention.forward import tiles_for
+from quant.kernels.attention_tiles import tiles_for
 from quant.kernels.driver import LoadedKernel
 
 _DATA_TYPES = {"FP32": "FLOAT", "FP16": "HALF"}

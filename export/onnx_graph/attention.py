@@ -19,7 +19,7 @@ from quant.export.onnx_graph.opsets import FLOAT, FLOAT8E4M3FN, opset, plugin_op
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.tensor import fake_quantize
-from quant.kernels.attention_reference import attention_reference
+from quant.kernels.attention_reference import fp8_attention_reference
 
 
 def attention_translations() -> dict[Any, Callable[..., Any]]:
@@ -68,7 +68,7 @@ def _attention_body(
     if scales and kind == "plugin":
         q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
         operands = torch.tensor(scales[:3])
-        return attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)[0]
+        return fp8_attention_reference(q8, k8, v8, operands, causal=causal, softmax_scale=scale, dtype=q.dtype)
     dtype = q.dtype
     if scales:
         fp8 = FORMATS["fp8"]

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from quant.formats.format import Format
-from quant.kernels.attention.forward import HEAD_DIMS as PLUGIN_HEAD_DIMS
+from quant.kernels.attention_tiles import HEAD_DIMS as PLUGIN_HEAD_DIMS
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.

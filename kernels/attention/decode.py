@@ -1,60 +1,23 @@
-"""Attention of new tokens over a paged KV cache: one function for decoding and for the chunks of a prompt.
+"""Attention of new tokens over a paged KV cache, for decoding and for the chunks of a prompt.
 
     out = paged_attention(q, cache.layer(3), block_table, lengths)        q [batch, heads, new, dim]
 
-The new tokens are the last ones of their sequences and are in the cache already: token i of `new` sees the keys up to
-position lengths − new + i. One new token is decoding; several are a chunk of a prompt over what came before.
+The new tokens are the last ones of their sequences and are already in the cache: token i of `new` sees the keys up to
+position lengths − new + i. One new token is decoding; several are a chunk of a prompt behind earlier ones.
 
-As everywhere here, the CPU runs the oracle: it gathers the pages, dequantizes them exactly and attends in float32. A
-GPU runs the Triton kernel of `decode_attention_triton`, which reads codes and nothing else. Launch sizes are here, so
-that they can be read where Triton is not installed.
+A CPU runs the oracle, which gathers the pages, dequantizes them exactly and attends in float32. A GPU runs the Triton
+kernel of `quant.kernels.portable.decode_attention`, which reads the codes directly.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 
-from quant.kernels.attention.kv_cache import PAGE_SIZES, KVPages, check_kv_format
 from quant.kernels.attention_reference import reference
-
-_ROWS = (8, 16)
-"""Query rows of a decoding tile: the columns of one or of two tensor-core products."""
-
-
-@dataclass(frozen=True)
-class DecodeTiles:
-    """A launch: query rows and keys of a tile, warps and stages of a program, parts that the keys fall into.
-
-    `overlap` lets it begin, and the next kernel, before the kernel before has ended.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    splits: int
-    overlap: bool = True
-
-
-def tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, sms: int) -> DecodeTiles:
-    """The launch for `rows` query rows a KV head, of `programs` sequences times KV heads, on a GPU of `sms` SMs."""
-    if rows > _ROWS[-1]:
-        return DecodeTiles(64, 32 if pages.dim > 128 else 64, 4, 2, 1)
-    block_m = next(size for size in _ROWS if size >= rows)
-    # Programs of one warp wait for nobody; larger tiles need the registers of two.
-    warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2
-    # Decoding E2M1 takes more programs on an SM to keep memory busy than waiting for FP8 does. They are all there at
-    # once, each with four tiles or more: parts that begin when others end would leave the GPU half empty at the end.
-    # With fewer programs than SMs, tiles read one after the other are what takes time: then two programs an SM.
-    on_an_sm = 8 if pages.format is not None and pages.format.global_scale else 4
-    parts = max(max_length // (4 * 32), min(2 * sms // programs, max_length // 64))
-    splits = max(1, min(on_an_sm * sms // programs, parts, 128))
-    # Overlapping saves a microsecond or two. Programs that start early take the places of those that read for long,
-    # which are then not all there at once: 32k tokens of NVFP4 took a third longer.
-    return DecodeTiles(block_m, 32, warps, 3, splits, overlap=max_length <= 1024 * splits)
+from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format
 
 
 def paged_attention(
@@ -83,7 +46,7 @@ def paged_attention(
         softcap: scores s become softcap · tanh(s / softcap); None leaves them.
         max_length, shortest: the largest and the smallest of `lengths`, where the caller knows them and answers for
             the block table. None has both checked, for which a GPU has to be waited for.
-        tiles: the launch; None takes `tiles_for`.
+        tiles: the launch; None takes `decode_tiles_for`.
 
     Returns:
         `[batch, heads, new, dim]` in the dtype of q.
@@ -110,7 +73,7 @@ def paged_attention(
     if tiles is None:
         rows, programs = q.shape[2] * (q.shape[1] // pages.kv_heads), q.shape[0] * pages.kv_heads
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
-        tiles = tiles_for(pages, rows, programs, max_length, sms)
+        tiles = decode_tiles_for(pages, rows, programs, max_length, sms)
     return launch(q, pages, block_table, lengths, scale, window, softcap, tiles)
 
 

@@ -1,199 +1,25 @@
-"""A KV cache in pages: keys and values of many sequences in FP8, NVFP4 or 16 bit, shared where prompts are.
+"""A paged KV cache: keys and values of many sequences in FP8, NVFP4 or 16 bit, with shared prompts stored once.
 
     cache = PagedKVCache(layers=32, kv_heads=8, dim=128, format=FORMATS["fp8_token"], pages=4096)
     a = cache.add()
     cache.append(layer, [a], k, v)                  # k, v [1, kv_heads, new, dim], rounded as they are written
-    b = cache.fork(a)                               # shares every page; whoever writes first gets a copy
-    out = cache.attend(layer, [a, b], q)            # q [2, heads, new, dim], over what is written
+    b = cache.fork(a)                               # shares every page; the first to write gets a copy
+    out = cache.attend(layer, [a, b], q)            # q [2, heads, new, dim], over all cached tokens
 
-A page holds 16, 32 or 64 tokens of every layer and KV head, so a sequence is a list of pages (its row of the block
-table) and nothing has to be moved when it grows. A page counts its owners; one that several own is copied before it
-is written, which is all that sharing a prompt among continuations takes.
-
-    format       a token of a head                                       scales
-    None         dim · 2 bytes                                           none
-    fp8          dim bytes, E4M3                                         one a KV head, calibrated or of what came first
-    fp8_token    dim + 4 bytes, E4M3                                     one a token and head, found on writing
-    nvfp4        dim / 2 + dim / 16 bytes, E2M1 and E4M3 block scales    the same
-
-Codes are those of `quant.formats`, bit for bit, and so are FP8's scales. NVFP4 chooses each block's scale among eight
-neighbours by squared error (`block_scales`). A scale that nobody calibrated is set by the first tokens, with room for
-sixteen times their magnitude: E4M3, of elements or of block scales, has 17 binades, so that costs little.
+A page spans all layers and KV heads, so a sequence is a list of pages (its row of the block table) and growing moves
+no data. A page counts its owners; one with several owners is copied before it is written, which is all that sharing a
+prompt among continuations takes. `quant.kernels.pages` defines the formats.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3
-from quant.formats.packing import pack
-from quant.formats.rounding import decode, encode, round_to
-from quant.formats.scaling import global_scale_of, max_rule, scale_of
-from quant.formats.tensor import BlockScaledTensor
-
-KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
-"""Formats of a quantized cache."""
-PAGE_SIZES = (16, 32, 64)
-MAX_DIM = 256
-HEADROOM = 16.0
-"""How much larger than the first tokens later ones may be, under a scale that was not calibrated."""
-CANDIDATES = (-2, 5)
-"""The first and the last block scale that NVFP4 tries, in E4M3 codes from the one that the `max` rule gives."""
-
-
-@dataclass(frozen=True, eq=False)
-class KVPages:
-    """The pages of one layer. Plain data; every tensor is contiguous.
-
-    Attributes:
-        k, v: codes `[pages, kv_heads, page_size, ·]`: E4M3 or 16 bit `[…, dim]`, E2M1 in uint8 `[…, dim / 2]`.
-        format: one of `KV_FORMATS`; None for 16 bit.
-        dim: head dimension.
-        k_scale, v_scale: float32 `[kv_heads]`, or `[pages, kv_heads, page_size]` for `fp8_token`; None for 16 bit.
-        k_blocks, v_blocks: NVFP4's block scales, E4M3 `[pages, kv_heads, page_size, dim / 16]`; None for others.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    format: Format | None
-    dim: int
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    k_blocks: torch.Tensor | None = None
-    v_blocks: torch.Tensor | None = None
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads."""
-        return self.k.shape[1]
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page."""
-        return self.k.shape[2]
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes that a token takes in this layer, K and V of all heads, scales included."""
-        return 2 * self.kv_heads * token_bytes(self.format, self.dim)
-
-    def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
-        index = torch.as_tensor(pages, dtype=torch.int64, device=self.k.device)
-
-        def gather(x: torch.Tensor | None) -> torch.Tensor | None:
-            return None if x is None else x[index].transpose(0, 1).flatten(1, 2)[:, :length]
-
-        def values(codes: torch.Tensor, scale: torch.Tensor | None, blocks: torch.Tensor | None) -> torch.Tensor:
-            codes, blocks = gather(codes), gather(blocks)  # type: ignore[assignment]
-            return decode_kv(codes, self.format, scale if scale is None or scale.dim() == 1 else gather(scale), blocks)
-
-        return values(self.k, self.k_scale, self.k_blocks), values(self.v, self.v_scale, self.v_blocks)
-
-
-def token_bytes(format: Format | None, dim: int) -> int:
-    """Bytes of one token's key or value in one head."""
-    if format is None:
-        return 2 * dim
-    scales = dim // 16 if format.global_scale else 4 if format.name == "fp8_token" else 0
-    return dim * format.element.bits // 8 + scales
-
-
-def check_kv_format(format: Format | None, dim: int) -> None:
-    """Raises ValueError where a cache cannot be in `format`, or cannot have heads of `dim`."""
-    if format is not None and format.name not in KV_FORMATS:
-        raise ValueError(f"KV cache: no format {format}; known: {', '.join(KV_FORMATS)}, or None for 16 bit")
-    if dim % 16 or not 0 < dim <= MAX_DIM:
-        raise ValueError(f"KV cache: head dimension {dim}; it must be a multiple of 16, at most {MAX_DIM}")
-
-
-def encode_kv(
-    x: torch.Tensor, format: Format, scale: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Codes, scales of `fp8_token` and block scales of `nvfp4`: what is written for `x`.
-
-    Args:
-        x: `[…, kv_heads, tokens, dim]`.
-        format: one of `KV_FORMATS`.
-        scale: float32 `[kv_heads]`; None for `fp8_token`.
-    """
-    x = x.float()
-    if format.global_scale:
-        assert scale is not None
-        second = scale[:, None, None, None, None]
-        blocks = x.unflatten(-1, (-1, 16)).unsqueeze(-3)  # […, tokens, 1, dim / 16, 16]
-        stored = block_scales(blocks, second)
-        codes = pack(encode(blocks / (stored * second), E2M1).flatten(-3), 4)
-        return codes, None, encode(stored.flatten(-3), E4M3)
-    if scale is None:
-        scale = scale_of(x.abs().amax(-1), E4M3.max)
-        return encode(x / scale[..., None], E4M3), scale, None
-    return encode(x / scale[:, None, None], E4M3), None, None
-
-
-def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
-
-    That leaves 0.6% more error on normal values than the best of all codes, the `max` rule 37% more. Errors are whole
-    numbers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums are the same in any
-    order, and so the kernel makes the same choice. Every product before a difference is exact or followed by a
-    minimum, so fusing it changes nothing.
-
-    Args:
-        blocks: float32 `[…, 1, blocks, 16]`.
-        scale: of a head, float32, broadcast against `blocks`.
-
-    Returns:
-        float32 `[…, 1, blocks, 1]`, representable in E4M3.
-    """
-    first = max_rule(blocks, FORMATS["nvfp4"], scale)
-    power = (first.view(torch.int32) & 0x7F800000).view(torch.float32)
-    magnitude = torch.minimum(blocks.abs() * (torch.ones_like(scale) / scale), 32 * power)
-    code = encode(first, E4M3).view(torch.uint8).int()
-    best: torch.Tensor = first
-    least: torch.Tensor | None = None
-    for offset in range(CANDIDATES[0], CANDIDATES[1] + 1):
-        stored = decode((code + offset).clamp_(1, E4M3.max_code).to(torch.uint8).view(torch.float8_e4m3fn), E4M3)
-        rounded = round_to(magnitude * (1 / stored), E2M1) * stored
-        error = ((magnitude - rounded) * (256 / power)).round_().int().square_().sum((-3, -1), keepdim=True)
-        best = stored if least is None else torch.where(error < least, stored, best)
-        least = error if least is None else torch.minimum(error, least)
-    return best
-
-
-def decode_kv(
-    codes: torch.Tensor, format: Format | None, scale: torch.Tensor | None, blocks: torch.Tensor | None
-) -> torch.Tensor:
-    """The values, float32 `[…, kv_heads, tokens, dim]`; `scale` is a head's or a token's."""
-    if format is None:
-        return codes.float()
-    assert scale is not None
-    if blocks is None:
-        return codes.float() * (scale[:, None, None] if scale.dim() == 1 else scale[..., None])
-    dim = codes.shape[-1] * 2
-    elements = BlockScaledTensor(codes, blocks, format, (*codes.shape[:-1], dim)).element_values()
-    steps = decode(blocks, E4M3) * scale[:, None, None]
-    return (elements.unflatten(-1, (-1, 16)) * steps[..., None]).flatten(-2)
-
-
-def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None) -> torch.Tensor:
-    """`x` `[…, kv_heads, tokens, dim]` as it comes back from a cache, in its own dtype."""
-    if format is None:
-        return x
-    codes, found, blocks = encode_kv(x, format, scale)
-    return decode_kv(codes, format, scale if found is None else found, blocks).to(x.dtype)
-
-
-def first_scale(x: torch.Tensor, format: Format | None) -> torch.Tensor | None:
-    """Scales float32 `[kv_heads]` from the first tokens `[batch, kv_heads, tokens, dim]` of a cache, with headroom."""
-    if format is None or format.name == "fp8_token":
-        return None
-    amax = x.abs().amax(dim=(0, 2, 3)).float() * HEADROOM
-    return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
+from quant.formats.format import Format
+from quant.kernels.attention.decode import paged_attention
+from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format, first_scale, write_reference
 
 
 class PagedKVCache:
@@ -392,8 +218,6 @@ class PagedKVCache:
         softcap: float | None = None,
     ) -> torch.Tensor:
         """Causal attention of the newest tokens over all that are there: see `paged_attention`."""
-        from quant.kernels.attention.decode import paged_attention
-
         counts = [self.length(sequence, layer) for sequence in sequences]
         return paged_attention(
             q,
@@ -486,41 +310,3 @@ class PagedKVCache:
             self._pools[name] = bigger
         self._owners += [0] * more
         self._free = list(range(have + more - 1, have - 1, -1)) + self._free
-
-
-def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on: the oracle."""
-    position = first[:, None].long() + torch.arange(k.shape[2], device=k.device)
-    page = table.long().gather(1, position // pages.page_size)
-    at = (page[:, :, None], torch.arange(pages.kv_heads, device=k.device), position[:, :, None] % pages.page_size)
-    for x, codes, scale, blocks in (
-        (k, pages.k, pages.k_scale, pages.k_blocks),
-        (v, pages.v, pages.v_scale, pages.v_blocks),
-    ):
-        if pages.format is None:
-            codes[at] = x.transpose(1, 2).to(codes.dtype)
-            continue
-        per_token = scale is not None and scale.dim() == 3
-        found = encode_kv(x, pages.format, None if per_token else scale)
-        for target, part in zip((codes, scale if per_token else None, blocks), found, strict=True):
-            if part is not None:
-                assert target is not None
-                _bytes(target)[at] = _bytes(part).transpose(1, 2)
-
-
-def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes, for not every indexing function takes FP8."""
-    return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x
-
-
-def kv_format(name: str | None) -> Format | None:
-    """The cache format called `name`; None, `keep` and `16bit` are no quantization.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
-    if name in (None, "keep", "16bit"):
-        return None
-    if name not in KV_FORMATS:
-        raise ValueError(f"no KV cache in {name!r}; known: {', '.join(KV_FORMATS)}, 16bit")
-    return FORMATS[str(name)]

@@ -39,8 +39,9 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention.kv_cache import KVPages, decode_kv, encode_kv
-from quant.kernels.attention_reference import SCALE_BLOCK, reference
+from quant.kernels.attention_operands import SCALE_BLOCK
+from quant.kernels.attention_reference import reference
+from quant.kernels.pages import KVPages, decode_kv, encode_kv
 
 RING_FORMATS = ("fp8", "nvfp4")
 """Formats in which keys and values are passed on, beside 16 bit."""

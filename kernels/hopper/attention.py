@@ -56,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from quant.kernels.attention_reference import SCALE_BLOCK
+from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions
 from quant.kernels.hopper.softmax import OPERANDS, softmax
 
 SCALE_ROWS = gl.constexpr(SCALE_BLOCK)
@@ -690,30 +690,24 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    softmax_scale: float,
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None,
-    max_seqlen_q: int,
+    options: AttentionOptions,
     tiles: HopperTiles | None = None,
 ) -> None:
-    """Runs the kernel on dense operands; as `attention_triton.attend`, but FP8's V is that of `lay_out_v`."""
+    """Runs the kernel on dense operands; as `quant.kernels.portable.attention.attend`, but FP8's v is laid out."""
     if not out.numel():
         return
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     batch, heads, tokens_q, dim = q.shape
     kv_heads, tokens_kv = k.shape[1:3]
-    fp8 = scales is not None
+    fp8 = options.scales is not None
+    packed, windowed, capped = (x is not None for x in (options.cu_seqlens_q, options.window, options.softcap))
     width = triton.next_power_of_2(dim)
     tiles = tiles or _TILES[width, q.dtype.itemsize]
-    blocks = triton.cdiv(max_seqlen_q, 64 * tiles.groups)
-    items = heads * (batch if cu_seqlens is None else len(cu_seqlens[0]) - 1)
+    blocks = triton.cdiv(options.max_seqlen_q, 64 * tiles.groups)
+    items = heads * options.sequences(batch)
     total = items * blocks
     group = _heads_at_once(items, heads // kv_heads, 2 * tokens_kv * dim * q.dtype.itemsize)
     dtype = gl.float8e4nv if fp8 else gl.bfloat16 if q.dtype == torch.bfloat16 else gl.float16
@@ -723,14 +717,15 @@ def attend(
         return TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, columns], layout)
 
     v_tile = (width, tiles.block_kv) if fp8 else (tiles.block_kv, width)
-    strides = [n for scale in scales for n in scale.stride()] if scales else [0] * 9
     programs = torch.cuda.get_device_properties(q.device).multi_processor_count
     attention_hopper[min(programs, total),](
         tensor_map(q, 64, width), tensor_map(k, tiles.block_kv, width), tensor_map(v, *v_tile), out, lse,
-        *(scales or (out, out, out)), *(cu_seqlens or (None, None)), torch.zeros(1, dtype=torch.int32, device=q.device),
+        *(options.scales or (out, out, out)), options.cu_seqlens_q, options.cu_seqlens_k,
+        torch.zeros(1, dtype=torch.int32, device=q.device),
         tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
-        window or 0, *strides, softmax_scale * math.log2(math.e), softcap * math.log2(math.e),
-        Kind(tiles, dim, fp8, causal, window is not None, softcap > 0, cu_seqlens is not None, lse is not None),
+        options.window or 0, *options.strides,
+        options.softmax_scale * math.log2(math.e), (options.softcap or 0.0) * math.log2(math.e),
+        Kind(tiles, dim, fp8, options.causal, windowed, capped, packed, lse is not None),
         num_warps=4, maxnreg=tiles.at_launch,
     )  # fmt: skip
 

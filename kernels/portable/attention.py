@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention.forward import tiles_for
-from quant.kernels.attention_reference import SCALE_BLOCK
+from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions
+from quant.kernels.attention_tiles import tiles_for
 
 
 @triton.jit
@@ -100,14 +100,13 @@ def attention_forward(
     seq_q,
     seq_kv,
     out,
-    lse,
     softmax_scale: tl.constexpr,
     causal: tl.constexpr,
     dim: tl.constexpr,
     block_q: tl.constexpr,
     block_kv: tl.constexpr,
 ):
-    """Grid: (blocks of queries, heads, batch). `lse` may be None."""
+    """Grid: (blocks of queries, heads, batch)."""
     block = tl.program_id(0)
     if causal:
         block = tl.num_programs(0) - 1 - block
@@ -149,9 +148,6 @@ def attention_forward(
     seen = row_sum > 0
     output = output * (tl.load(scales + 2) / tl.where(seen, row_sum, 1.0))[:, None]
     tl.store(out + tile, output.to(out.dtype.element_ty), mask=inside[:, None])
-    if lse is not None:
-        value = (row_max - 8.0 + tl.math.log2(tl.where(seen, row_sum, 1.0))) * 0.6931471805599453
-        tl.store(lse + first_row + row, tl.where(seen, value, float("-inf")), mask=inside)
 
 
 _INTEGERS = (
@@ -277,14 +273,13 @@ def launch(
     v: torch.Tensor,
     scales: torch.Tensor,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
     causal: bool,
     softmax_scale: float,
     arch: int | None = None,
 ) -> None:
-    """Runs the kernel on dense operands; `arch` chooses the tiles, by default those of the operands' GPU."""
+    """Runs `attention_forward` on dense operands; `arch` chooses the tiles, by default that of the operands' GPU."""
     if out.numel():
-        grid, arguments, constants = _launch_of(q, k, v, scales, out, lse, causal, softmax_scale, arch)
+        grid, arguments, constants = _launch_of(q, k, v, scales, out, causal, softmax_scale, arch)
         attention_forward[grid](*arguments, **constants)
 
 
@@ -297,11 +292,20 @@ def launch_in_graph(
     softmax_scale: float,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The launch as a node that `torch.compile` and AOTInductor see: they compile the kernel into what they make."""
+    """The same launch as a node that `torch.compile` and AOTInductor see and compile into their output."""
     out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    grid, arguments, constants = _launch_of(q, k, v, scales, out, None, causal, softmax_scale, None)
+    grid, arguments, constants = _launch_of(q, k, v, scales, out, causal, softmax_scale, None)
     torch.library.wrap_triton(attention_forward)[grid](*arguments, **constants)
     return out
+
+
+def _launch_of(q, k, v, scales, out, causal, softmax_scale, arch):
+    """Grid, run-time arguments and compile-time ones."""
+    batch, heads, seq_q, dim = q.shape
+    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
+    constants = {"softmax_scale": softmax_scale, "causal": causal, "dim": dim, **vars(tiles)}
+    arguments = (q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out)
+    return (triton.cdiv(seq_q, tiles.block_q), heads, batch), arguments, constants
 
 
 def _arch_of(x):
@@ -309,61 +313,33 @@ def _arch_of(x):
     return 10 * major + minor
 
 
-def _launch_of(q, k, v, scales, out, lse, causal, softmax_scale, arch):
-    """Grid, run-time arguments and compile-time ones."""
-    batch, heads, seq_q, dim = q.shape
-    tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
-    constants = {
-        "softmax_scale": softmax_scale,
-        "causal": causal,
-        "dim": dim,
-        "block_q": tiles.block_q,
-        "block_kv": tiles.block_kv,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
-    }
-    arguments = (q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out, lse)
-    return (triton.cdiv(seq_q, tiles.block_q), heads, batch), arguments, constants
-
-
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    scales: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float,
-    softmax_scale: float,
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor] | None,
-    max_seqlen_q: int,
+    options: AttentionOptions,
     arch: int | None = None,
 ) -> None:
-    """Runs the kernel with options on dense operands.
+    """Runs `attention_with_options` on dense operands.
 
     Args:
-        q, k, v: E4M3 with scales, or BF16 or FP16 without.
-        scales: float32 `[batch, heads, blocks]`, expanded as needed.
-        cu_seqlens: of packed queries and keys.
-        max_seqlen_q: of the longest sequence.
-        arch: chooses the tiles, by default those of the operands' GPU.
+        q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
+        out, lse: outputs; None for a log-sum-exp that nobody wants.
+        options: with no default left open, and scales `[batch, heads, blocks]`, expanded as needed.
+        arch: chooses the tiles, by default that of the operands' GPU.
     """
     if not out.numel():
         return
     batch, heads, tokens_q, dim = q.shape
     kv_heads, tokens_kv = k.shape[1:3]
     tiles = tiles_for(dim, _arch_of(q) if arch is None else arch, q.dtype.itemsize)
-    sequences = batch if cu_seqlens is None else len(cu_seqlens[0]) - 1
-    grid = (triton.cdiv(max_seqlen_q, tiles.block_q), heads, sequences)
-    strides = [n for scale in scales for n in scale.stride()] if scales else [0] * 9
+    grid = (triton.cdiv(options.max_seqlen_q, tiles.block_q), heads, options.sequences(batch))
     attention_with_options[grid](
-        q, k, v, *(scales or (None, None, None)), *(cu_seqlens or (None, None)),
-        heads, kv_heads, tokens_q, tokens_kv, tokens_q, tokens_kv, window or 0, *strides,
-        softmax_scale, softcap, out, lse,
-        causal=causal, windowed=window is not None, capped=softcap > 0, scale_block=SCALE_BLOCK,
-        dim=dim, width=triton.next_power_of_2(dim), block_q=tiles.block_q, block_kv=tiles.block_kv,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        q, k, v, options.q_scale, options.k_scale, options.v_scale, options.cu_seqlens_q, options.cu_seqlens_k,
+        heads, kv_heads, tokens_q, tokens_kv, tokens_q, tokens_kv, options.window or 0, *options.strides,
+        options.softmax_scale, options.softcap or 0.0, out, lse,
+        causal=options.causal, windowed=options.window is not None, capped=options.softcap is not None,
+        scale_block=SCALE_BLOCK, dim=dim, width=triton.next_power_of_2(dim), **vars(tiles),
     )  # fmt: skip

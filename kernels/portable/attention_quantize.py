@@ -14,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention.quantize import AttentionOperands, Scales, _Work, sign_matrices
-from quant.kernels.attention_reference import SCALE_BLOCK
-from quant.kernels.hadamard import hadamard_block
+from quant.kernels.attention_operands import SCALE_BLOCK, AttentionInputs, QuantizedParts, Scales, scale_blocks
+from quant.kernels.hadamard import hadamard_block, sign_matrices
 
 _INTEGERS = (
     "heads", "kv_heads", "tokens_q", "tokens_kv", "blocks_q", "blocks_kv", "cos_batch",
@@ -261,8 +260,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
     """
     batch, heads, tokens, dim = v.shape
     sequences = 1 if cu_seqlens is None else len(cu_seqlens) - 1
-    blocks = triton.cdiv(tokens, SCALE_BLOCK) if cu_seqlens is None else tokens // SCALE_BLOCK + sequences
-    padded = blocks * SCALE_BLOCK
+    padded = scale_blocks(tokens, None if cu_seqlens is None else sequences) * SCALE_BLOCK
     make = torch.empty if cu_seqlens is None else torch.zeros
     out = make(batch, heads, dim, padded, dtype=torch.uint8, device=v.device)
     grid = (triton.cdiv(longest or tokens, SCALE_BLOCK), batch * heads, sequences)
@@ -273,8 +271,8 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
     return out.view(v.dtype)
 
 
-def quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
-    """Codes, scales, and the shift of the scores."""
+def quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
+    """Codes and scales of Q, K and V, and the shift of the scores."""
     q, k, v = work.q, work.k, work.v
     padded = (*v.shape[:2], v.shape[3], work.blocks(v) * SCALE_BLOCK)
     codes = [
@@ -284,21 +282,17 @@ def quantize(work: _Work, scales: Scales | None) -> AttentionOperands:
     steps = _new_scales(work) if scales is None else [_per_head(s, x) for s, x in zip(scales, (q, k, v), strict=True)]
     shift = None if work.mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     _launch(work, codes, steps, shift, static=scales is not None, measure=False)
-    q_scale, k_scale, v_scale = steps if scales is None else scales
-    return AttentionOperands(
-        codes[0], codes[1], codes[2], q_scale, k_scale, v_scale, work.laid_out, shift, work.cu_seqlens_q,
-        work.cu_seqlens_k, work.max_seqlen_q,
-    )  # fmt: skip
+    return codes, steps if scales is None else scales, shift
 
 
-def measure(work: _Work) -> list[torch.Tensor]:
+def measure(work: AttentionInputs) -> list[torch.Tensor]:
     """The largest magnitude of each block of Q, K and V."""
     amax = _new_scales(work)
     _launch(work, [work.q, work.k, work.v], amax, None, static=False, measure=True)
     return amax
 
 
-def key_means(work: _Work) -> torch.Tensor:
+def key_means(work: AttentionInputs) -> torch.Tensor:
     """Mean of K over each sequence, `[sequences, kv_heads, dim]`."""
     k = _aligned(work.k)
     sequences = work.sequences or k.shape[0]
@@ -316,7 +310,7 @@ def key_means(work: _Work) -> torch.Tensor:
     return total.sum(0) / work.cu_seqlens_k.diff().clamp_min(1)[:, None, None]
 
 
-def _new_scales(work: _Work) -> list[torch.Tensor]:
+def _new_scales(work: AttentionInputs) -> list[torch.Tensor]:
     # Packed sequences leave some blocks without tokens: nothing reads those, but a maximum over all of them does.
     make = torch.empty if work.sequences is None else torch.zeros
     tensors = (work.q, work.k, work.v)
@@ -338,7 +332,7 @@ def _eighths(x: torch.Tensor) -> list[int]:
     return [n // 8 for n in x.stride()[:3]]
 
 
-def _rope_of(work: _Work) -> tuple[torch.Tensor, torch.Tensor, int]:
+def _rope_of(work: AttentionInputs) -> tuple[torch.Tensor, torch.Tensor, int]:
     """cos and sin, and the eighths of elements from one batch entry to the next."""
     if work.rope is None:
         return work.k, work.k, 0
@@ -347,7 +341,7 @@ def _rope_of(work: _Work) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 def _launch(
-    work: _Work,
+    work: AttentionInputs,
     codes: list[torch.Tensor],
     scales: list[torch.Tensor],
     shift: torch.Tensor | None,

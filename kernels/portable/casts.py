@@ -29,8 +29,16 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current
+from quant.kernels.portable.e2m1 import (
+    code_bits,
+    encode,
+    encode_exact,
+    in_two_parts,
+    nearly,
+    pack,
+    refined,
+)
 from quant.kernels.portable.e2m1 import columns as _columns
-from quant.kernels.portable.e2m1 import encode, encode_exact, in_two_parts, nearly, pack, refined
 from quant.kernels.portable.hadamard import hadamard_of_threads
 from quant.kernels.portable.matmul import decode_scale
 
@@ -67,32 +75,6 @@ def quotient_to_code(x, step, inverse):
     left = tl.fma(inverse, -step, 1.0)
     rest = tl.fma(left, left, left) * inverse
     return tl.fma(x, inverse, x * rest)
-
-
-@triton.jit
-def encode_e2m1(x):
-    """Codes, int32, of float32: to nearest even, saturating."""
-    return encode_e2m1_of(tl.abs(x), x)
-
-
-@triton.jit
-def encode_e2m1_of(magnitude, signed):
-    """Codes, int32, of float32 magnitudes with the signs of `signed`: to nearest even, saturating, NaN as well."""
-    sign = (signed.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
-    return (_e2m1_bits(magnitude) - 0x4B400000) | sign
-
-
-@triton.jit
-def _e2m1_bits(magnitude):
-    """Codes of float32 magnitudes, and 0x4B400000 on top.
-
-    From value to code is a line of three parts that gets flatter, and so the least of three lines: 2x, x + 2 and
-    x / 2 + 4. Each is one FMA that ends at 1.5 * 2^23, where float32 rounds to whole numbers, even ones at ties.
-    """
-    magnitude = tl.minimum(magnitude, 6.0)
-    line = tl.minimum(tl.fma(magnitude, 2.0, 12582912.0), magnitude + 12582914.0)
-    line = tl.minimum(line, tl.fma(magnitude, 0.5, 12582916.0))
-    return line.to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -474,7 +456,7 @@ def _words(steps, signed):
     signs = (signs << 4) | (s1 >> 28)
     signs = (signs << 4) | (s0 >> 28)
     # 0x4B400000 eight times, each four bits further left.
-    words = tl.sum(_e2m1_bits(tl.abs(steps)) << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
+    words = tl.sum(code_bits(tl.abs(steps)) << (tl.arange(0, 8) * 4)[None, :], axis=1) - 0x3F400000
     return (words & 0x77777777) | (signs.to(tl.int32, bitcast=True) & -0x77777778)
 
 

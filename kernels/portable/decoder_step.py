@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.attention.kv_cache import KVPages
 from quant.kernels.linear import dispatch
+from quant.kernels.pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.tiles import GluonTiles
 

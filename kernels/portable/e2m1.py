@@ -1,16 +1,21 @@
-"""E2M1 codes of BF16 values in the registers of a Triton kernel, two values at a time where two can be taken at once.
+"""Rounding to E2M1 in the registers of a Triton kernel, to nearest even and saturating at 6.
 
-A thread holds blocks of 16 float32 that are still to be rounded to BF16. Rounded, two make a word, and the largest of a
-block and the signs are found in words, which hold every other value,
+    nearest_e2m1      float32 to the nearest value of E2M1
+    encode_e2m1       float32 to codes
+    pack, encode      blocks of 16 float32, rounded to BF16 first, to words of eight codes: two values at a time
+
+A value becomes its code on a line of three parts that gets flatter, which is the minimum of three lines: 2x, x + 2 and
+x / 2 + 4. Each is one FMA that ends at 1.5 · 2^23, where float32 rounds to whole numbers, even ones at ties.
+
+`pack` rounds two values into one word and finds the largest magnitude and the signs of a block in words. A word holds
+every other value,
 
     (0, 2) (4, 6) (1, 3) (5, 7)      so that one permutation of bytes gives the signs of values 0, 2, 4 and 6
 
-From value to code is the least of three lines, as in `kernels/portable/casts.py`. Hopper has the least of three
-integers in one instruction, and bits of positive float32 are in the order of their values. The codes, each in the low
-half of a register, meet in pairs (0, 4) (1, 5) (2, 6) (3, 7), every pair four bits higher than the one before.
-
-That is 10 instructions a value where one after another takes 13, and what a quantizer with a rotation waits for is
-instructions.
+Hopper has the minimum of three integers in one instruction, and the bits of positive float32 sort like their values.
+The codes, each in the low half of a register, are merged in pairs (0, 4) (1, 5) (2, 6) (3, 7), every pair four bits
+higher than the one before. That is 10 instructions a value instead of 13, and instructions are what limits a quantizer
+with a rotation.
 """
 
 from __future__ import annotations
@@ -59,6 +64,31 @@ def _encoding(quotient: str) -> str:
     return "\n".join(lines) + " }"
 
 
+@triton.jit
+def nearest_e2m1(x):
+    """The nearest value of E2M1. Its step is half the power of two below x, and at least a half."""
+    x = tl.clamp(x, -6.0, 6.0)
+    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
+    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for the digits of E2M1 alone
+    return (x + magic) - magic
+
+
+@triton.jit
+def encode_e2m1(x):
+    """Codes, int32, of float32; NaN becomes 6 with its sign."""
+    sign = (x.to(tl.uint32, bitcast=True) >> 28).to(tl.int32, bitcast=True) & 8
+    return (code_bits(tl.abs(x)) - 0x4B400000) | sign
+
+
+@triton.jit
+def code_bits(magnitude):
+    """Codes of float32 magnitudes plus 0x4B400000, the bits of 1.5 · 2^23. See the module docstring."""
+    magnitude = tl.minimum(magnitude, 6.0)
+    line = tl.minimum(tl.fma(magnitude, 2.0, 12582912.0), magnitude + 12582914.0)
+    line = tl.minimum(line, tl.fma(magnitude, 0.5, 12582916.0))
+    return line.to(tl.int32, bitcast=True)
+
+
 _PACK = tl.constexpr(_packing())
 _ENCODE = tl.constexpr(_encoding("mul.f32 r, x, $11; fma.rn.f32 x, x, $10, r;"))
 _ENCODE_EXACT = tl.constexpr(_encoding("mul.f32 x, x, $10;"))
@@ -66,7 +96,7 @@ _ENCODE_EXACT = tl.constexpr(_encoding("mul.f32 x, x, $10;"))
 
 @triton.jit
 def pack(x):
-    """Blocks of 16 float32, `[blocks, 16]`, as eight words of BF16, and the largest magnitude of each block."""
+    """Blocks of 16 float32, `[blocks, 16]`, as eight words of BF16 pairs, and the largest magnitude of each block."""
     even, odd = tl.split(x.reshape(x.shape[0], 8, 2))
     x0, x2, x4, x6, x8, xa, xc, xe = columns(even)
     x1, x3, x5, x7, x9, xb, xd, xf = columns(odd)
@@ -80,7 +110,7 @@ def pack(x):
 
 @triton.jit
 def encode(w0, w1, w2, w3, w4, w5, w6, w7, inverse, rest):
-    """Words of eight codes each, `[blocks, 2]`, of what `pack` gave; 1 / step is inverse + rest. NaN is taken for 6."""
+    """Words of eight codes, `[blocks, 2]`, from the words of `pack`; 1 / step is inverse + rest. NaN becomes 6."""
     low, high = tl.inline_asm_elementwise(
         _ENCODE, "=r,=r,r,r,r,r,r,r,r,r,f,f", [w0, w1, w2, w3, w4, w5, w6, w7, inverse, rest],
         dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
@@ -90,7 +120,7 @@ def encode(w0, w1, w2, w3, w4, w5, w6, w7, inverse, rest):
 
 @triton.jit
 def encode_exact(w0, w1, w2, w3, w4, w5, w6, w7, inverse):
-    """`encode` by steps that are powers of two, with 1 / step."""
+    """As `encode`, for steps that are powers of two: `inverse` is 1 / step."""
     low, high = tl.inline_asm_elementwise(
         _ENCODE_EXACT, "=r,=r,r,r,r,r,r,r,r,r,f", [w0, w1, w2, w3, w4, w5, w6, w7, inverse],
         dtype=(tl.int32, tl.int32), is_pure=True, pack=1,
@@ -100,7 +130,7 @@ def encode_exact(w0, w1, w2, w3, w4, w5, w6, w7, inverse):
 
 @triton.jit
 def nearly(step):
-    """1 / step, to a unit in the last place or so."""
+    """1 / step, accurate to about one unit in the last place."""
     return tl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [step], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -108,9 +138,9 @@ def nearly(step):
 
 @triton.jit
 def refined(step, near):
-    """1 / step, correctly rounded, of what is a few units from it: one step of Newton's method.
+    """1 / step, correctly rounded, from an approximation a few units off, by one step of Newton's method.
 
-    That step ends below for a mantissa of ones, which alone leaves so much.
+    The step ends one unit low where the mantissa is all ones; its residual, then larger than any other, tells.
     """
     near = tl.fma(tl.fma(-step, near, 1.0), near, near)
     return tl.where(tl.fma(-step, near, 1.0) >= 5.960464477539063e-08, near * 1.0000001192092896, near)
@@ -118,7 +148,7 @@ def refined(step, near):
 
 @triton.jit
 def in_two_parts(step, near):
-    """1 / step, correctly rounded, and what its rounding left, which is good to 2^-48 beside it."""
+    """1 / step, correctly rounded, and the rest that this rounding cut off; their sum is accurate to 2^-48."""
     inverse = refined(step, near)
     left = tl.fma(-step, inverse, 1.0)
     return inverse, tl.fma(left, left, left) * inverse

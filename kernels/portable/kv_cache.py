@@ -3,7 +3,7 @@
     program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes ─▶ page table[position / page_size]
                                            V likewise
 
-The codes are those of `quant.kernels.attention.kv_cache.encode_kv`, bit for bit. And the way back, for what attends to
+The codes are those of `quant.kernels.pages.encode_kv`, bit for bit. And the way back, for what attends to
 values:
 
     program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
@@ -15,24 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from quant.kernels.attention.kv_cache import CANDIDATES, KVPages
-from quant.kernels.portable.casts import encode_e2m1, encode_scale
+from quant.kernels.pages import CANDIDATES, KVPages
+from quant.kernels.portable.casts import encode_scale
+from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 
 
 @triton.jit
-def _e2m1(magnitude):
-    """Non-negative float32 to the nearest value of E2M1: to even, saturating. As `cast.encode_e2m1_of` does it."""
-    magnitude = tl.minimum(magnitude, 6.0)
-    power = tl.maximum(magnitude, 1.0).to(tl.int32, bitcast=True) & 0x7F800000
-    magic = (power + ((22 << 23) + 0x400000)).to(tl.float32, bitcast=True)
-    return magnitude + magic - magic
-
-
-@triton.jit
 def _best_scale(value, stored, scale):
-    """`quant.kernels.attention.kv_cache.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
+    """`quant.kernels.pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
     # The code from the value's bits: those of `stored` itself came as zero for every other token on an H100.
     first = stored.to(tl.float32)
     bits = first.to(tl.int32, bitcast=True)
@@ -44,7 +36,7 @@ def _best_scale(value, stored, scale):
     for offset in tl.static_range(_FIRST, _LAST + 1):
         candidate = tl.minimum(tl.maximum(code + offset, 1), 126)
         step = candidate.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
-        rounded = _e2m1(magnitude * tl.div_rn(1.0, step)[:, :, None]) * step[:, :, None]
+        rounded = nearest_e2m1(magnitude * tl.div_rn(1.0, step)[:, :, None]) * step[:, :, None]
         # 1.5 · 2^23 leaves the nearest whole number in the low bits of the sum.
         steps = ((magnitude - rounded) * unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         error = tl.sum(steps * steps, 2)

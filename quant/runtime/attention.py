@@ -43,11 +43,13 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
-from quant.kernels.attention.forward import DIMS, attention
-from quant.kernels.attention.kv_cache import HEADROOM, first_scale, kv_format, round_kv
+from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize import quantize_attention
 from quant.kernels.attention.ring import quantize_blocks
-from quant.kernels.attention_reference import SCALE_BLOCK, reference
+from quant.kernels.attention_operands import SCALE_BLOCK
+from quant.kernels.attention_reference import reference
+from quant.kernels.attention_tiles import DIMS
+from quant.kernels.pages import HEADROOM, first_scale, kv_format, round_kv
 from quant.runtime.rotation import turning
 
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"

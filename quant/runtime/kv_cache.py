@@ -22,7 +22,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from quant.errors import UserError
 from quant.formats.format import Format
-from quant.kernels.attention.kv_cache import PagedKVCache, kv_format
+from quant.kernels.attention.kv_cache import PagedKVCache
+from quant.kernels.pages import kv_format
 from quant.runtime.attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.runtime.rotation import Turn, turning
 

@@ -10,7 +10,7 @@ import torch
 
 from quant.export.engine.plugin import Attributes, compile_attention, launch
 from quant.kernels.aot import ARCHITECTURES, CompiledKernel, assemble, compile_kernel, without_scratch
-from quant.kernels.attention.forward import HEAD_DIMS
+from quant.kernels.attention_tiles import HEAD_DIMS
 from quant.kernels.driver import LoadedKernel
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

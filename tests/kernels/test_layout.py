@@ -183,8 +183,9 @@ def test_experts_are_laid_out_one_by_one() -> None:
 def test_row_scales_hold_the_largest_value_of_a_row() -> None:
     """The E4M3 scale of a row: 6 times its largest block scale becomes 448, whatever the codes are."""
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from interpreter import interpreted
+
     from quant.kernels.hopper.decode_nvfp4 import row_scales
-    from quant.kernels.interpreter import interpreted
 
     weight = all_pairs(128, 4160)
     stored = weight.scale.view(torch.uint8)

@@ -28,7 +28,7 @@ from quant.export.engine.plugin import (
     integer_arguments,
     launch_grid,
 )
-from quant.kernels.attention.forward import HEAD_DIMS, tiles_for
+from quant.kernels.attention_tiles import HEAD_DIMS, tiles_for
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

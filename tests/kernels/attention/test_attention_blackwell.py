@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quant.kernels.aot import CompiledKernel, assemble, compile_kernel
-from quant.kernels.attention.forward import tiles_for
+from quant.kernels.attention_tiles import tiles_for
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

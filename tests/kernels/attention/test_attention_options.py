@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import interpreted
 
-from quant.kernels.attention.forward import DIMS, attention, scale_blocks
+from quant.kernels.attention.forward import attention
+from quant.kernels.attention_operands import scale_blocks
 from quant.kernels.attention_reference import reference
-from quant.kernels.interpreter import interpreted
+from quant.kernels.attention_tiles import DIMS
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -117,8 +119,8 @@ def kernel(
     from quant.kernels.attention import forward as module
     from quant.kernels.portable import attention as kernel
 
-    def attend(*args: Any, **given: Any) -> None:
-        launch(*args, **given, arch=arch)
+    def attend(*args: Any) -> None:
+        launch(*args, arch=arch)
 
     launch = kernel.attend
     with (
@@ -200,7 +202,7 @@ def test_log_sum_exp_only_on_request() -> None:
 def test_op_for_compilers() -> None:
     q, k, v, options = case(length=(20, 30))
     scales = [torch.ones(2, x.shape[1], 1) for x in (q, k, v)]
-    args = (q, k, v, *scales, True, 5, 0.0, 0.125, None, None, 20, torch.bfloat16, True, False)
+    args = (q, k, v, *scales, True, 5, None, 0.125, None, None, 20, torch.bfloat16, False, True)
     torch.library.opcheck(torch.ops.quant.attention.default, args, test_utils="test_faketensor")
     compiled = torch.compile(lambda *x: attention(*x, causal=True, **options) + 1, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(q, k, v), attention(q, k, v, causal=True, **options) + 1)

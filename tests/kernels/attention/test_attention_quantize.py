@@ -10,12 +10,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from interpreter import interpreted
 
 from quant.kernels.attention import quantize as module
-from quant.kernels.attention.forward import DIMS
-from quant.kernels.attention.quantize import AttentionOperands, quantize_attention, rotate
-from quant.kernels.attention_reference import restore_v, scale_of_rows
-from quant.kernels.interpreter import interpreted
+from quant.kernels.attention.quantize import AttentionOperands, quantize_attention
+from quant.kernels.attention_operands import restore_v, scale_of_rows
+from quant.kernels.attention_tiles import DIMS
+from quant.kernels.hadamard import random_sign_rotation
 
 pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 
@@ -33,7 +34,8 @@ def rotary(tokens: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angle.cos(), angle.sin()
 
 
-def values(codes: torch.Tensor, scale: torch.Tensor, cu: torch.Tensor | None = None) -> torch.Tensor:
+def values(codes: torch.Tensor, scale: torch.Tensor | None, cu: torch.Tensor | None = None) -> torch.Tensor:
+    assert scale is not None
     return codes.double() * scale_of_rows(scale.double(), codes.shape, cu)
 
 
@@ -45,7 +47,11 @@ def test_codes_and_scales_of_blocks() -> None:
     """Against ml_dtypes, block by block."""
     q, k, v = operands(64, tokens=150)
     made = quantize_attention(q, k, v, laid_out=False)
-    for x, codes, scale in ((q, made.q, made.q_scale), (k, made.k, made.k_scale), (v, made.v, made.v_scale)):
+    for x, codes, scale in (
+        (q, made.q, made.options.q_scale),
+        (k, made.k, made.options.k_scale),
+        (v, made.v, made.options.v_scale),
+    ):
         assert scale.shape == (*x.shape[:2], 2)
         for block, rows in enumerate((slice(0, 128), slice(128, 150))):
             part = x[1, 1, rows].float().numpy()
@@ -57,7 +63,7 @@ def test_codes_and_scales_of_blocks() -> None:
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_rotation_is_orthonormal_and_spreads(dim: int) -> None:
-    eye = rotate(torch.eye(dim)).double()
+    eye = random_sign_rotation(torch.eye(dim)).double()
     torch.testing.assert_close(eye @ eye.mT, torch.eye(dim, dtype=torch.float64), rtol=0, atol=1e-6)
     mixed = 2 * (dim // 2 & -(dim // 2))  # a pair of halves, and a power of two in each
     assert torch.equal((eye.abs() > 1e-6).sum(0), torch.full((dim,), mixed))
@@ -69,11 +75,14 @@ def test_smoothing_and_rotation_leave_the_softmax() -> None:
     k = k + 3 * torch.randn(1, 2, 1, 128).bfloat16()
     made = quantize_attention(q, k, v, hadamard=True, smooth_k=True, laid_out=False)
     assert made.score_shift is not None
-    got = scores(values(made.q, made.q_scale), values(made.k, made.k_scale)) + made.score_shift.double()[..., None]
+    got = (
+        scores(values(made.q, made.options.q_scale), values(made.k, made.options.k_scale))
+        + made.score_shift.double()[..., None]
+    )
     off = (got - scores(q, k)).norm() / scores(q, k).norm()
     assert float(off) < 0.04  # 2.6e-2 for each of two operands, less what the mean takes off
     plain = quantize_attention(q, k, v, laid_out=False)
-    coarse = scores(values(plain.q, plain.q_scale), values(plain.k, plain.k_scale)) - scores(q, k)
+    coarse = scores(values(plain.q, plain.options.q_scale), values(plain.k, plain.options.k_scale)) - scores(q, k)
     fine = got - scores(q, k)
     assert float(fine.norm()) < 0.7 * float(coarse.norm())
 
@@ -154,10 +163,10 @@ def check(expected: AttentionOperands, got: AttentionOperands, cu: torch.Tensor 
     """Sums are taken in another order by the rotation, the mean and the embedding: a few codes may be the next ones."""
     for name in "qkv":
         codes = [getattr(made, name).view(torch.uint8).cpu() for made in (expected, got)]
-        if name == "v" and expected.v_laid_out:
+        if name == "v" and expected.options.v_laid_out:
             codes = [restore_v(x, expected.k.shape[2], cu) for x in codes]
         assert float((codes[0] != codes[1]).float().mean()) <= differing
-        scale, other = (getattr(made, f"{name}_scale").cpu() for made in (expected, got))
+        scale, other = (getattr(made.options, f"{name}_scale").cpu() for made in (expected, got))
         used = scale_of_rows(scale, codes[0].shape, cu), scale_of_rows(other, codes[0].shape, cu)
         torch.testing.assert_close(used[1], used[0], rtol=1e-5, atol=0)
         # A step of E4M3 is at most an eighth of the value, or 2^-9.
@@ -191,7 +200,7 @@ def test_values_of_zero_leave_the_others_their_precision(dim: int, device: str) 
     q, k, v = (x.to(device) for x in operands(dim, tokens=400))
     v[:, :, :128] = 0
     quantized = quantize_attention(q, k, v)
-    assert bool((quantized.v_scale[..., 0] < 1e-20).all())
+    assert bool((quantized.options.v_scale[..., 0] < 1e-20).all())
     weight = (scores(q, k) / math.sqrt(dim)).softmax(-1)
     expected = weight @ v.double().repeat_interleave(2, 1)
     assert float((quantized.attend().double() - expected).norm() / expected.norm()) < 0.06

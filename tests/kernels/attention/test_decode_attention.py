@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from interpreter import interpreted
 
-from quant.kernels.attention.decode import DecodeTiles, paged_attention, paged_reference, tiles_for
-from quant.kernels.attention.kv_cache import KVPages, PagedKVCache, kv_format
-from quant.kernels.interpreter import interpreted
+from quant.kernels.attention.decode import paged_attention, paged_reference
+from quant.kernels.attention.kv_cache import PagedKVCache
+from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
+from quant.kernels.pages import KVPages, kv_format
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 # P is rounded to FP16, or to BF16 over a cache in BF16; then the output to BF16.
@@ -135,7 +137,7 @@ def test_kernel_on_a_chunk_of_a_prompt(name: str | None) -> None:
     """Forty new tokens over a cache of different lengths, in larger tiles."""
     cache = filled(name, [130, 40])
     q = torch.randn(2, 4, 40, 64).to(torch.bfloat16)
-    tiles = tiles_for(cache[0], 80, 4, 130, 132)
+    tiles = decode_tiles_for(cache[0], 80, 4, 130, 132)
     assert tiles.block_m == 64
     out = kernel(q, *cache, tiles)
     assert error(out, exact(q, *cache, softmax_scale=0.125)) < TOLERANCE[name]
@@ -178,14 +180,14 @@ def test_what_lies_behind_the_end_of_a_sequence_is_not_read() -> None:
 
 def test_the_launch_fills_the_gpu_and_no_more() -> None:
     pages = filled("fp8", [16])[0]
-    assert tiles_for(pages, 8, 1, 64, 132).splits == 1
+    assert decode_tiles_for(pages, 8, 1, 64, 132).splits == 1
     # One short sequence: parts of two tiles, for there are more SMs than parts of four.
-    assert tiles_for(pages, 4, 8, 1024, 132).splits == 16
-    few = tiles_for(pages, 8, 8, 32768, 132)
-    assert few.splits == 66 and tiles_for(pages, 8, 128, 32768, 132).splits == 4
-    assert tiles_for(filled("nvfp4", [16])[0], 8, 128, 32768, 132).splits == 8
-    assert tiles_for(pages, 8, 4096, 32768, 132).splits == 1
-    assert [tiles_for(pages, rows, 8, 4096, 132).block_m for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 64]
+    assert decode_tiles_for(pages, 4, 8, 1024, 132).splits == 16
+    few = decode_tiles_for(pages, 8, 8, 32768, 132)
+    assert few.splits == 66 and decode_tiles_for(pages, 8, 128, 32768, 132).splits == 4
+    assert decode_tiles_for(filled("nvfp4", [16])[0], 8, 128, 32768, 132).splits == 8
+    assert decode_tiles_for(pages, 8, 4096, 32768, 132).splits == 1
+    assert [decode_tiles_for(pages, rows, 8, 4096, 132).block_m for rows in (1, 8, 9, 16, 17)] == [8, 8, 16, 16, 64]
 
 
 Q = torch.zeros(2, 4, 1, 64)

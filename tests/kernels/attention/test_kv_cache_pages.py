@@ -6,11 +6,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from interpreter import interpreted
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import quantize
-from quant.kernels.attention.kv_cache import PagedKVCache, encode_kv, first_scale, kv_format, round_kv, write_reference
-from quant.kernels.interpreter import interpreted
+from quant.kernels.attention.kv_cache import PagedKVCache
+from quant.kernels.pages import encode_kv, first_scale, kv_format, round_kv, write_reference
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 

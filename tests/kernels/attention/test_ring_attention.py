@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from interpreter import interpreted
 
 from quant.formats.format import FORMATS
-from quant.kernels.attention.kv_cache import round_kv
 from quant.kernels.attention.ring import (
     _append,
     _Message,
@@ -24,7 +24,7 @@ from quant.kernels.attention.ring import (
     unshard,
 )
 from quant.kernels.attention_reference import reference
-from quant.kernels.interpreter import interpreted
+from quant.kernels.pages import round_kv
 
 WORLDS = (2, 3, 4)
 FORMAT_NAMES = (None, "fp8", "nvfp4")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from interpreter import interpreted
 
-from quant.kernels.attention_reference import lay_out_v, restore_v
-from quant.kernels.interpreter import interpreted
+from quant.kernels.attention_operands import lay_out_v, restore_v
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
 

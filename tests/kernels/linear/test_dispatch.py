@@ -7,11 +7,12 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from interpreter import interpreted
+
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels import hardware, tiles
 from quant.kernels.hardware import TARGETS
-from quant.kernels.interpreter import interpreted
 from quant.kernels.layout import prepack, restore
 from quant.kernels.linear import dispatch
 

@@ -33,7 +33,8 @@ def test_rows_are_those_of_the_dequantized_table(format: str, columns: int) -> N
 @pytest.mark.parametrize("columns", [160, 203])
 def test_the_kernel_interpreted(format: str, columns: int) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
-    from quant.kernels.interpreter import interpreted
+    from interpreter import interpreted
+
     from quant.kernels.portable.embedding import look_up
 
     weight = table(format, columns=columns)

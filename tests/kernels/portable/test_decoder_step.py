@@ -7,12 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from interpreter import interpreted
+
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.aot import assemble, compile_kernel
-from quant.kernels.attention.kv_cache import KVPages
-from quant.kernels.interpreter import interpreted
 from quant.kernels.layout import prepack, why_not
+from quant.kernels.pages import KVPages
 from quant.kernels.portable import decoder_step as kernels
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])

@@ -7,8 +7,8 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 import triton
 import triton.language as tl
+from interpreter import interpreted
 
-from quant.kernels.interpreter import interpreted
 from quant.kernels.portable.e2m1 import in_two_parts
 
 

@@ -14,7 +14,7 @@ NVFP4 = FORMATS["nvfp4"]
 
 
 def _check_inputs(device: str) -> None:
-    from quant.kernels.portable.fake_quantize import fake_quantize_nvfp4
+    from quant.kernels.portable.nvfp4_solvers import fake_quantize_nvfp4
 
     x = torch.randn(70, 96) * torch.logspace(-7, 3, 70)[:, None]
     x[3, 16:32] = 0
@@ -27,7 +27,7 @@ def _check_inputs(device: str) -> None:
 
 
 def _check_weights(device: str) -> None:
-    from quant.kernels.portable.fake_quantize import learned_gradient, learned_values
+    from quant.kernels.portable.nvfp4_solvers import learned_gradient, learned_values
 
     latent = torch.randn(40, 64) * 3
     first, step = torch.rand(40, 4) + 0.5, torch.rand(40, 4) + 0.5
@@ -52,7 +52,7 @@ def _check_weights(device: str) -> None:
 
 @pytest.mark.parametrize("check", [_check_inputs, _check_weights])
 def test_interpreted(check: object) -> None:
-    from quant.kernels.interpreter import interpreted
+    from interpreter import interpreted
 
     with interpreted():
         check("cpu")  # type: ignore[operator]

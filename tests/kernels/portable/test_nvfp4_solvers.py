@@ -33,7 +33,7 @@ def _losses(off: torch.Tensor, uppers: torch.Tensor) -> torch.Tensor:
 
 
 def _check(columns: int, device: str) -> None:
-    from quant.kernels.portable.gptq import search_nvfp4_blocks, solve_nvfp4_window
+    from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks, solve_nvfp4_window
 
     wanted, coupling, uppers = _problem(3, columns)
     second = torch.tensor(SECOND)
@@ -77,7 +77,7 @@ def _check(columns: int, device: str) -> None:
 
 
 def test_a_window_is_solved_as_in_pytorch() -> None:
-    from quant.kernels.interpreter import interpreted
+    from interpreter import interpreted
 
     with interpreted():
         _check(70, "cpu")

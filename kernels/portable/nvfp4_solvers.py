@@ -1,6 +1,10 @@
-"""A window of GPTQ for NVFP4 on a GPU: its blocks of sixteen inputs in one launch, where PyTorch needs thousands.
+"""The NVFP4 rounding of three solvers on a GPU, each in one launch where PyTorch needs thousands or a dozen.
 
-The rows of a weight do not know of each other, so a program takes a few of them through the whole window:
+    solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
+    fake_quantize_nvfp4                        `formats.fake_quantize` of inputs
+    learned_values, learned_gradient           the weight of `autoround` and its straight-through gradient, graph-free
+
+The rows of a weight are independent in GPTQ, so a program takes a few of them through the whole window:
 
     for each block b:   wanted  = given[b] - Σ C[a, b]ᵀ move[a]        over the blocks a before it
                         sixteen scales are tried at once, each with feedback inside the block:
@@ -9,26 +13,23 @@ The rows of a weight do not know of each other, so a program takes a few of them
                         the scale with the least loss stays
 
 A lane of the program is one row with one of its scales, and holds the sixteen inputs in registers. Moves go to later
-blocks through memory that only this program reads. Nothing is gained by a shortlist here: the trial is what is cheap.
+blocks through memory that only this program reads. All sixteen scales are tried, because a trial is cheap here. The
+other kernels take tiles of blocks of sixteen values.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from quant.formats.format import FORMATS
+from quant.formats.scaling import global_scale_of
+from quant.kernels.portable.e2m1 import nearest_e2m1
+
 WIDTH = 16
 _CANDIDATES = 16
 # Rows of the weight that a program, one warp, takes: with their scales they fill its lanes, and nothing is exchanged.
 _ROWS = 2
-
-
-@triton.jit
-def nearest_e2m1(x):
-    """To nearest even, saturating. The grid's step is half the power of two below x, and at least a half."""
-    x = tl.clamp(x, -6.0, 6.0)
-    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 1.0)
-    magic = power * 6291456.0  # 1.5 · 2^22 powers leave room for the digits of the grid alone
-    return (x + magic) - magic
+_BLOCKS = 64
 
 
 @triton.jit
@@ -140,13 +141,13 @@ def solve_nvfp4_window(
         The moves, `[inputs, n]`.
     """
     assert scales is not None
-    return _launch(global_scale, wanted, coupling, inverses, values, scales, windows=1, improve=improve)
+    return _launch_solver(global_scale, wanted, coupling, inverses, values, scales, windows=1, improve=improve)
 
 
 def search_nvfp4_blocks(
     blocks: torch.Tensor, inverses: torch.Tensor, global_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best values and scales of blocks that do not know of each other, all in one launch.
+    """The best values and scales of independent blocks, all in one launch.
 
     Args:
         blocks: `[16 · blocks, n]`, float32, contiguous.
@@ -158,11 +159,11 @@ def search_nvfp4_blocks(
     """
     values = torch.empty_like(blocks)
     scales = torch.empty(len(inverses), blocks.shape[1], device=blocks.device)
-    _launch(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
+    _launch_solver(global_scale, blocks, inverses, inverses, values, scales, windows=len(inverses), improve=False)
     return values, scales
 
 
-def _launch(
+def _launch_solver(
     global_scale: torch.Tensor,
     wanted: torch.Tensor,
     coupling: torch.Tensor,
@@ -182,3 +183,90 @@ def _launch(
         improve=improve, WIDTH=WIDTH, CANDIDATES=_CANDIDATES, ROWS=_ROWS, num_warps=1,
     )  # fmt: skip
     return moves
+
+
+@triton.jit
+def _nearest_e4m3(x):
+    """The value of E4M3 nearest to 0 < x, to even, saturating at 448 and at the least above zero."""
+    x = tl.minimum(tl.maximum(x, 0.001953125), 448.0)
+    power = tl.maximum((x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 0.015625)
+    magic = power * 1572864.0  # 1.5 · 2^20 powers
+    return (x + magic) - magic
+
+
+@triton.jit
+def _fake_quantize(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    valid = (block < blocks)[:, None]
+    value = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
+    second = tl.load(global_scale)
+    step = _nearest_e4m3(tl.div_rn(tl.max(tl.abs(value), axis=1), 6.0 * second)) * second
+    step = tl.broadcast_to(step[:, None], [BLOCKS, WIDTH])
+    rounded = nearest_e2m1(tl.div_rn(value, step)) * step
+    tl.store(out + place, rounded.to(out.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _learned(
+    latent, first_step, step, gradient, values, scale_gradient, blocks,
+    backward: tl.constexpr, WIDTH: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    place = block[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    inside = block < blocks
+    valid = inside[:, None]
+    first = tl.broadcast_to(tl.load(first_step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
+    now = tl.broadcast_to(tl.load(step + block, mask=inside, other=1.0)[:, None], [BLOCKS, WIDTH])
+    wanted = tl.div_rn(tl.load(latent + place, mask=valid, other=0.0) * first, now)
+    nearest = nearest_e2m1(wanted)
+    if backward:
+        error = tl.load(gradient + place, mask=valid, other=0.0).to(tl.float32)
+        free = tl.abs(wanted) <= 6.0
+        tl.store(values + place, tl.where(free, error * first, 0.0), mask=valid)
+        total = tl.sum(error * (nearest - tl.where(free, wanted, 0.0)), axis=1)
+        tl.store(scale_gradient + block, total, mask=inside)
+    else:
+        tl.store(values + place, nearest * now, mask=valid)
+
+
+def fake_quantize_nvfp4(x: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
+    """`fake_quantize(x, nvfp4, global_scale=global_scale)`, the same to the bit but for the sign of zeros.
+
+    Args:
+        x: `[..., in]` on a GPU, `in` a multiple of sixteen; any float dtype up to float32.
+        global_scale: float32 scalar; None measures it.
+    """
+    x = x.contiguous()
+    if global_scale is None:
+        global_scale = global_scale_of(x.abs().amax(), FORMATS["nvfp4"])
+    out = torch.empty_like(x)
+    blocks = x.numel() // WIDTH
+    _fake_quantize[(triton.cdiv(blocks, _BLOCKS),)](x, out, global_scale, blocks, WIDTH=WIDTH, BLOCKS=_BLOCKS)
+    return out
+
+
+def learned_values(latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+    """step · nearest(latent · first_step / step), float32 `[out, in]`.
+
+    Args:
+        latent: `[out, in]`, float32, contiguous.
+        first_step, step: `[out, in / 16]`, float32, contiguous.
+    """
+    values = torch.empty_like(latent)
+    _launch_learned(latent, first_step, step, latent, values, values, backward=False)
+    return values
+
+
+def learned_gradient(
+    latent: torch.Tensor, first_step: torch.Tensor, step: torch.Tensor, gradient: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradients of `latent`, `[out, in]`, and of `step`, `[out, in / 16]`, from the `gradient` of the values."""
+    found, of_step = torch.empty_like(latent), torch.empty_like(step)
+    _launch_learned(latent, first_step, step, gradient.contiguous(), found, of_step, backward=True)
+    return found, of_step
+
+
+def _launch_learned(*tensors: torch.Tensor, backward: bool) -> None:
+    blocks = tensors[0].numel() // WIDTH
+    _learned[(triton.cdiv(blocks, _BLOCKS),)](*tensors, blocks, backward=backward, WIDTH=WIDTH, BLOCKS=_BLOCKS)

@@ -1,0 +1,250 @@
+"""The operands of attention: its options and their checks, blocks that share a scale, and V as Hopper reads it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypedDict
+
+import torch
+
+SCALE_BLOCK = 128
+"""Rows (tokens of one head) that share a block scale."""
+
+Scales = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of Q, K and V."""
+QuantizedParts = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor], torch.Tensor | None]
+"""Codes and scales of Q, K and V, and the shift of the scores where K was smoothed."""
+
+
+class ScoreKeywords(TypedDict, total=False):
+    """Options on scores; `AttentionOptions` explains each."""
+
+    window: int | None
+    softcap: float | None
+    softmax_scale: float | None
+
+
+class MaskKeywords(ScoreKeywords, total=False):
+    """Options that do not depend on how operands are stored."""
+
+    causal: bool
+    dtype: torch.dtype | None
+
+
+class AttentionKeywords(MaskKeywords, total=False):
+    """The keyword arguments of `attention`, which are the fields of `AttentionOptions`."""
+
+    q_scale: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int | None
+    v_laid_out: bool
+
+
+class AttentionOptions(NamedTuple):
+    """How q, k and v are attended; travels from `attention` to the op, the oracle and the launches.
+
+    Attributes:
+        q_scale, k_scale, v_scale: float32, positive: a value is its code times its scale. `[]` or `[1]` is one for
+            all, `[batch, heads]` one per head, `[batch, heads, blocks]` one per 128 tokens of a head; of k and v,
+            heads are KV heads. None for operands in 16 bit.
+        causal: query i sees the keys up to i + seq_kv − seq_q: the last query sees all of them.
+        window: a query sees this many keys back, its own position included, and without `causal` as many ahead; None
+            is no limit.
+        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
+        softmax_scale: positive; None is 1/√dim.
+        cu_seqlens_q, cu_seqlens_k: int32 `[sequences + 1]`, from 0 to the number of tokens: batch is then 1, and
+            seq_q and seq_kv count the tokens of all sequences, one after the other. Block scales of sequence i start
+            at index cu[i] // 128 + i, and there are tokens // 128 + sequences of them.
+        max_seqlen_q: length of the longest packed sequence of queries; None reads it from `cu_seqlens_q`, which waits
+            for the GPU.
+        dtype: of the output, BF16, FP16 or FP32; None is BF16 for E4M3 operands and the dtype of q for others.
+        v_laid_out: whether v is `lay_out_v` of the values, E4M3 `[batch, kv_heads, dim, keys]`.
+    """
+
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    softmax_scale: float | None = None
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    dtype: torch.dtype | None = None
+    v_laid_out: bool = False
+
+    @property
+    def scales(self) -> Scales | None:
+        """The scales of q, k and v, or None for operands in 16 bit."""
+        if self.q_scale is None or self.k_scale is None or self.v_scale is None:
+            return None
+        return self.q_scale, self.k_scale, self.v_scale
+
+    @property
+    def strides(self) -> list[int]:
+        """Strides of the three scales along batch, head and block; 0 where there are none."""
+        return [n for scale in self.scales for n in scale.stride()] if self.scales else [0] * 9
+
+    def sequences(self, batch: int) -> int:
+        """Sequences: the packed ones, or those of the batch."""
+        return batch if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+
+    def scale_of(self, dim: int) -> float:
+        """The factor on q·k."""
+        return 1 / math.sqrt(dim) if self.softmax_scale is None else float(self.softmax_scale)
+
+    def check(self, where: str) -> None:
+        """Raises ValueError for a number that is out of range."""
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"{where}: window {self.window} must be at least 1; None is no limit")
+        for name, value in (("softcap", self.softcap), ("softmax_scale", self.softmax_scale)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{where}: {name} {value} must be positive; None is the default")
+        if self.dtype not in (None, torch.bfloat16, torch.float16, torch.float32):
+            raise ValueError(f"{where}: output dtype {self.dtype}; expected bfloat16, float16 or float32")
+
+
+def check_heads(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dims: tuple[int, ...]) -> None:
+    """Raises ValueError where q, k and v do not fit each other, or the head dimension is none of `dims`."""
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape:
+        raise ValueError(f"{where}: expected q [batch, heads, seq_q, dim] and k, v [batch, kv_heads, seq_kv, dim]")
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(f"{where}: q and k differ in batch or head dimension")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"{where}: {k.shape[1]} KV heads do not divide {q.shape[1]} heads")
+    if k.shape[2] == 0:
+        raise ValueError(f"{where}: there are no keys to attend to")
+    if q.shape[3] not in dims:
+        raise ValueError(f"{where}: head dimension {q.shape[3]}; the kernel takes {', '.join(map(str, dims))}")
+
+
+def check_sequences(
+    where: str, q: torch.Tensor, k: torch.Tensor, cu_seqlens_q: torch.Tensor | None, cu_seqlens_k: torch.Tensor | None
+) -> None:
+    """Raises ValueError for packed sequences of a wrong shape, or, on the CPU, of wrong bounds."""
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        return
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        raise ValueError(f"{where}: cu_seqlens_q and cu_seqlens_k belong together; one is missing")
+    if q.shape[0] != 1:
+        raise ValueError(f"{where}: packed sequences (cu_seqlens) lie in one batch entry, not in {q.shape[0]}")
+    if cu_seqlens_q.shape != cu_seqlens_k.shape or cu_seqlens_q.dim() != 1 or len(cu_seqlens_q) < 2:
+        shapes = f"{list(cu_seqlens_q.shape)} and {list(cu_seqlens_k.shape)}"
+        raise ValueError(f"{where}: cu_seqlens_q and cu_seqlens_k are {shapes}, expected both [sequences + 1]")
+    for name, cu, x in (("cu_seqlens_q", cu_seqlens_q, q), ("cu_seqlens_k", cu_seqlens_k, k)):
+        if cu.dtype != torch.int32:
+            raise ValueError(f"{where}: {name} is {cu.dtype}, expected int32")
+        if cu.device.type != "cpu":
+            continue
+        bounds = cu.tolist()
+        if bounds[0] != 0 or bounds[-1] != x.shape[2] or bounds != sorted(bounds):
+            raise ValueError(f"{where}: {name} {bounds} must rise from 0 to the {x.shape[2]} tokens there are")
+
+
+def check_devices(where: str, *tensors: torch.Tensor | None) -> None:
+    """Raises ValueError unless all tensors are on one device."""
+    devices = {str(x.device) for x in tensors if x is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{where}: on different devices ({', '.join(sorted(devices))})")
+
+
+@dataclass(frozen=True, eq=False)
+class AttentionInputs:
+    """Q, K and V in 16 bit and how they become E4M3: the checked arguments of `quantize_attention`."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    rope: tuple[torch.Tensor, torch.Tensor] | None
+    hadamard: bool
+    cu_seqlens_q: torch.Tensor | None
+    cu_seqlens_k: torch.Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    laid_out: bool
+    mean: torch.Tensor | None = None  # of K, float32 [sequences, kv_heads, dim]
+
+    @property
+    def sequences(self) -> int | None:
+        """The number of packed sequences; None without packing."""
+        return None if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+
+    def blocks(self, x: torch.Tensor) -> int:
+        """Scale blocks along the tokens of `x`."""
+        return scale_blocks(x.shape[2], self.sequences)
+
+
+def scale_blocks(tokens: int, sequences: int | None = None) -> int:
+    """Scale blocks along the tokens of a head, of one sequence or of packed ones."""
+    return -(-tokens // SCALE_BLOCK) if sequences is None else tokens // SCALE_BLOCK + sequences
+
+
+def block_starts(cu_seqlens: torch.Tensor) -> torch.Tensor:
+    """Index of the first scale block of each packed sequence.
+
+    Counting from cu // 128 plus the number of the sequence leaves room for every sequence's blocks, whatever the
+    lengths, and depends on the sequence's own entry alone: tokens // 128 + sequences blocks in all.
+    """
+    return cu_seqlens[:-1] // SCALE_BLOCK + torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+
+
+def sequence_of_rows(cu_seqlens: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """The packed sequence of each row."""
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+
+
+def block_of_rows(cu_seqlens: torch.Tensor | None, row: torch.Tensor) -> torch.Tensor:
+    """The scale block of each row."""
+    if cu_seqlens is None:
+        return row // SCALE_BLOCK
+    sequence = sequence_of_rows(cu_seqlens, row)
+    return block_starts(cu_seqlens)[sequence] + (row - cu_seqlens[sequence]) // SCALE_BLOCK
+
+
+def scale_of_rows(scale: torch.Tensor, shape: torch.Size, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """Scales per tensor, per head or per block, so that they broadcast to `[batch, heads, rows, 1]`."""
+    if scale.dim() < 2:
+        return scale.reshape(1, -1, 1, 1)
+    if scale.dim() == 2:
+        return scale[:, :, None, None]
+    return scale[:, :, block_of_rows(cu_seqlens, torch.arange(shape[2], device=scale.device)), None]
+
+
+def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """V as Hopper's FP8 kernel reads it: K-major, as FP8 operands must be, and its keys in the order of P's columns.
+
+    An accumulator's thread holds 2 neighbours of every 8 columns, and a left operand's wants 4 of every 16. So the
+    order of 16 keys is 0 1 8 9, 2 3 10 11, 4 5 12 13, 6 7 14 15.
+
+    Args:
+        v: `[batch, kv_heads, tokens, dim]`.
+        cu_seqlens: of packed sequences, each of which starts where its scale blocks start.
+
+    Returns:
+        `[batch, kv_heads, dim, keys]`, keys padded with zeros to whole blocks of 128.
+    """
+    blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
+    padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
+    padded[:, :, _padded_rows(v.shape[2], cu_seqlens, v.device)] = v
+    return padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
+
+
+def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+    """The inverse of `lay_out_v`."""
+    rows = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
+    return rows[:, :, _padded_rows(tokens, cu_seqlens, v.device)]
+
+
+def _padded_rows(tokens: int, cu_seqlens: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The place of each token among whole blocks."""
+    row = torch.arange(tokens, device=device)
+    if cu_seqlens is None:
+        return row
+    sequence = sequence_of_rows(cu_seqlens, row)
+    return block_starts(cu_seqlens)[sequence] * SCALE_BLOCK + row - cu_seqlens[sequence]
