@@ -29,9 +29,10 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.kernels.attention.decode import paged_attention
 from quant.kernels.layout import prepack, why_not
+from quant.kernels.linear.gated import gated_linear
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import KVPages
-from quant.kernels.portable.decoder_step import add_rmsnorm, gated_linear, greedy, rotate_and_store, swiglu
+from quant.kernels.portable.decoder_step import add_rmsnorm, greedy, rotate_and_store, swiglu
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
 PAGE = 64

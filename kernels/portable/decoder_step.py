@@ -1,31 +1,26 @@
-"""What stands between the matmuls of a decoder layer in 16 bit, each in one launch: few launches make a step short.
+"""The steps between the matmuls of a decoder layer in 16 bit, one launch each: few launches keep decoding fast.
 
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
-    gated_linear       that matmul and swiglu as one, where the weight has the rows of gate and up in turns
     rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
     greedy             the column of the largest logit of each row
 
-A step that decodes one token reads every weight once and is over in a millisecond or two, in which some hundreds of
-kernels start, each before the one before it has ended (`kernels/portable/dependent_launch.py`). Every intermediate is
-rounded to 16 bit where the modules of transformers round it, so the values are theirs but for the last bit of a
-reciprocal root or an exponential.
+Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
+each before the previous one has ended (`kernels/portable/dependent_launch.py`). Every intermediate is rounded to 16
+bit where the modules of transformers round it, so the values are equal to theirs up to the last bit of a reciprocal
+root or an exponential. `kernels/linear/gated.py` joins swiglu to its matmul.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 import triton
 import triton.language as tl
 
-from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear import dispatch
 from quant.kernels.pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
-from quant.kernels.tiles import GluonTiles
 
 MAX_HIDDEN = 32768
 
@@ -169,7 +164,9 @@ def add_rmsnorm(
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.
     """
-    _check("add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])})
+    check_operands(
+        "add_rmsnorm", x, {"x": (x, x.shape), "residual": (residual, x.shape), "weight": (weight, x.shape[-1:])}
+    )
     columns = x.shape[-1]
     if x.dim() != 2 or not 0 < columns <= MAX_HIDDEN:
         raise ValueError(f"add_rmsnorm: x is {list(x.shape)}, expected [tokens, hidden], at most {MAX_HIDDEN} wide")
@@ -193,7 +190,7 @@ def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
     Raises:
         ValueError: an odd width, another dtype, or not contiguous.
     """
-    _check("swiglu", both, {"both": (both, both.shape)})
+    check_operands("swiglu", both, {"both": (both, both.shape)})
     if both.dim() != 2 or both.shape[1] % 2:
         raise ValueError(f"swiglu: both is {list(both.shape)}, expected [tokens, 2 · intermediate]")
     tokens, columns = both.shape[0], both.shape[1] // 2
@@ -202,40 +199,6 @@ def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
         grid = (triton.cdiv(columns, 1024), tokens)
         swiglu_kernel[grid](both, out, columns, in_turns=in_turns, width=1024, num_warps=4, **overlap_options(both))
     return out
-
-
-def rows_in_turns(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """`[2 · intermediate, in]`, gate first, as `gated_linear` wants it; in the layout of a checkpoint.
-
-    Raises:
-        ValueError: an odd number of rows, or rows that share a scale.
-    """
-    if weight.shape[0] % 2 or len(weight.scale) != weight.shape[0]:
-        raise ValueError(f"rows_in_turns: {weight.format} of {list(weight.shape)} has no scales for each of two halves")
-    codes, scale = (x.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) for x in (weight.codes, weight.scale))
-    return replace(weight, codes=codes.contiguous(), scale=scale.contiguous())
-
-
-def gated_linear(x: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
-    """`silu(gate) · up`, `[tokens, intermediate]`, where `x @ weight.T` has gate and up in turns.
-
-    Args:
-        x: `[tokens, in]`, FP16 or BF16, contiguous.
-        weight: `[2 · intermediate, in]`, of `rows_in_turns`, perhaps prepacked.
-
-    Raises:
-        ValueError: operands that do not fit each other.
-    """
-    _check("gated_linear", x, {"x": (x, x.shape)})
-    if x.dim() != 2 or weight.shape[1] != x.shape[1] or weight.shape[0] % 2:
-        raise ValueError(f"gated_linear: x {list(x.shape)} by a weight of {list(weight.shape)}, gate and up in turns")
-    dispatch.check(x, weight, None)
-    choice = dispatch.choose(weight, x)
-    if isinstance(choice, GluonTiles):
-        from quant.kernels.hopper import matmul_few
-
-        return matmul_few.linear(x, weight, None, choice, gated=True)
-    return swiglu(dispatch.run(x, weight, None, choice), in_turns=True)
 
 
 def rotate_and_store(
@@ -267,7 +230,7 @@ def rotate_and_store(
         raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
     shape = (batch, dim)
     wanted = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
-    _check("rotate_and_store", qkv, wanted)
+    check_operands("rotate_and_store", qkv, wanted)
     for name, tensor in (("block_table", block_table), ("lengths", lengths)):
         if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
             raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
@@ -291,7 +254,7 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: another shape or dtype, or not contiguous.
     """
-    _check("greedy", logits, {"logits": (logits, logits.shape)})
+    check_operands("greedy", logits, {"logits": (logits, logits.shape)})
     if logits.dim() != 2 or not logits.shape[1]:
         raise ValueError(f"greedy: logits is {list(logits.shape)}, expected [tokens, vocabulary]")
     tokens, columns = logits.shape
@@ -309,7 +272,10 @@ def greedy(logits: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _check(name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]) -> None:
+def check_operands(
+    name: str, x: torch.Tensor, arguments: Mapping[str, tuple[torch.Tensor | None, tuple[int, ...]]]
+) -> None:
+    """Raises ValueError unless every argument has its shape, and the 16-bit dtype and the device of x."""
     if x.dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"{name}: {next(iter(arguments))} is {x.dtype}, expected float16 or bfloat16")
     for what, (tensor, shape) in arguments.items():

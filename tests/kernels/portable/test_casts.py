@@ -18,6 +18,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.aot import assemble, compile_kernel
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.portable import casts, fused
+from quant.kernels.portable.e2m1 import encode_e2m1
 
 STATIC = torch.tensor(0.02)
 
@@ -38,7 +39,7 @@ def second_level(format: Format) -> dict[str, torch.Tensor]:
 @triton.jit
 def _encode(x, out, n: tl.constexpr):
     i = tl.arange(0, n)
-    tl.store(out + i, casts.encode_e2m1(tl.load(x + i)).to(tl.uint8))
+    tl.store(out + i, encode_e2m1(tl.load(x + i)).to(tl.uint8))
 
 
 def test_e2m1_codes_on_and_around_every_tie() -> None:

@@ -9,10 +9,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 from interpreter import interpreted
 
-from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
 from quant.kernels.aot import assemble, compile_kernel
-from quant.kernels.layout import prepack, why_not
 from quant.kernels.pages import KVPages
 from quant.kernels.portable import decoder_step as kernels
 
@@ -106,33 +103,6 @@ def test_interpreted(check, dtype: torch.dtype) -> None:  # type: ignore[no-unty
 @DTYPES
 def test_on_a_gpu(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
     check("cuda", dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 5, 16, 64, 100, 600])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8", "fp8_channel"])
-def test_gated_linear_on_a_gpu(name: str, tokens: int) -> None:
-    weight = quantize(torch.randn(2 * 448, 1600, device="cuda") / 40, FORMATS[name])
-    x = torch.randn(tokens, 1600, device="cuda", dtype=torch.bfloat16)
-    stored = kernels.rows_in_turns(weight)
-    stored = stored if why_not(stored) else prepack(stored)
-    y = kernels.gated_linear(x, stored)
-    gate, up = (x.double() @ weight.dequantize(torch.float64).T).chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
-    assert y.shape == expected.shape
-    # Four roundings to BF16: of gate, of its activation, of up, and of their product; and of W where tokens are many.
-    error = (y.double() - expected).norm() / expected.norm()
-    assert error < (2**-8 if tokens <= 64 else 2**-7)
-
-
-def test_rows_in_turns() -> None:
-    w = torch.randn(6, 64)
-    stored = kernels.rows_in_turns(quantize(w, FORMATS["nvfp4"], global_scale=torch.tensor(0.01)))
-    turned = w.view(2, 3, 64).transpose(0, 1).reshape(6, 64)
-    expected = quantize(turned, FORMATS["nvfp4"], global_scale=torch.tensor(0.01))
-    assert torch.equal(stored.codes, expected.codes) and torch.equal(
-        stored.scale.view(torch.uint8), expected.scale.view(torch.uint8)
-    )
 
 
 def test_mistakes_name_the_argument() -> None:
