@@ -1,0 +1,35 @@
+"""Loading a checkpoint stays light: it imports neither a solver nor an observer, a report or an allocation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from samples import GOLDENS
+
+
+def test_loading_imports_nothing_that_decides_or_measures() -> None:
+    code = (
+        f"import json, sys, quant; quant.load({str(GOLDENS / 'compressed_tensors' / 'NVFP4')!r})\n"
+        "print(json.dumps([m for m, v in sys.modules.items() if m.startswith('quant.') and getattr(v, '__file__', '')]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = set(json.loads(done.stdout))
+    rooms = {name for name in loaded if name.split(".")[1] in ("formats", "kernels", "recipes")}
+    assert {name.rpartition(".")[0] for name in rooms} >= {"quant.formats", "quant.kernels.linear", "quant.recipes"}
+    assert loaded - rooms == {
+        "quant.api.export_kinds",
+        "quant.api.load",
+        "quant.errors",
+        "quant.export.checkpoint",
+        "quant.export.compressed_tensors",
+        "quant.export.modelopt",
+        "quant.export.names",
+        "quant.extras",
+        "quant.install",
+        "quant.models.files",
+        "quant.models.huggingface",
+        "quant.models.state_dict",
+        "quant.plan_check",
+    }
