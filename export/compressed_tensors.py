@@ -161,11 +161,10 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
     write it; otherwise each group lists its layers.
 
     Args:
-        plan: what was applied.
+        plan: what was applied; `check_plan` has passed it.
         names: of the model's tensors on disk. A layer that is called otherwise there is listed under both names:
             transformers matches its modules' and servers those of the files.
     """
-    check_plan(plan)
     names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
     for layer in plan.quantized:

@@ -166,13 +166,9 @@ def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any
     """`quantization_config` for config.json, and all of `hf_quant_config.json`.
 
     Args:
-        plan: what was applied.
+        plan: what was applied; `check_plan` has passed it.
         names: of the model's tensors on disk, which runtimes go by.
-
-    Raises:
-        ValueError: as `check_plan`.
     """
-    check_plan(plan)
     names = names or StoredNames()
     layers = {
         name: _layer_config(layer)

@@ -72,10 +72,8 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     # A model of transformers cannot exist while its library is not loaded.
     if "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
         return StoredNames()
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-    except ImportError:  # before 5.0 there were no conversions
-        return StoredNames()
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
     known = _plain(get_model_conversion_mapping(model, add_legacy=False))
     # Of the rules for a kind of model, those that its own checkpoint needed.
     used = getattr(model, "_weight_conversions", None)

@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import KV_SCALES, open_tensors, outline, plan_of
+from quant.api.load import KV_SCALES, Checkpoint, outline
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
-from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
-from quant.export.names import StoredNames, stored_names
+from quant.export.checkpoint import SECOND_LEVEL, layer_weights, write_tensors
+from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts
+from quant.export.directory import new_directory
+from quant.export.names import StoredNames
 from quant.planning import fusion_warnings
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -63,16 +65,15 @@ def convert(
         raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
     if out.resolve() in (directory.resolve(), *directory.resolve().parents):
         raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
-    if model is None:
-        model = outline(directory)
-    plan = plan_of(directory, model)
+    opened = Checkpoint(directory, model or outline(directory))
+    plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
     (modelopt if to == "modelopt" else layout).check_plan(plan)
-    tensors = dict(_converted(directory, model, plan, to))
-    rounded = sum(t.dtype is torch.float64 and n.endswith(files.SECOND_LEVEL) for n, t in tensors.items())
-    for message in [*fusion_warnings(plan), *([] if to == "modelopt" else _of_runtimes(model, plan, tensors))]:
+    tensors = dict(_converted(opened, dtype, to))
+    rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
+    for message in [*fusion_warnings(plan), *([] if to == "modelopt" else _of_runtimes(plan, names, dtype, tensors))]:
         warnings.warn(message, stacklevel=2)
-    with files.new_directory(out, overwrite=overwrite) as temporary:
-        files.write_tensors(temporary, tensors)
+    with new_directory(out, overwrite=overwrite) as temporary:
+        write_tensors(temporary, tensors)
         for source in directory.iterdir():
             if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
                 continue
@@ -80,20 +81,19 @@ def convert(
         plan.save(temporary / PLAN_FILE)
         fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         if to == "modelopt":
-            fields["quantization_config"], whole = modelopt.configs(plan, stored_names(model))
+            fields["quantization_config"], whole = modelopt.configs(plan, names)
             (temporary / modelopt.CONFIG_FILE).write_text(json.dumps(whole, indent=4) + "\n", encoding="utf-8")
         else:
-            fields["quantization_config"] = layout.quantization_config(plan, stored_names(model))
+            fields["quantization_config"] = layout.quantization_config(plan, names)
         text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}
 
 
-def _of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _of_runtimes(plan: Plan, names: StoredNames, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """What other runtimes do not do with these tensors in the compressed-tensors layout."""
-    dtype = stored_dtype(model)
-    messages = layout.runtime_warnings(plan, dtype, stored_names(model))
+    messages = layout.runtime_warnings(plan, dtype, names)
     wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
     if wide and dtype in (torch.bfloat16, torch.float16):
         name = str(dtype).removeprefix("torch.")
@@ -104,16 +104,16 @@ def _of_runtimes(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tenso
     return messages
 
 
-def _converted(directory: Path, model: nn.Module, plan: Plan, to: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a checkpoint by their names and in their form in the layout `to`."""
-    tensors, names, dtype = open_tensors(directory, model), stored_names(model), stored_dtype(model)
+    tensors, names = opened.tensors, opened.names
     compress = modelopt.compress if to == "modelopt" else layout.compress
     owned: set[str] = set()
-    for layer in plan.quantized:
-        owned.update(files.layer_tensor_names(tensors, layer))
-        weight, input_scale = files.read_layer(tensors, layer)
-        files.read_parts(tensors, layer)
-        for part, matrix in files.layer_weights(layer.name, weight).items():
+    for layer in opened.plan.quantized:
+        owned.update(layer_tensor_names(tensors, layer))
+        weight, input_scale = read_layer(tensors, layer)
+        read_parts(tensors, layer)
+        for part, matrix in layer_weights(layer.name, weight).items():
             for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
     for name in tensors:

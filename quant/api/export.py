@@ -18,6 +18,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from torch import nn
 
 from quant.api.convert import convert
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import open_tensors
+from quant.api.load import Checkpoint
 from quant.calibration.kv_cache import AttentionScales
 from quant.errors import UserError, counted
 from quant.export.aoti import export_aoti
-from quant.export.checkpoint import check_destination, new_directory, read_layer
+from quant.export.checkpoint_reader import read_layer
+from quant.export.directory import check_destination, new_directory
 from quant.export.engine.build import export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
@@ -82,10 +84,15 @@ class Job:
         parts = ([part for part in text.split(",") if not part.strip().startswith(foreign)] for text in self.shapes)
         return [",".join(kept) for kept in parts]
 
+    @cached_property
+    def opened(self) -> Checkpoint:
+        """The checkpoint's files."""
+        return Checkpoint(self.directory, self.model)
+
     def stored(self, name: str) -> BlockScaledTensor:
         """A layer's weight as the checkpoint's files hold it."""
         assert self.plan is not None
-        return read_layer(open_tensors(self.directory, self.model), self.plan.by_name[name])[0]
+        return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
 
 
 def export_onnx_files(job: Job) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,15 @@ from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
 from quant.errors import UserError
-from quant.export import checkpoint as files
 from quant.export import modelopt
-from quant.export.names import RenamedTensors, expert_names, stored_names
+from quant.export.checkpoint_reader import (
+    TensorFiles,
+    layer_tensor_names,
+    plan_of_checkpoint,
+    read_layer,
+    read_parts,
+)
+from quant.export.names import RenamedTensors, StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.models import huggingface
@@ -48,17 +55,15 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
     built = model is None
-    if model is None:
-        model = outline(directory)
-    tensors = open_tensors(directory, model)
-    plan = plan_of(directory, model)
+    opened = Checkpoint(directory, model or outline(directory))
+    model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
-        weight, input_scale = files.read_layer(tensors, layer)
+        weight, input_scale = read_layer(tensors, layer)
         if weight.shape != layer.shape:
             raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
-        install_weight(model, layer, weight, input_scale, files.read_parts(tensors, layer))
-        owned.update(files.layer_tensor_names(tensors, layer))
+        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
+        owned.update(layer_tensor_names(tensors, layer))
     if plan.kv_cache is not None:
         install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith(KV_SCALES)})
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
@@ -67,10 +72,43 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     return model.eval()
 
 
-def open_tensors(directory: Path, model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """The tensors of a checkpoint of `model`, read when asked for, under the names that its modules have."""
-    names = stored_names(model)
-    return RenamedTensors(files.TensorFiles(directory), replace(names, back=(modelopt.kv_name_of_module, *names.back)))
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of a checkpoint beside the model that they are for; each part is read once.
+
+    Attributes:
+        directory: with the files.
+        model: unquantized; its parameters may be on the meta device.
+    """
+
+    directory: Path
+    model: nn.Module
+
+    @cached_property
+    def names(self) -> StoredNames:
+        """The names that the model's tensors have on disk."""
+        return stored_names(self.model)
+
+    @cached_property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors, read when asked for, under the names that the model's modules have."""
+        names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
+        return RenamedTensors(TensorFiles(self.directory), names)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that the checkpoint came with, or else the one that its config describes."""
+        layers = find_layers(self.model)
+        file = self.directory / PLAN_FILE
+        if file.is_file():
+            plan = Plan.load(file)
+            check_plan_fits(plan, layers)
+            return plan
+        config = _quantization_config(self.directory)
+        assert config is not None
+        if config.get("quant_method") != "compressed-tensors":
+            return modelopt.plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
+        return plan_of_checkpoint(self.directory, layers, config, self.names)
 
 
 def outline(directory: Path) -> nn.Module:
@@ -89,22 +127,6 @@ def outline(directory: Path) -> nn.Module:
         if (directory / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
     return model
-
-
-def plan_of(directory: Path, model: nn.Module) -> Plan:
-    """The plan that a checkpoint of `model` came with, or else the one that its config describes."""
-    layers = find_layers(model)
-    file = directory / PLAN_FILE
-    if file.is_file():
-        plan = Plan.load(file)
-        check_plan_fits(plan, layers)
-        return plan
-    config = _quantization_config(directory)
-    assert config is not None
-    if config.get("quant_method") != "compressed-tensors":
-        tensors = open_tensors(directory, model)
-        return modelopt.plan_of_checkpoint(directory, layers, config, tensors, stored_names(model))
-    return files.plan_of_checkpoint(directory, layers, config, stored_names(model))
 
 
 def _quantization_config(directory: Path) -> dict[str, Any] | None:
@@ -134,7 +156,7 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     if not (directory / PLAN_FILE).is_file():
         if not is_checkpoint(directory):
             raise UserError(f"{directory}: no {PLAN_FILE} and no quantization_config, so no quantized checkpoint")
-        return plan_of(directory, outline(directory)), None
+        return Checkpoint(directory, outline(directory)).plan, None
     report = directory / "report.json"
     return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None
 

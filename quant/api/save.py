@@ -10,10 +10,14 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
-from quant.export import checkpoint as files
 from quant.export import compressed_tensors as layout
+from quant.export.checkpoint import checkpoint_tensors, layer_weights, plan_of_model, write_config, write_tensors
+from quant.export.directory import new_directory
+from quant.export.names import StoredNames, stored_names
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
+
+Finish = Callable[[Path, dict[str, str]], None]
 
 
 def save(
@@ -23,7 +27,7 @@ def save(
     *,
     tokenizer: Any = None,
     overwrite: bool = False,
-    finish: Callable[[Path, dict[str, str]], None] | None = None,
+    finish: Finish | None = None,
 ) -> dict[str, str]:
     """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json`.
 
@@ -43,9 +47,35 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
-    plan = files.plan_of_model(model, plan)
-    tensors = files.checkpoint_tensors(model, stored_dtype(model))
-    return _write(Path(directory), tensors, plan, getattr(model, "config", None), model, tokenizer, overwrite, finish)
+    return write_model(
+        model, plan, directory, stored_names(model), tokenizer=tokenizer, overwrite=overwrite, finish=finish
+    )
+
+
+def write_model(
+    model: nn.Module,
+    plan: Plan,
+    directory: str | Path,
+    names: StoredNames,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+    finish: Finish | None = None,
+) -> dict[str, str]:
+    """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk."""
+    plan = plan_of_model(model, plan)
+    with new_directory(Path(directory), overwrite=overwrite) as temporary:
+        hashes = write_tensors(temporary, checkpoint_tensors(model, stored_dtype(model), names))
+        plan.save(temporary / PLAN_FILE)
+        if hasattr(getattr(model, "config", None), "save_pretrained"):
+            write_config(temporary, model, plan, names)
+        if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
+            model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        if finish is not None:
+            finish(temporary, hashes)
+    return hashes
 
 
 def save_state_dict(
@@ -55,47 +85,28 @@ def save_state_dict(
     directory: str | Path,
     *,
     overwrite: bool = False,
-    finish: Callable[[Path, dict[str, str]], None] | None = None,
+    finish: Finish | None = None,
 ) -> dict[str, str]:
     """As `save`, for a bare state dict quantized weight-only.
 
     Args:
         tensors: the original state dict.
         solved: quantized weights by layer name.
-        plan, directory, overwrite, finish: as in `save`.
+        plan: `check_plan` has passed it.
+        directory, overwrite, finish: as in `save`.
     """
-    layout.check_plan(plan)
     out: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         layer = name if name in solved else name.removesuffix(".weight")
         if layer not in solved:
             out[name] = tensor
             continue
-        for part, weight in files.layer_weights(layer, solved[layer]).items():
+        for part, weight in layer_weights(layer, solved[layer]).items():
             for suffix, stored in layout.compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
-    return _write(Path(directory), out, plan, None, None, None, overwrite, finish)
-
-
-def _write(
-    directory: Path,
-    tensors: Mapping[str, torch.Tensor],
-    plan: Plan,
-    config: Any,
-    model: Any,
-    tokenizer: Any,
-    overwrite: bool,
-    finish: Callable[[Path, dict[str, str]], None] | None,
-) -> dict[str, str]:
-    with files.new_directory(directory, overwrite=overwrite) as temporary:
-        hashes = files.write_tensors(temporary, tensors)
+    with new_directory(Path(directory), overwrite=overwrite) as temporary:
+        hashes = write_tensors(temporary, out)
         plan.save(temporary / PLAN_FILE)
-        if hasattr(config, "save_pretrained"):
-            files.write_config(temporary, model, plan)
-        if getattr(model, "generation_config", None) is not None and model.can_generate():
-            model.generation_config.save_pretrained(temporary)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
         if finish is not None:
             finish(temporary, hashes)
     return hashes

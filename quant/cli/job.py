@@ -12,7 +12,7 @@ from typing import Any
 from quant.allocation.request import AllocationRequest
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.errors import UserError
-from quant.export.checkpoint import check_destination
+from quant.export.directory import check_destination
 from quant.extras import versions
 from quant.models.open import Source
 from quant.plan_check import Problem, read_plan, refuse

@@ -18,7 +18,7 @@ from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.space import Goal
-from quant.api.save import save, save_state_dict
+from quant.api.save import save_state_dict, write_model
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
@@ -26,7 +26,7 @@ from quant.cli.job import Job
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate
 from quant.export.compressed_tensors import check_plan, runtime_warnings
-from quant.export.names import stored_names
+from quant.export.names import StoredNames, stored_names
 from quant.extras import versions
 from quant.layer_result import LayerResult
 from quant.models.open import Source, open_model
@@ -153,6 +153,8 @@ def _run_model(
             )
         quantized = ready or solve_plan(model, asked, data, progress=progress)
         model, plan = quantized.model, quantized.plan
+        if plan.provenance.get("guard"):
+            check_plan(plan)  # a guard may have given layers other formats
         if eval_rows is not None:
             with quantized_attention(model, **plan.run_time):
                 evaluation = evaluate(
@@ -160,14 +162,16 @@ def _run_model(
                 )
     del baseline
     seconds |= quantized.seconds | ({"evaluate": evaluation.seconds} if evaluation else {})
-    report = _report(job, source, plan, quantized.layers, bytes_before, seconds, evaluation)
+    names = stored_names(source.model)
+    report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation)
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
-    save(
+    write_model(
         model,
         plan,
         job.out,
+        names,
         tokenizer=tokenizer_if_any(source),
         overwrite=job.overwrite,
         finish=lambda directory, hashes: _finish_directory(source, report, plan, directory, hashes),
@@ -183,7 +187,7 @@ def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, seconds: 
         solved, results = solve_state_dict(source.state_dict, plan, progress=progress)
     bytes_before = sum(tensor.nbytes for tensor in source.state_dict.values())
     seconds["solve"] = time.perf_counter() - started
-    report = _report(job, source, plan, results, bytes_before, seconds, None)
+    report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None)
     save_state_dict(
         source.state_dict,
         solved,
@@ -208,6 +212,7 @@ def _report(
     job: Job,
     source: Source,
     plan: Plan,
+    names: StoredNames,
     results: list[LayerResult],
     bytes_before: int,
     seconds: dict[str, float],
@@ -229,7 +234,7 @@ def _report(
         seconds=seconds,
         peak_rss_bytes=peak_rss(),
         files={},
-        warnings=[*runtime_warnings(plan, dtype, stored_names(source.model)), *fusion_warnings(plan)],
+        warnings=[*runtime_warnings(plan, dtype, names), *fusion_warnings(plan)],
         kv_cache=kv_cache_of(source.config, plan),
     )
 

@@ -17,20 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quant.calibration.solvers.solver import get_solver, solve_group
-from quant.export.checkpoint import (
-    TensorFiles,
-    check_destination,
-    checkpoint_tensors,
-    join_rows,
-    layer_tensor_names,
-    layer_weights,
-    new_directory,
-    plan_of_checkpoint,
-    read_layer,
-    split_rows,
-    write_tensors,
-)
+from quant.export.checkpoint import checkpoint_tensors, layer_weights, split_rows, write_tensors
+from quant.export.checkpoint_reader import TensorFiles, join_rows, layer_tensor_names, plan_of_checkpoint, read_layer
 from quant.export.compressed_tensors import compress, quantization_config
+from quant.export.directory import check_destination, new_directory
+from quant.export.names import StoredNames
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -220,7 +211,8 @@ def test_shards_stay_below_the_limit_and_the_index_finds_all(tmp_path: Path, lim
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
-from quant.export.checkpoint import new_directory, write_tensors
+from quant.export.checkpoint import write_tensors
+from quant.export.directory import new_directory
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 try:
     with new_directory(Path(sys.argv[1]), overwrite=False) as directory:
@@ -261,7 +253,7 @@ def test_tied_weights_are_stored_once_and_views_apart() -> None:
     whole = torch.randn(8, 4)
     model.register_buffer("whole", whole)
     model.register_buffer("front", whole[:2])
-    found = checkpoint_tensors(model, torch.float32)
+    found = checkpoint_tensors(model, torch.float32, StoredNames())
     assert set(found) == {
         "embed.weight",
         "linear.bias",
@@ -288,7 +280,7 @@ def test_experts_are_stored_one_by_one_and_read_back(format: str) -> None:
         weight = solve_group({name: stack}, {}, FORMATS[format], get_solver("rtn"))[name]
         setattr(model.block.experts, name.rpartition(".")[2], QuantExperts(weight))
         layers.append(LayerPlan(name, "experts", (3, 256, 128), FORMATS[format]))
-    stored = checkpoint_tensors(model, torch.float32)
+    stored = checkpoint_tensors(model, torch.float32, StoredNames())
     packed = "weight_packed" if FORMATS[format].element.bits < 8 else "weight"
     assert {n for n in stored if n.endswith(f".{packed}")} == {
         f"block.experts.{i}.{part}.{packed}" for i in range(3) for part in ("gate_proj", "up_proj", "down_proj")

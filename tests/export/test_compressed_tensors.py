@@ -203,7 +203,7 @@ def test_inputs_that_others_would_round_otherwise_are_refused(activation: str) -
     x = torch.linspace(-3, 3, 1024).reshape(4, 256)
     if activation in ("mxfp6_e3m2", "mxfp8_e5m2", "fp8_block", "int4"):
         with pytest.raises(ValueError, match=f"cannot name inputs in {activation}"):
-            quantization_config(plan)
+            check_plan(plan)
         return
     group = quantization_config(plan)["config_groups"]["group_0"]
     read = activation_format_of(group["input_activations"])

@@ -23,7 +23,8 @@ from quant.api.convert import convert
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.export import compressed_tensors, modelopt
-from quant.export.checkpoint import SECOND_LEVEL, TensorFiles, write_tensors
+from quant.export.checkpoint import SECOND_LEVEL, write_tensors
+from quant.export.checkpoint_reader import TensorFiles
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.recipes.plan import LayerPlan, Plan
@@ -390,7 +391,7 @@ def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], 
     layer = LayerPlan("model.layers.0.mlp.up_proj", "linear", (256, 256), FORMATS["nvfp4"])
     layer = dataclasses.replace(layer, **{**change, **formats})
     with pytest.raises(ValueError, match=rf"^model\.layers\.0\.mlp\.up_proj: .*{re.escape(words)}") as error:
-        modelopt.configs(Plan((layer,)))
+        modelopt.check_plan(Plan((layer,)))
     assert "deploy the compressed-tensors checkpoint" in str(error.value) and "\n" not in str(error.value)
 
 

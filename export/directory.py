@@ -1,0 +1,104 @@
+"""Output directories are written whole or not at all.
+
+A directory is built under a temporary name beside its destination and renamed when everything is in it, so that a
+full disk, a crash or Ctrl-C never leaves half a checkpoint under the name a server loads.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from quant.recipes.plan import PLAN_FILE
+
+OURS = (PLAN_FILE, "receipt.json")
+"""Files that mark a directory as one that Blockscale wrote, and may replace."""
+
+
+@contextmanager
+def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+    """Gives a temporary directory that becomes `path` when the block ends without an error.
+
+    Raises:
+        OSError: `path` is not to be replaced, as `check_destination` says.
+    """
+    check_destination(path, overwrite=overwrite)
+    path = path.resolve()  # what a link points to is replaced, not the link
+    made = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~umask())
+        _put_in_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for parent in made:
+            with suppress(OSError):  # somebody else has written there meanwhile
+                parent.rmdir()
+        raise
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """Renames `new` to `path`; what was there goes only when the new one stands, and comes back if it does not."""
+    if not path.exists():
+        new.rename(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.rename(old)
+    try:
+        new.rename(path)
+    except BaseException:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def check_destination(path: Path, *, overwrite: bool) -> None:
+    """Checks, before anything slow, that a directory can be put at `path`.
+
+    Raises:
+        FileExistsError: it is a file, or below one; it holds files and `overwrite` is False, or they are not what
+            Blockscale writes.
+        OSError: it is a mount point or holds the current directory, neither of which can be replaced whole; or
+            nothing can be written there.
+    """
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            raise FileExistsError(f"{place} is a file; name a directory for the checkpoint")
+    if os.path.ismount(path):
+        raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
+    whole = path.resolve()
+    if whole in (Path.cwd(), *Path.cwd().parents):
+        raise OSError(f"{path} is the current directory or above it; name a directory in it")
+    _check_files(path, overwrite)
+    parent = next(place for place in whole.parents if place.is_dir())
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            pass
+    except OSError as error:
+        raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
+
+
+def _check_files(path: Path, overwrite: bool) -> None:
+    files = sorted(place.name for place in path.iterdir()) if path.is_dir() else []
+    if not files:
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path} is not empty; pass --overwrite to replace it, or choose another directory")
+    if not any(name in files for name in OURS):
+        raise FileExistsError(
+            f"{path} holds {files[0]} and no {' or '.join(OURS)}, so it is not ours to delete: --overwrite replaces "
+            "only what Blockscale wrote; choose another directory"
+        )
+
+
+def umask() -> int:
+    """The mask that new files get, which can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
