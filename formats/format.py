@@ -130,3 +130,20 @@ def get_format(name: str) -> Format:
         return FORMATS[name]
     except KeyError:
         raise ValueError(f"unknown format {name!r}; known formats: {', '.join(FORMATS)}") from None
+
+
+def is_16bit(name: str | None) -> bool:
+    """Whether `name` stands for 16 bit, which is no format."""
+    return name is None or name in ("keep", "16bit", "bf16", "fp16")
+
+
+def parse_format(name: str | None) -> Format | None:
+    """The format that a user names, or None where the name stands for 16 bit.
+
+    Raises:
+        ValueError: unknown name; the message lists the known ones.
+    """
+    try:
+        return None if is_16bit(name) else get_format(str(name))
+    except ValueError as error:
+        raise ValueError(f"{error}, keep") from None

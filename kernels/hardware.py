@@ -5,7 +5,8 @@ Capabilities follow from the compute capability alone: FP8 tensor cores from 8.9
 10.0 on, wgmma on 9.0 only.
 
 Sources: NVIDIA data sheets and architecture white papers of A100, L40S, H100 SXM, H200 SXM, B200 and B300 (HGX, per
-GPU), GeForce RTX 5090 and RTX PRO 6000 Blackwell. SM counts and L2 of the parts at hand are read from the driver.
+GPU), GeForce RTX 5090 and RTX PRO 6000 Blackwell. A B200 of an HGX board has 180 GB at 7.7 TB/s; the 8 TB/s that are
+often quoted are a GB200's. SM counts and L2 of the parts at hand are read from the driver.
 """
 
 from __future__ import annotations
@@ -95,7 +96,18 @@ TARGETS: dict[str, Hardware] = {
         _gpu("rtxpro6000", (12, 0), 188, 128, 96, 1792, 252, 1008, 503, 2015),
     )
 }
-"""GPUs that a plan, an export or a table may name."""
+"""GPUs that a plan or a table of measured times may name."""
+
+CAPABILITIES: dict[str, tuple[int, int]] = {
+    "t4": (7, 5),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "rtx4090": (8, 9),
+    "dgx-spark": (12, 1),
+    **{name: gpu.capability for name, gpu in TARGETS.items()},
+}
+"""Compute capability of every GPU that is known by name, with or without its data sheet: enough to build an engine."""
 
 
 def get_hardware(name: str) -> Hardware:

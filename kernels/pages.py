@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quant.formats.format import FORMATS, Format
+from quant.formats.format import FORMATS, Format, is_16bit
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.rounding import decode, encode, round_to
@@ -194,7 +194,7 @@ def kv_format(name: str | None) -> Format | None:
     Raises:
         ValueError: unknown name; the message lists the known ones.
     """
-    if name in (None, "keep", "16bit"):
+    if is_16bit(name):
         return None
     if name not in KV_FORMATS:
         raise ValueError(f"no KV cache in {name!r}; known: {', '.join(KV_FORMATS)}, 16bit")

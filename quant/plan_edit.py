@@ -13,12 +13,10 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from quant.errors import UserError, counted
-from quant.formats.format import Format, get_format
+from quant.formats.format import Format, parse_format
 from quant.plan_check import check_solver, layer_problem, sharers_of, some
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.recipe import KEEP, QUANTIZABLE, presets
-
-_SIXTEEN = (KEEP, "16bit")
+from quant.recipes.recipe import QUANTIZABLE, presets
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,8 @@ def parse_setting(text: str) -> Setting:
     rest, at, given = rest.partition("@")
     name, colon, solver = rest.partition(":")
     try:
-        weight = _format(name)
-        activation = _format(given) if at else None
+        weight = parse_format(name)
+        activation = parse_format(given) if at else None
         if colon:
             check_solver(solver)
     except ValueError as error:
@@ -63,15 +61,6 @@ def parse_setting(text: str) -> Setting:
     if weight is None and (activation is not None or solver):
         raise UserError(f"--set {text!r}: a layer in 16 bit has neither a solver nor an input format")
     return Setting(text, glob, weight, solver or None, activation, bool(at))
-
-
-def _format(name: str) -> Format | None:
-    if name in _SIXTEEN:
-        return None
-    try:
-        return get_format(name)
-    except ValueError as error:
-        raise ValueError(f"{error}, {KEEP}") from None
 
 
 def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
@@ -154,8 +143,8 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
 def input_of(weight: Format) -> Format | None:
     """The input format that belongs to a weight format: that of the preset with both; None where there is none."""
     for recipe in presets().values():
-        if recipe.weight == weight.name and recipe.activation != KEEP:
-            return get_format(recipe.activation)
+        if recipe.weight == weight.name and (activation := parse_format(recipe.activation)):
+            return activation
     return None
 
 
@@ -166,7 +155,7 @@ def set_kv_cache(plan: Plan, name: str) -> Plan:
         UserError: an unknown format.
     """
     try:
-        return replace(plan, kv_cache=_format(name))
+        return replace(plan, kv_cache=parse_format(name))
     except ValueError as error:
         raise UserError(f"--kv-cache {name}: {error}") from None
 

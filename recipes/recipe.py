@@ -23,7 +23,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from quant.formats.format import Format, get_format
+from quant.formats.format import Format, is_16bit, parse_format
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -55,7 +55,7 @@ class Rule:
 
     Attributes:
         match: glob over layer names, case-sensitive; `*` crosses dots.
-        weight: format name, or "keep" for 16 bit; None leaves what earlier rules said.
+        weight: format name, or "keep" for 16 bit (or "16bit", "bf16", "fp16"); None leaves what earlier rules said.
         activation: the same for the input.
         solver: the same for the solver.
         reason: goes into the plan; by default it names the rule.
@@ -205,10 +205,10 @@ def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collec
             choice = Rule("*", KEEP, KEEP, recipe.solver, reason)
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
-        meant = layer.kind != "embedding" or rule.match not in broad or rule.weight in (None, KEEP)
+        meant = layer.kind != "embedding" or rule.match not in broad or is_16bit(rule.weight)
         if meant and fnmatchcase(layer.name, rule.match):
             choice = _override(choice, rule, recipe)
-    if only and choice.weight != KEEP and not any(fnmatchcase(layer.name, glob) for glob in only):
+    if only and not is_16bit(choice.weight) and not any(fnmatchcase(layer.name, glob) for glob in only):
         choice = Rule("*", KEEP, KEEP, choice.solver, "matched by no --include")
     weight, activation = _format_of(choice.weight, recipe.name), _format_of(choice.activation, recipe.name)
     if layer.kind == "embedding":
@@ -231,9 +231,9 @@ def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collec
 
 def _override(choice: Rule, rule: Rule, recipe: Recipe) -> Rule:
     weight = rule.weight or choice.weight
-    if rule.weight == KEEP:
+    if rule.weight is not None and is_16bit(rule.weight):
         activation = KEEP
-    elif rule.activation is None and choice.weight == KEEP:
+    elif rule.activation is None and is_16bit(choice.weight):
         # A layer brought back from 16 bit takes the recipe's activation format again.
         activation = recipe.activation
     else:
@@ -289,12 +289,10 @@ def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 
 def _format_of(name: str | None, where: str) -> Format | None:
-    if name is None or name == KEEP:
-        return None
     try:
-        return get_format(name)
+        return parse_format(name)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}, {KEEP}") from None
+        raise ValueError(f"{where}: {error}") from None
 
 
 def _check_keys(fields: Any, cls: type, where: str) -> None:

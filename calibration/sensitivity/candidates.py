@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from quant.formats.format import Format, get_format
+from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import KEEP, presets
-
-_SIXTEEN = (KEEP, "16bit", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
         ValueError: an unknown name, or the same pair of formats twice.
     """
     names = names.split(",") if isinstance(names, str) else list(names)
-    found = [_parse(name.strip()) for name in names if name.strip() and name.strip() not in _SIXTEEN]
+    found = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
     if not found:
         raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
     pairs: dict[tuple[Format | None, Format | None], str] = {}
@@ -71,7 +69,7 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
 def _parse(name: str) -> Candidate:
     if "@" in name:
         weight, activation = name.split("@", 1)
-        return Candidate(name, get_format(weight), None if activation in _SIXTEEN else get_format(activation))
+        return Candidate(name, get_format(weight), parse_format(activation))
     known = presets()
     stem = name.removesuffix("a16")
     if name not in known and (stem == name or stem not in known):
@@ -81,7 +79,7 @@ def _parse(name: str) -> Candidate:
         )
     recipe = known.get(name) or known[stem]
     activation = recipe.activation if name in known else KEEP
-    return Candidate(name, get_format(recipe.weight), None if activation == KEEP else get_format(activation))
+    return Candidate(name, get_format(recipe.weight), parse_format(activation))
 
 
 def groups_of(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:

@@ -30,6 +30,8 @@ import numpy as np
 
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
+from quant.kernels.hardware import TARGETS as GPUS
+from quant.kernels.hardware import Hardware
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -101,7 +103,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     """
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     layers = getattr(config, "num_hidden_layers", None)
-    if not layers or not is_decoder(config):
+    if not layers or not _has_cache(config):
         return 0
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     window = getattr(config, "sliding_window", None)
@@ -118,7 +120,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     return total
 
 
-def is_decoder(config: Any) -> bool:
+def _has_cache(config: Any) -> bool:
     """Whether a model of this config generates token by token, and so has a cache."""
     names = getattr(config, "architectures", None) or []
     return bool(getattr(config, "is_decoder", False)) or any("CausalLM" in n or "Conditional" in n for n in names)
@@ -161,43 +163,34 @@ class Timing(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """A GPU by its data sheet.
+    """A GPU by its data sheet."""
 
-    Attributes:
-        name: key in `GPUS`.
-        bandwidth: of its memory, bytes/s.
-        peak: dense operations/s by bits of the wider operand; a width that is missing runs at the next wider one.
-        measured: False.
-    """
+    gpu: Hardware
+    measured = False
 
-    name: str
-    bandwidth: float
-    peak: Mapping[int, float]
-    measured: bool = False
+    @property
+    def name(self) -> str:
+        """The GPU's name."""
+        return self.gpu.name
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
         """Seconds of a matmul that is bound by memory or by arithmetic, whichever is slower."""
-        bits = max((f.element.bits if f is not None else 16 for f in (layer.weight, layer.activation)), default=16)
-        peak = self.peak[min(width for width in self.peak if width >= bits)]
-        return max(self.read(layer.nbytes), 2 * tokens * layer.numel / peak)
+        return max(self.read(layer.nbytes), 2 * tokens * layer.numel / self._peak(layer.weight, layer.activation))
 
     def read(self, nbytes: int) -> float:
         """Seconds to read `nbytes`."""
-        return nbytes / self.bandwidth
+        return nbytes / self.gpu.bandwidth
+
+    def _peak(self, *formats: Format | None) -> float:
+        """Operations/s of the narrowest dtype that holds both operands and that the GPU's tensor cores multiply."""
+        if all(format is not None and format.element.is_integer for format in formats):
+            return 1e12 * self.gpu.tflops["int8"]
+        widest = max(16 if format is None else format.element.bits for format in formats)
+        able = [name for name, bits in _FLOAT_BITS.items() if bits >= widest and name in self.gpu.tflops]
+        return 1e12 * self.gpu.tflops[able[0]]
 
 
-# NVIDIA's data sheets, dense, FP32 accumulation.
-GPUS: dict[str, Roofline] = {
-    gpu.name: gpu
-    for gpu in (
-        Roofline("a100", 2.039e12, {16: 312e12}),
-        Roofline("l40s", 0.864e12, {16: 362e12, 8: 733e12}),
-        Roofline("h100", 3.35e12, {16: 989e12, 8: 1979e12}),
-        Roofline("h200", 4.8e12, {16: 989e12, 8: 1979e12}),
-        Roofline("b200", 8.0e12, {16: 2250e12, 8: 4500e12, 4: 9000e12}),
-        Roofline("rtx5090", 1.792e12, {16: 209.5e12, 8: 419e12, 4: 1676e12}),
-    )
-}
+_FLOAT_BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
 
 
 @dataclass(frozen=True)
@@ -261,7 +254,7 @@ def get_timing(name: str) -> Timing:
         ValueError: neither; the message lists the GPUs.
     """
     if name in GPUS:
-        return GPUS[name]
+        return Roofline(GPUS[name])
     if Path(name).suffix == ".json":
         return LatencyTable.load(name)
     raise ValueError(f"unknown target {name!r}; known GPUs: {', '.join(GPUS)}; or a table of kernel times, FILE.json")

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quant.formats.format import Format, get_format
+from quant.formats.format import Format, parse_format
 from quant.recipes.plan import LayerPlan
-from quant.recipes.recipe import KEEP, presets
+from quant.recipes.recipe import presets
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Guard:
         if not 0 < limit < math.inf:
             raise ValueError(f"guard {text!r}: write a positive limit and the formats to try, as in '0.1 fp8 keep'")
         try:
-            formats = tuple(None if name == "keep" else get_format(name) for name in names)
+            formats = tuple(map(parse_format, names))
         except ValueError as error:
-            raise ValueError(f"guard {text!r}: {error}, and keep for 16 bit") from None
+            raise ValueError(f"guard {text!r}: {error}") from None
         return cls(limit, formats or (None,))
 
     def formats_for(self, layer: LayerPlan) -> tuple[Format | None, ...]:
@@ -116,7 +116,7 @@ def activation_of(weight: Format) -> Format | None:
     preset = presets().get(weight.name)
     if preset is None:
         return weight
-    return None if preset.activation == KEEP else get_format(preset.activation)
+    return parse_format(preset.activation)
 
 
 def _name(format: Format | None) -> str:

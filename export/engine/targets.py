@@ -12,30 +12,10 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass
 
-TARGETS: dict[str, tuple[int, int]] = {
-    "sm75": (7, 5),
-    "sm80": (8, 0),
-    "sm86": (8, 6),
-    "sm89": (8, 9),
-    "sm90": (9, 0),
-    "sm100": (10, 0),
-    "sm103": (10, 3),
-    "sm120": (12, 0),
-    "sm121": (12, 1),
-    "t4": (7, 5),
-    "a100": (8, 0),
-    "a10": (8, 6),
-    "rtx3090": (8, 6),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "rtx4090": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "b300": (10, 3),
-    "rtx5090": (12, 0),
-    "dgx-spark": (12, 1),
-}
+from quant.kernels.hardware import CAPABILITIES
+
+_GENERATIONS = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+TARGETS = {f"sm{major}{minor}": (major, minor) for major, minor in _GENERATIONS} | CAPABILITIES
 # What `tensorrt_rtx.ComputeCapability` lists; the worker asks the installed one, which may know fewer or more.
 RTX_TARGETS = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}

@@ -23,6 +23,7 @@ from quant.calibration.sensitivity.costs import GPUS, Timing, get_timing, group_
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
+from quant.formats.format import is_16bit
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
@@ -113,7 +114,7 @@ class Constraint:
         match, separator, format_ = text.rpartition("=")
         if not separator or not match or not format_:
             raise UserError(f"--{kind.replace('_', '-')} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
-        return cls(kind, match, format_)
+        return cls(kind, match, KEPT.name if is_16bit(format_) else format_)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,7 +39,7 @@ from torch.nn.functional import pad
 
 from quant.errors import UserError
 from quant.extras import require
-from quant.formats.format import Format
+from quant.formats.format import Format, is_16bit
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
@@ -109,7 +109,7 @@ def quantized_attention(
 
 
 def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
-    attention = attention or "16bit"
+    attention = "16bit" if is_16bit(attention) else str(attention)
     if attention not in ATTENTIONS:
         raise UserError(f"--attention {attention}: unknown; known: {', '.join(ATTENTIONS)}")
     try:

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from quant.errors import UserError, counted
+from quant.formats.format import is_16bit
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 
@@ -128,15 +129,15 @@ def generate(
         seconds,
         device,
         kernels,
-        attention or "16bit",
-        kv_cache or "16bit",
+        "16bit" if is_16bit(attention) else str(attention),
+        "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
     )
 
 
 def _cache(model: nn.Module, kv_cache: str | None) -> Any:
     """The quantized cache that was asked for; None leaves the cache to transformers."""
-    if kv_cache in (None, "16bit"):
+    if is_16bit(kv_cache):
         return None
     from quant.runtime.kv_cache import QuantizedKVCache
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from quant.formats.format import FORMATS, Format, get_format, packed_width
+from quant.formats.format import FORMATS, Format, get_format, packed_width, parse_format
 from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8
 from quant.formats.tensor import quantize
 
@@ -121,3 +121,11 @@ def test_extent_of_scales() -> None:
     assert {name for name, format in FORMATS.items() if format.per_tensor} == {"fp8"}
     assert {n for n, format in FORMATS.items() if format.per_row} == {"fp8_channel", "fp8_token", "int8", "int8_token"}
     assert {name for name, format in FORMATS.items() if format.is_static} == {"fp8", "nvfp4"}
+
+
+@pytest.mark.parametrize("name", [None, "keep", "16bit", "bf16", "fp16"])
+def test_16_bit_has_several_names_and_is_no_format(name: str | None) -> None:
+    assert parse_format(name) is None
+    assert parse_format("fp8") is FORMATS["fp8"]
+    with pytest.raises(ValueError, match=r"unknown format 'int16'; known formats: nvfp4, .*, keep$"):
+        parse_format("int16")

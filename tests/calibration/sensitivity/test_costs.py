@@ -12,7 +12,6 @@ import torch
 
 from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
 from quant.calibration.sensitivity.costs import (
-    GPUS,
     LatencyTable,
     get_timing,
     group_bytes,
@@ -79,7 +78,7 @@ def test_memory_adds_up_to_the_plan() -> None:
 
 
 def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
-    h100 = GPUS["h100"]
+    h100 = get_timing("h100")
     kept = LayerPlan("l", "linear", (4096, 4096))
     fp8 = LayerPlan("l", "linear", (4096, 4096), FORMATS["fp8"], FORMATS["fp8"])
     assert h100.linear(kept, 1) == pytest.approx(2 * 4096**2 / 3.35e12)
@@ -91,7 +90,13 @@ def test_roofline_is_bound_by_memory_or_by_arithmetic() -> None:
     # No FP4 units on Hopper: the codes are widened to FP8, with 16-bit inputs to 16 bit.
     assert h100.linear(w4a4, 8192) == h100.linear(fp8, 8192)
     assert h100.linear(w4a16, 8192) == h100.linear(kept, 8192)
-    assert GPUS["b200"].linear(w4a4, 8192) == pytest.approx(2 * 8192 * 4096**2 / 9000e12)
+    assert get_timing("b200").linear(w4a4, 8192) == pytest.approx(2 * 8192 * 4096**2 / 9000e12)
+    # Integers have a rate of their own, which Blackwell Ultra gave up; MXFP6 runs as FP8 does.
+    w8a8 = LayerPlan("l", "linear", (4096, 4096), FORMATS["int8"], FORMATS["int8_token"])
+    assert get_timing("a100").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 624e12)
+    assert get_timing("b300").linear(w8a8, 8192) == pytest.approx(2 * 8192 * 4096**2 / 150e12)
+    w6a6 = LayerPlan("l", "linear", (4096, 4096), FORMATS["mxfp6"], FORMATS["mxfp6"])
+    assert get_timing("rtxpro6000").linear(w6a6, 8192) == pytest.approx(2 * 8192 * 4096**2 / 503e12)
 
 
 def test_latency_table(tmp_path: Path) -> None:
