@@ -105,9 +105,7 @@ def publish(
         backend = built_by(receipt)
         shutil.move(engine, temporary / ENGINE_FILES[backend])
         if backend == "tensorrt_rtx":
-            from quant.export import triton_model
-
-            shutil.copyfile(triton_model.__file__, temporary / "model.py")
+            shutil.copyfile(Path(__file__).with_name("triton_model.py"), temporary / "model.py")
         (temporary / RECEIPT_FILE).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
         temporary.chmod(0o755)
         if overwrite and home.exists():

@@ -37,14 +37,15 @@ from quant.export.engine.graph import (
     load_graph,
     make_profiles,
 )
-from quant.export.engine.plugin import NAME as PLUGIN
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
+PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"  # loads torch, and so is imported by builds that need it
 
 
 @dataclass(frozen=True)
@@ -180,7 +181,7 @@ def build_engine(
             "engine": str(engine),
             "compute_capability": chosen_target.sm.upper(),
             "profiles": profiles,
-            "plugin": any(node.op_type == PLUGIN for node in model.graph.node),
+            "plugin": PLUGIN_MODULE if any(node.op_type == PLUGIN for node in model.graph.node) else None,
             "timing_cache": timing_cache(chosen.module, chosen_target),
         }
         del model

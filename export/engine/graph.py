@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from quant.export.engine.plugin import NAME as PLUGIN
 from quant.export.engine.targets import Target
 from quant.export.onnx_graph.export import LAYER_KEY
+from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
 
 ATTENTION = ("Attention", "TRT_QuantizedAttention", PLUGIN)

@@ -15,7 +15,7 @@ In an ONNX file the kernel is one node, which TensorRT's parser matches with a p
                plugin_namespace  STRING "quant"
 
 `dim` is 64, 128 or 256 and is known when the engine is built; the other sizes may be dynamic. All tensors are dense
-in row-major order. `onnx_node` makes the node.
+in row-major order.
 
 One kernel serves both runtimes. Full TensorRT takes a *quick-deployable* plugin: its kernel is compiled to PTX when
 the engine is built, the PTX lies inside the engine, and TensorRT launches it with the grid and arguments declared
@@ -33,14 +33,11 @@ from typing import Any
 
 import numpy as np
 
+from quant.export.onnx_graph.opsets import PLUGIN
 from quant.kernels.aot import CompiledKernel, compile_kernel
 from quant.kernels.attention_tiles import HEAD_DIMS, Tiles, tiles_for
 from quant.kernels.driver import LoadedKernel
 
-NAME = "QuantFp8Attention"
-NAMESPACE = "quant"
-VERSION = "1"
-DOMAIN = "quant"
 INPUTS = ("q", "k", "v", "scales")
 
 OUTPUT_TYPES = {16: "BF16", 10: "FP16"}
@@ -63,12 +60,12 @@ class Attributes:
 
     def __post_init__(self) -> None:
         if self.causal not in (0, 1):
-            raise ValueError(f"{NAME}: causal is {self.causal}; expected 0 or 1")
+            raise ValueError(f"{PLUGIN}: causal is {self.causal}; expected 0 or 1")
         if not 0 <= self.softmax_scale < math.inf:
-            raise ValueError(f"{NAME}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
+            raise ValueError(f"{PLUGIN}: softmax_scale is {self.softmax_scale}; it must be positive, or 0 for 1/√dim")
         if self.output_type not in OUTPUT_TYPES:
             known = ", ".join(f"{number} ({name})" for number, name in OUTPUT_TYPES.items())
-            raise ValueError(f"{NAME}: output_type is {self.output_type}; known: {known}")
+            raise ValueError(f"{PLUGIN}: output_type is {self.output_type}; known: {known}")
 
     @property
     def io_types(self) -> tuple[str, ...]:
@@ -97,24 +94,7 @@ class Attributes:
         return cls(**known)
 
 
-def onnx_node(inputs: Sequence[str], output: str, attributes: Attributes | None = None, name: str = "") -> Any:
-    """The ONNX node.
-
-    Args:
-        inputs: names of q, k, v and scales.
-        output: name of the output.
-        attributes: None is full attention into BF16.
-        name: of the node, by which errors call it.
-    """
-    from onnx import helper
-
-    given = vars(attributes or Attributes())
-    return helper.make_node(
-        NAME, list(inputs), [output], name, domain=DOMAIN, plugin_version=VERSION, plugin_namespace=NAMESPACE, **given
-    )
-
-
-def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = NAME) -> int:
+def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> int:
     """Whether the inputs fit each other.
 
     Args:
@@ -147,7 +127,7 @@ def _differ(*sizes: int | None) -> bool:
     return len({size for size in sizes if size is not None}) > 1
 
 
-def infer_types(types: Sequence[str], attributes: Attributes, name: str = NAME) -> str:
+def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN) -> str:
     """The output's type.
 
     Args:

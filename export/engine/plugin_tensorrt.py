@@ -15,9 +15,6 @@ import numpy as np
 
 from quant.export.engine.plugin import (
     INPUTS,
-    NAME,
-    NAMESPACE,
-    VERSION,
     Attributes,
     check_shapes,
     compile_attention,
@@ -28,6 +25,7 @@ from quant.export.engine.plugin import (
     launch,
     launch_grid,
 )
+from quant.export.onnx_graph.opsets import PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
 from quant.kernels.aot import CompiledKernel
 from quant.kernels.attention_tiles import tiles_for
 from quant.kernels.driver import LoadedKernel
@@ -52,7 +50,7 @@ def register(trt: ModuleType, archs: Sequence[int]) -> None:
         _register_creator(trt, tuple(archs))
         return
     if len(archs) != 1:
-        raise ValueError(f"{NAME}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
+        raise ValueError(f"{PLUGIN}: full TensorRT builds for the GPU it runs on, not for {list(archs)}")
     import importlib
 
     register_quick(trt, importlib.import_module(f"{trt.__name__}.plugin"), archs[0])
@@ -66,7 +64,7 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         trtp: the module `tensorrt.plugin`.
         arch: compute capability of the GPU.
     """
-    plugin = f"{NAMESPACE}::{NAME}"
+    plugin = f"{PLUGIN_DOMAIN}::{PLUGIN}"
     tensor = trtp.TensorDesc
     inputs = dict.fromkeys(INPUTS, tensor)
     attribute_types = {"causal": int, "softmax_scale": float, "output_type": int}
@@ -125,7 +123,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
         def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
             for base in Plugin.__bases__:
                 base.__init__(self)
-            self.plugin_name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.plugin_name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
             self.num_outputs = 1
             self.attributes, self.kernels = attributes, kernels
             self.loaded: dict[int, LoadedKernel] = {}
@@ -165,7 +163,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             arch = _local_arch()
             if arch not in self.loaded:
                 if arch not in self.kernels:
-                    raise ValueError(f"{NAME}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
+                    raise ValueError(f"{PLUGIN}: the engine has kernels for {sorted(self.kernels)}, this GPU is {arch}")
                 self.loaded[arch] = LoadedKernel(self.kernels[arch])
             shapes = [tuple(x.dims) for x in inputs[:2]]
             launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
@@ -187,7 +185,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
     class Creator(trt.IPluginCreatorV3One):  # type: ignore
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
-            self.name, self.plugin_namespace, self.plugin_version = NAME, NAMESPACE, VERSION
+            self.name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
             self.kept: list[Any] = []
             self.field_names = _field_collection(trt, Attributes().to_fields(), self.kept)
 
@@ -198,8 +196,8 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             return plugin
 
     creator = Creator()
-    if not trt.get_plugin_registry().register_creator(creator, NAMESPACE):
-        raise ValueError(f"{NAME}: TensorRT-RTX did not take the plugin; is it registered already?")
+    if not trt.get_plugin_registry().register_creator(creator, PLUGIN_DOMAIN):
+        raise ValueError(f"{PLUGIN}: TensorRT-RTX did not take the plugin; is it registered already?")
     _kept.append(creator)
 
 

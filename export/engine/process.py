@@ -1,7 +1,7 @@
-"""Running the process that builds an engine (`engine_worker`), and saying what became of it.
+"""`run_worker` runs the process that builds an engine (`worker`) and reports how it ended.
 
-A builder that dies takes its process with it and nothing else. The error then names the model, how the process ended,
-the ONNX node it was at, and the last it said.
+A builder that crashes ends only its process. The error then names the model, the exit code or signal, the ONNX node
+that was being parsed, and the last message.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run_worker(
     """Runs the build process to its end.
 
     Args:
-        request: as `engine_worker.build` takes it.
+        request: as `worker.build` takes it.
         model: the ONNX file, for messages.
         progress: called as `progress(stage, done, total)`.
         environment: of the process, from `worker_environment`.
@@ -40,25 +40,25 @@ def run_worker(
     Raises:
         ValueError: the builder refused the graph, or died.
     """
-    command = [sys.executable, "-m", "quant.export.engine.worker"]
     last, node = "", ""
     warnings: dict[str, None] = {}
-    with tempfile.TemporaryFile() as errors:
+    outcome: dict[str, Any] = {}
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
-            command,
+            [sys.executable, "-m", "quant.export.engine.worker", str(writing)],
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
+            stdout=prints,
+            stderr=prints,
+            pass_fds=[writing],
             env=environment,
-            text=True,
-            encoding="utf-8",
         )
-        assert process.stdin is not None and process.stdout is not None
-        outcome: dict[str, Any] = {}
+        os.close(writing)
+        assert process.stdin is not None
         try:
             with process.stdin:
-                json.dump(request, process.stdin)
-            for line in process.stdout:
+                process.stdin.write(json.dumps(request).encode())
+            for line in messages:
                 message = json.loads(line)
                 if "stage" in message and progress:
                     progress(message["stage"], message["done"], message["of"])
@@ -73,9 +73,8 @@ def run_worker(
             if process.poll() is None:
                 process.kill()
                 process.wait()
-            process.stdout.close()
-        errors.seek(0)
-        printed = errors.read().decode("utf-8", "replace").strip()
+        prints.seek(0)
+        printed = prints.read().decode("utf-8", "replace").strip()
     if process.returncode == 0 and "built" in outcome:
         return outcome["built"], list(warnings)
     backend = request["backend"]

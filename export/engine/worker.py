@@ -1,10 +1,10 @@
-"""The process that builds an engine: `python -m quant.export.engine.worker`, a JSON request on standard input.
+"""This process builds an engine: `python -m quant.export.engine.worker FD`, with a JSON request on standard input.
 
-TensorRT is a large C++ compiler, and some graphs bring it down. Here that costs the build and not the caller: the
-parent sees the process die, and knows the last thing the builder said. The process imports neither torch nor the
-model, so nearly all of its memory is TensorRT's.
+TensorRT is a large C++ compiler that some graphs bring down. In a process of its own a crash costs the build and not
+the caller, which still knows the builder's last message. The process imports neither torch nor the model, so nearly
+all of its memory is TensorRT's.
 
-Standard output is a protocol of one JSON object a line; whatever libraries print goes to standard error.
+It writes one JSON object per line to the file descriptor FD; what libraries print on standard output stays apart.
 
     {"said": "…", "severity": 3}               a message of the builder
     {"stage": "…", "done": 3, "of": 100}       progress
@@ -39,8 +39,8 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
 
     Args:
         request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file that external data lie beside), `engine`
-            (file to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (whether the graph
-            has our attention plugin), `timing_cache` (file, or None).
+            (file to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (module that
+            registers the plugin in the graph, or None), `timing_cache` (file, or None).
         out: where the protocol goes.
     """
     trt = importlib.import_module(request["backend"])
@@ -48,9 +48,9 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     if request["plugin"]:
-        from quant.export.engine.plugin_tensorrt import register
-
-        register(trt, [int(request["compute_capability"].removeprefix("SM"))])
+        importlib.import_module(request["plugin"]).register(
+            trt, [int(request["compute_capability"].removeprefix("SM"))]
+        )
     _parse(trt, network, logger, request)
     config = builder.create_builder_config()
     # Names and types of all kernels stay readable in the engine: what the audit reads.
@@ -193,10 +193,8 @@ def _peak_rss() -> int:
 
 
 def main() -> None:
-    """Reads a request, builds, and ends with exit code 0; 3 where TensorRT refused."""
-    # Libraries print on file descriptor 1, in C++ and so past sys.stdout.
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+    """Reads a request and builds. The exit code is 0, or 3 if TensorRT refused."""
+    out = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
     request = json.load(sys.stdin)
     try:
         _say(out, built=build(request, out))

@@ -14,8 +14,16 @@ from typing import Any
 
 import torch
 
-from quant.export.engine import plugin
-from quant.export.onnx_graph.opsets import FLOAT, FLOAT8E4M3FN, opset, plugin_opset, round_trip, trt_opset
+from quant.export.onnx_graph.opsets import (
+    FLOAT,
+    FLOAT8E4M3FN,
+    PLUGIN_DOMAIN,
+    PLUGIN_VERSION,
+    opset,
+    plugin_opset,
+    round_trip,
+    trt_opset,
+)
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
 from quant.formats.tensor import fake_quantize
@@ -110,8 +118,8 @@ def _attention(
             causal=int(causal),
             softmax_scale=scale,
             output_type=int(q.dtype),
-            plugin_version=plugin.VERSION,
-            plugin_namespace=plugin.NAMESPACE,
+            plugin_version=PLUGIN_VERSION,
+            plugin_namespace=PLUGIN_DOMAIN,
         )
     rounded = [
         round_trip(FORMATS["fp8"], x, op.Constant(value_float=s), x.dtype)

@@ -1,7 +1,7 @@
-"""The operators that exported graphs are made of: ONNX's, those of TensorRT's domain `trt`, and our plugin's.
+"""Exported graphs use the operators of ONNX, those of TensorRT's domain `trt`, and that of our attention plugin.
 
-ONNX knows nothing of the last two, and its exporter and checker refuse what they do not know; `register_schemas` tells
-it their inputs, outputs, attributes and how shapes and types follow.
+ONNX's exporter and checker refuse operators that they do not know. `register_schemas` describes the last two kinds to
+them: inputs, outputs, attributes, and how shapes and types follow.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from quant.export.engine import plugin
 from quant.formats.format import Format
 from quant.formats.number import E2M1, E4M3, INT4, INT8
 
 OPSET = 23
 TRT_DOMAIN = "trt"
+PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION = "QuantFp8Attention", "quant", "1"
+"""Op type, domain (and namespace in TensorRT) and version of our plugin; `quant.export.engine.plugin` describes it."""
 FLOAT, FLOAT8E4M3FN = 1, 17  # TensorProto's numbers
 
 
@@ -40,7 +41,7 @@ def plugin_opset() -> Any:
     """Ours."""
     from onnxscript.values import Opset
 
-    return Opset(plugin.DOMAIN, 1)
+    return Opset(PLUGIN_DOMAIN, 1)
 
 
 def round_trip(format: Format, x: Any, scale: Any, dtype: Any) -> Any:
@@ -154,7 +155,7 @@ def register_schemas() -> None:
         like_input(None),
     )
     register(
-        "QuantFp8Attention",
+        PLUGIN,
         {"q": fp8, "k": fp8, "v": fp8, "scales": float32},
         {"out": "T"},
         {
@@ -165,5 +166,5 @@ def register_schemas() -> None:
             "plugin_namespace": kind.STRING,
         },
         like_input("output_type"),
-        plugin.DOMAIN,
+        PLUGIN_DOMAIN,
     )

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from quant.export.onnx_graph.opsets import register_schemas
+
 _E4M3_MAX, _E2M1_MAX = np.float32(448), np.float32(6)
 
 
 def evaluator(model: Any) -> Any:
     """An `onnx.reference.ReferenceEvaluator` of a model, or of the file at a path, that knows these operators."""
     from onnx.reference import ReferenceEvaluator
-
-    from quant.export.onnx_graph.opsets import register_schemas
 
     register_schemas()
     return ReferenceEvaluator(str(model) if isinstance(model, Path) else model, new_ops=list(operators()))

@@ -50,14 +50,13 @@ class Graphs:
         self.nodes, self.constants = [], []
         operands = ["q", "k", "v"]
         if plugin:
-            from quant.export.engine.plugin import Attributes, onnx_node
-
             for index, operand in enumerate(operands):
                 codes = [operand, self.scalar(0.02)]
                 operands[index] = self.node("QuantizeLinear", codes, f"{operand}/quantize", output_dtype=17)
             operands.append(self.raw(self.types.FLOAT, (3,), np.full(3, 0.02, np.float32)))
-            attributes = Attributes(causal=1, output_type=self.types.FLOAT16)
-            self.nodes.append(onnx_node(operands, "y", attributes, "attention"))
+            known = {"domain": "quant", "plugin_version": "1", "plugin_namespace": "quant", "name": "attention"}
+            attributes = {"causal": 1, "softmax_scale": 0.0, "output_type": self.types.FLOAT16}
+            self.nodes.append(self.helper.make_node("QuantFp8Attention", operands, ["y"], **known, **attributes))
         elif quantized:
             for index, operand in enumerate(operands):
                 scale = self.scalar(0.02)

@@ -131,26 +131,6 @@ def test_the_scale_is_in_the_kernel() -> None:
     assert f"0f{bits:08X}" in default.ptx.upper().replace("0F", "0f")
 
 
-def test_onnx_node() -> None:
-    helper = pytest.importorskip("onnx", reason="the [onnx] extra").helper
-    node = plugin.onnx_node(["q", "k", "v", "s"], "y", Attributes(1, 0.5, 10), "layer.0")
-    found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-    assert (node.domain, node.op_type, list(node.input), list(node.output), node.name) == (
-        "quant",
-        "QuantFp8Attention",
-        ["q", "k", "v", "s"],
-        ["y"],
-        "layer.0",
-    )
-    assert found == {
-        "causal": 1,
-        "softmax_scale": 0.5,
-        "output_type": 10,
-        "plugin_version": b"1",
-        "plugin_namespace": b"quant",
-    }
-
-
 class Size:
     """A symbolic dimension: known at build time or not, with a value that only the test knows."""
 
@@ -254,7 +234,8 @@ from quant.export.engine import plugin, plugin_tensorrt
 plugin_tensorrt.register(trt, [89, 120])
 bf16, dim = T.BFLOAT16, 64
 nodes = [h.make_node("QuantizeLinear", [n, "one", "zero"], [n + "8"]) for n in "qkv"]
-nodes.append(plugin.onnx_node(["q8", "k8", "v8", "scales"], "y", plugin.Attributes(causal=1), "attention"))
+known = dict(domain="quant", plugin_version="1", plugin_namespace="quant", name="attention")
+nodes.append(h.make_node("QuantFp8Attention", ["q8", "k8", "v8", "scales"], ["y"], **known, causal=1, output_type=16))
 constants = [
     h.make_tensor("one", bf16, [], [1.0]),
     h.make_tensor("zero", T.FLOAT8E4M3FN, [], b"\\0", raw=True),
