@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import struct
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from quant.errors import UserError
 
@@ -49,28 +49,15 @@ def find_model(name: str) -> Path:
     raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
 
 
-def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """The header of a safetensors file: `{name: {"dtype", "shape", "data_offsets"}}`, checked against its size.
+def safetensors_file(path: Path, framework: str = "numpy") -> Any:
+    """A safetensors file, its header checked against its size; tensors are read when asked for.
 
     Raises:
         UserError: not a safetensors file, or a truncated one.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        first = file.read(8)
-        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
-        if 8 + length > size:
-            raise UserError(f"{path}: not a safetensors file, or a truncated one ({size} bytes); download it again")
-        text = file.read(length)
     try:
-        header: dict[str, dict[str, Any]] = json.loads(text)
-        header.pop("__metadata__", None)
-        end = max((int(entry["data_offsets"][1]) for entry in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"{path}: the safetensors header is damaged ({error}); download it again") from None
-    if size != 8 + length + end:
+        return safe_open(path, framework=framework)
+    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
         raise UserError(
-            f"{path}: truncated or damaged: its header asks for {8 + length + end} bytes and the file has {size}; "
-            "download it again"
-        )
-    return header
+            f"{path}: not a safetensors file, or a truncated or damaged one ({error}); download it again"
+        ) from None

@@ -20,7 +20,7 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.extras import require
-from quant.models.files import read_header
+from quant.models.files import safetensors_file
 from quant.models.state_dict import open_safetensors
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -193,7 +193,7 @@ def _find_shards(path: Path) -> list[Path]:
             if not shard.is_file() or not shard.stat().st_size:
                 raise UserError(f"{shard}: this weight file is missing or empty; download it again")
             if shard.suffix == ".safetensors":
-                read_header(shard)
+                safetensors_file(shard)
         return shards
     raise UserError(
         f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"

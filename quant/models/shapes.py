@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quant.models.files import find_model, read_header
+from quant.models.files import find_model, safetensors_file
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 
@@ -48,7 +48,8 @@ def _of_directory(path: Path) -> Shapes | None:
             shards = [path / name for name in sorted(set(index["weight_map"].values()))]
         if "quantization_config" in config:
             return None
-        return {name: tuple(entry["shape"]) for shard in shards for name, entry in read_header(shard).items()}
+        files = [safetensors_file(shard) for shard in shards]
+        return {name: tuple(file.get_slice(name).get_shape()) for file in files for name in file.keys()}  # noqa: SIM118
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # the loader says what is wrong
 

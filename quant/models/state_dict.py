@@ -1,9 +1,4 @@
-"""State dicts: names and tensors without a module, and the module that a factory builds for them.
-
-A safetensors file is eight bytes of header length, a JSON header `{"name": {"dtype", "shape", "data_offsets"}}`,
-and the bytes of all tensors. The header alone gives every shape, and an offset beyond the end of the file betrays a
-download that broke off, before anything is read.
-"""
+"""A state dict is names and tensors without a module; a factory may build the module for it."""
 
 from __future__ import annotations
 
@@ -11,35 +6,14 @@ import importlib
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quant.errors import UserError
-from quant.models.files import read_header
+from quant.models.files import safetensors_file
 
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
-_DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 class LazyStateDict(Mapping[str, torch.Tensor]):
@@ -118,20 +92,15 @@ def _sniff_zip(path: Path) -> str:
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
     """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header."""
-    header = read_header(path)
-    if meta:
-        return LazyStateDict(header, lambda name: _meta_tensor(header[name], name, path), dtype)
-    try:
-        handle = safe_open(path, framework="pt")
-    except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
-        raise UserError(f"{path}: this safetensors file cannot be opened: {error}") from None
-    return LazyStateDict(header, handle.get_tensor, dtype)
+    file = safetensors_file(path, "pt")
 
+    def on_meta(name: str) -> torch.Tensor:
+        part = file.get_slice(name)
+        shape = part.get_shape()
+        like = part[:0] if shape else file.get_tensor(name)  # for its dtype
+        return torch.empty(shape, dtype=like.dtype, device="meta")
 
-def _meta_tensor(entry: Mapping[str, Any], name: str, path: Path) -> torch.Tensor:
-    if entry["dtype"] not in _DTYPES:
-        raise UserError(f"{path}: {name} has dtype {entry['dtype']}, which torch has no name for; exclude the tensor")
-    return torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]], device="meta")
+    return LazyStateDict(file.keys(), on_meta if meta else file.get_tensor, dtype)
 
 
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
