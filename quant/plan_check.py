@@ -180,19 +180,7 @@ def layer_problem(layer: LayerPlan, sharer: str | None) -> str | None:
 
 
 def _check_groups(plan: Plan) -> list[Problem]:
-    found = []
-    for name, members in plan.groups().items():
-        kinds: tuple[tuple[str, list[str]], ...] = (
-            ("formats", [format_text(m) for m in members]),
-            ("solvers", [m.solver if m.weight else "" for m in members]),
-            ("Hadamard blocks", [str(m.hadamard) for m in members]),
-        )
-        for what, values in kinds:
-            if len(set(values)) > 1:
-                listed = ", ".join(f"{m.name}={value}" for m, value in zip(members, values, strict=True))
-                found.append(Problem(name, f"mixes {what}: {listed}", "give its members one: they are fused"))
-                break
-    return found
+    return [Problem(name, what, "give its members one: they are fused") for name, what in plan.mixed_groups()]
 
 
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
@@ -221,8 +209,8 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
         if len({m.group for m in members}) == 1 and members[0].group is not None:
             continue  # one fusion group, which has been checked
         where = f"{parent}.({'|'.join(m.name.rpartition('.')[2] for m in members)})"
-        if len({format_text(m) for m in members}) > 1:
-            listed = ", ".join(f"{m.name}={format_text(m)}" for m in members)
+        if len({m.formats for m in members}) > 1:
+            listed = ", ".join(f"{m.name}={m.formats}" for m in members)
             found.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
         elif len(members) > 1 and members[0].weight is not None and members[0].weight.global_scale:
             what = f"{target.name} merges these, and {members[0].weight} then needs one global scale for all"
@@ -251,10 +239,3 @@ def check_solver(name: str) -> None:
     """
     registry = sys.modules.get("quant.calibration.solvers.solver")
     (registry.get_solver if registry else parse_solver)(name)
-
-
-def format_text(layer: LayerPlan) -> str:
-    """The formats of a layer's weight and input, such as `nvfp4@nvfp4`, `fp8_channel` or `16bit`."""
-    if layer.weight is None:
-        return "16bit"
-    return f"{layer.weight}@{layer.activation}" if layer.activation else f"{layer.weight}"

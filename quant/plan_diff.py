@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quant.plan_check import format_text
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.recipes.recipe import QUANTIZABLE
 
@@ -23,7 +22,7 @@ class Change:
         """What happened, as one word or two formats: the summary counts by it."""
         if self.before is None or self.after is None:
             return "added" if self.before is None else "removed"
-        old, new = format_text(self.before), format_text(self.after)
+        old, new = self.before.formats, self.after.formats
         if old != new:
             return f"{old} → {new}"
         if self.before.solver != self.after.solver:

@@ -18,7 +18,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -76,6 +76,13 @@ class LayerPlan:
     def has_static_scale(self) -> bool:
         """Whether the input has a scale that calibration measures."""
         return self.activation is not None and self.activation.is_static
+
+    @property
+    def formats(self) -> str:
+        """Formats of weight and input, such as `nvfp4@nvfp4`, `fp8_channel` or `16bit`."""
+        if self.weight is None:
+            return "16bit"
+        return f"{self.weight}@{self.activation}" if self.activation else f"{self.weight}"
 
     @property
     def nbytes(self) -> int:
@@ -215,17 +222,22 @@ class Plan:
         return plan
 
     def check_groups(self) -> None:
-        """Raises ValueError where members of a fusion group differ: runtimes fuse them, and they are solved as one."""
+        """Raises ValueError where members of a fusion group differ."""
+        for name, what in self.mixed_groups():
+            raise ValueError(f"fusion group {name!r} {what}; give its members one: they are fused")
+
+    def mixed_groups(self) -> Iterator[tuple[str, str]]:
+        """Fusion groups whose members differ, and in what: runtimes fuse them, and they are solved as one."""
         for name, members in self.groups().items():
-            if len({(m.weight, m.activation) for m in members}) > 1:
-                formats = ", ".join(f"{m.name}={m.weight or '16 bit'}" for m in members)
-                raise ValueError(f"fusion group {name!r} mixes formats ({formats}); give its members one format")
-            if len({m.hadamard for m in members}) > 1:
-                blocks = ", ".join(f"{m.name}={m.hadamard}" for m in members)
-                raise ValueError(f"fusion group {name!r} mixes Hadamard blocks ({blocks}); its members share an input")
-            if members[0].weight is not None and len({m.solver for m in members}) > 1:
-                solvers = ", ".join(f"{m.name}={m.solver}" for m in members)
-                raise ValueError(f"fusion group {name!r} mixes solvers ({solvers}); give its members one solver")
+            for what, values in (
+                ("formats", [m.formats for m in members]),
+                ("solvers", [m.solver if m.weight else "" for m in members]),
+                ("Hadamard blocks", [str(m.hadamard) for m in members]),
+            ):
+                if len(set(values)) > 1:
+                    listed = ", ".join(f"{m.name}={value}" for m, value in zip(members, values, strict=True))
+                    yield name, f"mixes {what} ({listed})"
+                    break
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, one layer a line."""

@@ -125,10 +125,10 @@ def test_another_schema_version_is_refused(version: Any) -> None:
         ({"weight": "fp5"}, "layer 'a.q': unknown format 'fp5'; known formats: nvfp4, mxfp4"),
         ({"activation": "fp5"}, "layer 'a.q': unknown format 'fp5'"),
         ({"kind": "magic"}, "layer 'a.q': unknown kind 'magic'; known kinds: linear, experts"),
-        ({"weight": "mxfp4"}, "fusion group 'a.(q|k)' mixes formats (a.q=mxfp4, a.k=nvfp4)"),
-        ({"weight": None, "activation": None}, "fusion group 'a.(q|k)' mixes formats (a.q=16 bit, a.k=nvfp4)"),
+        ({"weight": "mxfp4"}, "fusion group 'a.(q|k)' mixes formats (a.q=mxfp4@nvfp4, a.k=nvfp4@nvfp4)"),
+        ({"weight": None, "activation": None}, "fusion group 'a.(q|k)' mixes formats (a.q=16bit, a.k=nvfp4@nvfp4)"),
         ({"activation": None}, "fusion group 'a.(q|k)' mixes formats"),
-        ({"solver": "rtn"}, "fusion group 'a.(q|k)' mixes solvers (a.q=rtn, a.k=mse); give its members one solver"),
+        ({"solver": "rtn"}, "fusion group 'a.(q|k)' mixes solvers (a.q=rtn, a.k=mse); give its members one"),
         ({"name": "a.k"}, "names a layer twice: ['a.k']"),
     ],
 )
