@@ -232,12 +232,13 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None) -> torch.
     blocks = scale_blocks(v.shape[2], None if cu_seqlens is None else len(cu_seqlens) - 1)
     padded = torch.zeros(*v.shape[:2], blocks * SCALE_BLOCK, v.shape[3], dtype=v.dtype, device=v.device)
     padded[:, :, _padded_rows(v.shape[2], cu_seqlens, v.device)] = v
-    return padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
+    laid_out: torch.Tensor = padded.unflatten(2, (-1, 2, 4, 2)).transpose(3, 4).flatten(2, 5).mT.contiguous()
+    return laid_out
 
 
 def restore_v(v: torch.Tensor, tokens: int, cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
     """The inverse of `lay_out_v`."""
-    rows = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
+    rows: torch.Tensor = v.mT.unflatten(2, (-1, 4, 2, 2)).transpose(3, 4).flatten(2, 5)
     return rows[:, :, _padded_rows(tokens, cu_seqlens, v.device)]
 
 

@@ -11,6 +11,7 @@ power of two is rotated in blocks of one that divides it (a head of 96 in three 
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import torch
@@ -43,7 +44,8 @@ def hadamard_transform(x: torch.Tensor, block: int | None = None) -> torch.Tenso
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         distance *= 2
-    return (y * block**-0.5).to(x.dtype)
+    scaled: torch.Tensor = y * block**-0.5
+    return scaled.to(x.dtype)
 
 
 def hadamard_block(n: int) -> int:
@@ -64,7 +66,7 @@ def random_sign_rotation(x: torch.Tensor) -> torch.Tensor:
     signed = x.float() * _signs(x.shape[-1], x.device)
     block = hadamard_block(half)
     u1, u2 = (hadamard_transform(part, block) for part in (signed[..., :half], signed[..., half:]))
-    return torch.cat([u1 + u2, u1 - u2], -1) * 0.5**0.5
+    return torch.cat([u1 + u2, u1 - u2], -1) * math.sqrt(0.5)
 
 
 @lru_cache(maxsize=32)

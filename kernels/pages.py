@@ -32,9 +32,9 @@ KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
 PAGE_SIZES = (16, 32, 64)
 MAX_DIM = 256
 HEADROOM = 16.0
-"""How much larger than the first tokens later ones may be, under a scale that was not calibrated."""
+"""Factor by which later tokens may exceed the first ones under a scale that was not calibrated."""
 CANDIDATES = (-2, 5)
-"""The first and the last block scale that NVFP4 tries, in E4M3 codes from the one that the `max` rule gives."""
+"""The first and the last block scale that NVFP4 tries, as offsets in E4M3 codes from that of the `max` rule."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +96,7 @@ def token_bytes(format: Format | None, dim: int) -> int:
 
 
 def check_kv_format(format: Format | None, dim: int) -> None:
-    """Raises ValueError where a cache cannot be in `format`, or cannot have heads of `dim`."""
+    """Raises ValueError for a `format` or a head dimension that no cache has."""
     if format is not None and format.name not in KV_FORMATS:
         raise ValueError(f"KV cache: no format {format}; known: {', '.join(KV_FORMATS)}, or None for 16 bit")
     if dim % 16 or not 0 < dim <= MAX_DIM:
@@ -106,7 +106,7 @@ def check_kv_format(format: Format | None, dim: int) -> None:
 def encode_kv(
     x: torch.Tensor, format: Format, scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Codes, scales of `fp8_token` and block scales of `nvfp4`: what is written for `x`.
+    """The codes, scales (of `fp8_token`) and block scales (of `nvfp4`) that a cache stores for `x`.
 
     Args:
         x: `[…, kv_heads, tokens, dim]`.
@@ -130,10 +130,10 @@ def encode_kv(
 def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
 
-    That leaves 0.6% more error on normal values than the best of all codes, the `max` rule 37% more. Errors are whole
-    numbers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums are the same in any
-    order, and so the kernel makes the same choice. Every product before a difference is exact or followed by a
-    minimum, so fusing it changes nothing.
+    On normal values its error is 0.6% above that of the best of all codes; the error of the `max` rule is 37% above.
+    Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not
+    depend on the order, so the kernel makes the same choice. Every product before a difference is exact or followed
+    by a minimum, so fusing it changes nothing.
 
     Args:
         blocks: float32 `[…, 1, blocks, 16]`.
@@ -160,7 +160,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def decode_kv(
     codes: torch.Tensor, format: Format | None, scale: torch.Tensor | None, blocks: torch.Tensor | None
 ) -> torch.Tensor:
-    """The values, float32 `[…, kv_heads, tokens, dim]`; `scale` is a head's or a token's."""
+    """The values, float32 `[…, kv_heads, tokens, dim]`; `scale` is per head or per token."""
     if format is None:
         return codes.float()
     assert scale is not None
@@ -169,7 +169,8 @@ def decode_kv(
     dim = codes.shape[-1] * 2
     elements = BlockScaledTensor(codes, blocks, format, (*codes.shape[:-1], dim)).element_values()
     steps = decode(blocks, E4M3) * scale[:, None, None]
-    return (elements.unflatten(-1, (-1, 16)) * steps[..., None]).flatten(-2)
+    values: torch.Tensor = elements.unflatten(-1, (-1, 16)) * steps[..., None]
+    return values.flatten(-2)
 
 
 def round_kv(x: torch.Tensor, format: Format | None, scale: torch.Tensor | None) -> torch.Tensor:
@@ -222,5 +223,5 @@ def write_reference(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k:
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes, for not every indexing function takes FP8."""
+    """FP8 as bytes, since not every indexing function takes FP8."""
     return x.view(torch.uint8) if x.dtype is torch.float8_e4m3fn else x

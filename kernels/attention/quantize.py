@@ -141,12 +141,12 @@ def quantize_attention(
         axes = (2,) if granularity == "head" else (0, 1, 2)
         q_amax, k_amax, v_amax = (amax.amax(axes).div(E4M3.max).clamp_min(1e-30) for amax in measure(work))
         scales = q_amax, k_amax, v_amax
-    codes, (q_scale, k_scale, v_scale), shift = quantize(work, scales)
+    (q, k, v), (q_scale, k_scale, v_scale), shift = quantize(work, scales)
     options = AttentionOptions(
         q_scale, k_scale, v_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
         v_laid_out=laid_out,
     )  # fmt: skip
-    return AttentionOperands(*codes, options, shift)
+    return AttentionOperands(q, k, v, options, shift)
 
 
 def _check(

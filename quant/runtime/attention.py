@@ -5,30 +5,30 @@
 
     register(); AutoModelForCausalLM.from_pretrained(…, attn_implementation="quant_fp8")
 
-transformers 5 asks `AttentionInterface` for the function that attends, by name, and hands it q, k and v as they are
-used. Two names are ours:
+transformers 5 looks the attention function up by name in `AttentionInterface` and calls it with q, k and v after RoPE.
+Two names are ours:
 
     quant_fp8     q, k, v and the probabilities in E4M3
     quant_16bit   attention in 16 bit, over a quantized cache
 
-Keys and values are first rounded to the format of the KV cache, if there is one: by a `QuantizedKVCache` that the
+Keys and values are first rounded to the format of the KV cache, if there is one: by the `QuantizedKVCache` that the
 model was called with, or, in a forward pass without a cache, by the config's `quant_kv_cache`. So a forward pass over
-a whole text sees the same keys and values as decoding token by token. What attends:
+a whole text sees the same keys and values as decoding token by token. The function depends on the call:
 
     a sequence from its start     `quant.kernels.attention.forward`: FP8 or 16 bit, causal, windows, soft cap
-    behind what is in a cache     `quant.kernels.attention.decode`, on the pages; queries in 16 bit, as its dots are
+    new tokens over a cache       `quant.kernels.attention.decode` on the pages, with queries in 16 bit
     padding or another mask       plain PyTorch on the rounded operands
 
-Queries and keys are first turned alike (`quant.runtime.rotation`), which leaves their softmax and makes rounding them
-to E4M3 cost a third as much KL. Scales are one a KV head. That of the values comes from the model's `v_scale`, which
-`quantize --kv-cache fp8` calibrates and a checkpoint keeps; those of turned keys, and of values where nothing was
-calibrated, are what the first tokens give. Where attention itself stays in 16 bit, a checkpoint with calibrated FP8
-scales is not turned, and `k_scale` is used, too: that is how other runtimes will read it.
+Queries and keys are first multiplied by a pair of inverse matrices (`quant.runtime.rotation`), which keeps their
+scores and cuts the KL of rounding them to E4M3 by two thirds. Scales are one a KV head. The scale of the values comes
+from the model's `v_scale`, which `quantize --kv-cache fp8` calibrates and a checkpoint keeps; scales of turned keys,
+and of values without calibration, come from the first tokens. Where attention itself stays in 16 bit, a checkpoint
+with calibrated FP8 scales is not turned and `k_scale` is used as well, as other runtimes will read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -69,11 +69,29 @@ def register() -> None:
     Raises:
         UserError: transformers is not installed.
     """
+    for interface, functions in _interfaces():
+        for name, function in functions.items():
+            interface.register(name, function)
+
+
+def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
+    """Registries of transformers, each with our functions by name."""
     modeling = require("transformers.modeling_utils", "hf")
     masking = require("transformers.masking_utils", "hf")
-    for name, function in ((FP8, _fp8), (SIXTEEN_BIT, _sixteen_bit)):
-        modeling.AttentionInterface.register(name, function)
-        masking.AttentionMaskInterface.register(name, _mask)
+    attends: dict[str, Callable[..., Any]] = {FP8: partial(_attend, fp8=True), SIXTEEN_BIT: partial(_attend, fp8=False)}
+    return [(modeling.AttentionInterface, attends), (masking.AttentionMaskInterface, dict.fromkeys(attends, _mask))]
+
+
+@contextmanager
+def _registered() -> Iterator[None]:
+    """Registers our functions, and takes back those that were not registered before."""
+    added = [(interface, name) for interface, own in _interfaces() for name in own if name not in interface()]
+    register()
+    try:
+        yield
+    finally:
+        for interface, name in added:
+            interface._global_mapping.pop(name, None)  # there is a `register` and no opposite
 
 
 @contextmanager
@@ -94,18 +112,28 @@ def quantized_attention(
     if attention == "16bit" and format is None:
         yield
         return
-    config = _config(model)
-    register()
-    before = config._attn_implementation
-    model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
-    if config._attn_implementation not in IMPLEMENTATIONS:
-        raise UserError(f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)")
-    config.quant_kv_cache = None if format is None else format.name
-    try:
-        yield
-    finally:
-        del config.quant_kv_cache
-        model.set_attn_implementation(before)  # type: ignore[operator]
+    config = _text_config(model)
+    before = [(each, each._attn_implementation) for each in _configs(model.config)]
+    with _registered():
+        try:
+            model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
+            if config._attn_implementation not in IMPLEMENTATIONS:
+                name = type(model).__name__
+                raise UserError(f"{name}: its attention is its own and cannot be replaced (--attention 16bit)")
+            config.quant_kv_cache = None if format is None else format.name
+            yield
+        finally:
+            vars(config).pop("quant_kv_cache", None)
+            for each, name in before:
+                each._attn_implementation = name
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    """A config of transformers, then the configs inside it: assigning to the first sets all."""
+    yield config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            yield from _configs(getattr(config, name))
 
 
 def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:
@@ -118,7 +146,7 @@ def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | N
         raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
 
 
-def _config(model: nn.Module) -> Any:
+def _text_config(model: nn.Module) -> Any:
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(model, "set_attn_implementation"):
         raise UserError(
@@ -129,17 +157,18 @@ def _config(model: nn.Module) -> Any:
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
-    """Whether attention over a cache in `format` turns queries and keys; `fp8` says whether it is in FP8 itself."""
+    """Whether queries and keys are turned before a cache in `format`; `fp8` says whether attention is in FP8."""
     return fp8 or (format is not None and not _is_calibrated(module, format))
 
 
 def scales_of(
     module: nn.Module, format: Format, kv_heads: int, turned: bool
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Calibrated scales of K and V that fit a cache in `format`, float32 `[kv_heads]`; None for what has none.
+    """Calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`; None where nothing was calibrated.
 
-    Those of K are of keys that are not turned. Where these are, values get the room that a measured scale leaves:
-    saturating what calibration did not meet costs SmolLM2 0.2% of perplexity, and a power of two moves no code.
+    K was calibrated without turning, so its scale serves unturned keys alone. Where keys are turned, values get the
+    headroom of a measured scale: saturating values that calibration did not meet costs SmolLM2 0.2% of perplexity,
+    and a power of two changes no code.
     """
     if not _is_calibrated(module, format):
         return None, None
@@ -168,7 +197,7 @@ def _mask(
     local_size: int | None = None,
     **options: Any,
 ) -> torch.Tensor | None:
-    """None where the mask is causal, perhaps with a window, which our functions know; else bool, True where seen."""
+    """None for a causal mask, perhaps with a window, which our functions apply; else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
@@ -184,7 +213,7 @@ def _mask(
 
 
 def _is_window(mask_function: Any, size: int | None) -> bool:
-    """Whether this is the causal window of `size` keys: it is asked about the keys at both ends, for two queries."""
+    """Whether this is the causal window of `size` keys, judged by the keys at both ends for two queries."""
     if size is None:
         return False
     seen = [
@@ -193,14 +222,6 @@ def _is_window(mask_function: Any, size: int | None) -> bool:
         for key in (query - size, query - size + 1, query, query + 1)
     ]
     return seen == [False, True, True, False] * 2
-
-
-def _fp8(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    return _attend(module, q, k, v, mask, fp8=True, **options), None
-
-
-def _sixteen_bit(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **options: Any) -> tuple[torch.Tensor, None]:
-    return _attend(module, q, k, v, mask, fp8=False, **options), None
 
 
 def _attend(
@@ -217,8 +238,11 @@ def _attend(
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     **_: Any,
-) -> torch.Tensor:
-    """q `[batch, heads, new, dim]`; k and v `[batch, kv_heads, …, dim]`, or what a `QuantizedKVCache` gave in place."""
+) -> tuple[torch.Tensor, None]:
+    """The function that transformers calls, with q `[batch, heads, new, dim]` and k, v `[batch, kv_heads, …, dim]`.
+
+    A k with `quant_layer` holds new keys alone: its layer of a `QuantizedKVCache` has the others.
+    """
     if s_aux is not None:
         raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
@@ -228,7 +252,7 @@ def _attend(
         q = layer.write(q, k, v, **options)
         if layer.length > k.shape[2] and mask is None:
             out = layer.attend(q, window=sliding_window, **options)
-            return out.transpose(1, 2).contiguous()  # type: ignore[no-any-return]
+            return out.transpose(1, 2).contiguous(), None
         (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
         q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
@@ -238,13 +262,13 @@ def _attend(
         # A window is a causal mask's; what is not causal sees everything.
         window = sliding_window if causal else None
         out = _dense(q, k, v, scales if fp8 else None, fp8, causal=causal, window=window, **options)
-    return out.transpose(1, 2).contiguous()
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _rounded(
     module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
-    """q, k and v as a cache in the config's format would give them back; the scales of K and V where they are FP8."""
+    """q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
     format = kv_format(getattr(getattr(module, "config", None), "quant_kv_cache", None))
     turned = turns(module, format, fp8)
     if turned:
@@ -269,10 +293,10 @@ def _dense(
     softmax_scale: float | None,
     **options: Any,
 ) -> torch.Tensor:
-    """Attention by our kernels, or by their oracle on a CPU and in FP32 where nothing is in FP8.
+    """Attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
 
-    `scales` are those of k and v that are in E4M3 already: their codes are found again, and nothing is rounded twice.
-    Nor are a float32 model's operands on a GPU, whose quantizer takes 16 bit: they are rounded as on a CPU.
+    `scales` belong to k and v that are values of E4M3 already: the same codes come out, so nothing is rounded twice.
+    A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
     """
     dim, dtype = q.shape[3], q.dtype
     options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
@@ -304,7 +328,7 @@ def _dense(
 def _scales_of_heads(
     q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scales `[batch, heads]` of q, measured, and of k and v, as they are."""
+    """Scales `[batch, heads]`: of q measured, of k and v as given."""
     q_scale = scale_of(q.abs().amax((2, 3)), E4M3.max)
     return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
 
@@ -319,7 +343,7 @@ def _masked(
     softmax_scale: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities left as they are."""
+    """Attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded."""
     dtype = q.dtype
     if fp8:
         q, k, v = (_dequantized(x) for x in (q, k, v))

@@ -5,11 +5,12 @@
         model.generate(ids, past_key_values=cache)
 
 Each layer keeps its pages (`quant.kernels.attention.kv_cache`). Under an attention of ours (`quant.runtime.attention`),
-a layer hands the new keys and values on as they are, marked with itself; attention, which has the queries, lets it
-write them, and reads the pages. Under any other attention it writes at once and hands out the whole cache, dequantized,
-as other quantized caches of transformers do: slower, and without what turning keys (`quant.runtime.rotation`) gains.
+a layer passes the new keys and values on unchanged, marked with itself; attention, which has the queries, lets the
+layer write them, and reads the pages. Under any other attention the layer writes at once and returns the whole cache,
+dequantized, as other quantized caches of transformers do: slower, and without the gain of turned keys
+(`quant.runtime.rotation`).
 
-Beam search and `num_return_sequences` fork sequences, so what they share is stored once.
+Beam search and `num_return_sequences` fork sequences, so shared tokens are stored once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     """One layer's pages.
 
     Args:
-        config: of the model; its attention implementation decides what `update` hands out.
+        config: of the model; its attention implementation decides what `update` returns.
         module: the attention module, for its calibrated scales.
         format: of the cache.
         page_size: tokens of a page.
@@ -61,7 +62,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return self._pages.nbytes if self._pages is not None else 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Makes the pages for heads and sequences as many as `key_states` has."""
+        """Makes the pages for the heads and sequences of `key_states`."""
         batch, kv_heads, new, dim = key_states.shape
         if value_states.shape != key_states.shape:
             raise UserError(
@@ -89,7 +90,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rounds and writes the new keys and values; hands out what the model's attention needs."""
+        """Takes the new keys and values; returns the keys and values that the model's attention needs."""
         if self._pages is None:
             self.lazy_initialization(key_states, value_states)
         assert self._pages is not None
@@ -109,7 +110,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return marked, value_states
 
     def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: float | None) -> torch.Tensor:
-        """Writes the new keys and values, turned as queries will be; gives the new queries, turned.
+        """Writes the new keys and values, turned as queries will be; returns the new queries, turned.
 
         Args:
             q, k, v: of the new tokens.
@@ -126,7 +127,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
 
     @property
     def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of K and V, where they are in FP8 with one a head."""
+        """The scales of K and V in FP8 with one a head; None for other formats."""
         assert self._pages is not None and self.format is not None
         if self.format.name != "fp8":
             return None
@@ -145,7 +146,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return k if self._turn is None else self._turn.back(k), v
 
     def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same, keys as they are multiplied by what `write` gives."""
+        """The same, with keys turned like the queries of `write`."""
         assert self._pages is not None
         read = [self._pages.read(0, sequence) for sequence in self._sequences]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
@@ -177,7 +178,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
                 self._pages.crop(sequence, self.length)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i goes on from what row `beam_idx[i]` has."""
+        """Row i continues row `beam_idx[i]`."""
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -1,29 +1,29 @@
-"""Queries and keys turned alike, so that rounding either costs their scores little.
+"""A pair of inverse matrices for queries and keys, so that rounding either costs their scores little.
 
     A = mean k kᵀ = L Lᵀ,    B = mean q qᵀ,    M = Lᵀ B L           of a KV head
     k' = k · L⁻ᵀ M^¼ · H,    q' = q · L M^-¼ · H                    H an orthonormal Hadamard matrix
 
-Every score stays as it was, for the two matrices are each other's inverse, transposed. Before H, the second moments of
-q' and k' are both M^½. That they are equal is best: the error of a score is the rounding of one times the size of the
-other. Were the moments diagonal, this would be the sharing out of each channel's magnitude that SmoothQuant does
-between a layer and its input; as matrices, they also use that neighbouring channels, and the two that a rotary
-embedding turns into each other, go together. H then spreads what stands out over the whole head: errors grow with the
-sum of the channels' squared second moments, least where all are alike.
+Every score stays the same, since each matrix is the other's inverse, transposed. Before H, the second moments of q'
+and k' are both M^½. Equal moments are optimal: the error of a score is the rounding of one operand times the size of
+the other. With diagonal moments this would be SmoothQuant's sharing of each channel's magnitude between a layer and
+its input; full matrices also exploit the correlation of neighbouring channels and of the two channels that a rotary
+embedding mixes. H then spreads outliers over the whole head: errors grow with the sum of the squared second moments
+of the channels, which is least where all are equal.
 
-In the basis of M's eigenvectors they would be alike to the last bit instead of leaving a tenth more error. But where
-eigenvalues lie close, eigenvectors turn by thirty times what the moments differ by, and a GPU and a CPU, whose sums
-differ, would round other numbers. L and powers of M turn by half of it.
+The eigenvectors of M would make them equal exactly, instead of leaving a tenth more error. But where eigenvalues are
+close, eigenvectors turn by thirty times the change of the moments, and a GPU and a CPU, whose sums differ, would round
+different numbers. L and powers of M turn by half of it.
 
-From keys a constant vector c is taken first, which moves all scores of a query alike, and softmax does not see that:
+Keys are first centred by a constant vector c. This shifts all scores of a query alike, which softmax ignores:
 
-    c = Σ p k / Σ p                        p: what every query gives every key
+    c = Σ p k / Σ p                        p: the attention that every query gives every key
 
-Of all vectors it leaves the keys that count the least to round: the first token's above all, to which many heads give
-most of what they have, and whose key stands far from the others'. Rounding then costs SmolLM2 a sixth less KL, where
-the plain mean would cost it more. A soft cap sees such moves, so there c is zero.
+This c leaves the least to round in the keys that matter: above all the first token's, which takes most of the
+attention in many heads and whose key is far from the others. Centring costs SmolLM2 a sixth less KL of rounding, where
+the plain mean would cost it more. A soft cap sees such shifts, so there c is zero.
 
-Moments and means are those of the first tokens that there are. Few tokens say little about how channels go together, so
-products of different channels count as if `PRIOR` more tokens had shown none.
+Moments and means come from the first tokens. A few tokens say little about correlations between channels, so products
+of different channels count as if `PRIOR` more tokens had shown none.
 
 Source: (L⁻ᵀ M^¼)(L⁻ᵀ M^¼)ᵀ is the geometric mean of A⁻¹ and B (Pusz and Woronowicz, 1975).
 """
@@ -39,22 +39,22 @@ from quant.formats.scaling import nonzero
 from quant.kernels.hadamard import hadamard_transform
 
 PRIOR = 64
-"""Tokens without any correlation between channels that every mean is joined by."""
+"""Tokens without correlation between channels that are added to every mean."""
 SAMPLED = 2048
-"""Tokens that the moments are taken of, evenly spread, where there are more."""
+"""Tokens, evenly spread, from which moments are computed at most."""
 _QUERIES = 512
-"""Queries whose attention weighs keys, at most."""
+"""Queries, at most, whose attention weighs keys."""
 _ITERATIONS = 28
 """Enough for eigenvalues in a ratio of 1e9; those of SmolLM2's heads are in one of 2e3 to 1e8."""
 _FLOOR = 2.0**-20
-"""Least share of the mean that a channel's second moment counts as: a channel of zeros is neither lost nor blown up."""
+"""Least second moment of a channel, as a share of the mean: a channel of zeros is neither lost nor blown up."""
 
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """What queries and keys are multiplied by, float32 `[kv_heads, dim, dim]`, inverse to each other but transposed.
+    """The factors of queries and keys, float32 `[kv_heads, dim, dim]`, each the transposed inverse of the other.
 
-    `center`: what is taken from keys before, float32 `[kv_heads, 1, dim]`.
+    `center` is subtracted from keys first, float32 `[kv_heads, 1, dim]`.
     """
 
     of_q: torch.Tensor
@@ -97,7 +97,7 @@ def _rotation(dim: int, device: torch.device) -> torch.Tensor:
 
 
 def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
-    """Mean of the keys, weighed by what causal attention gives them, float32 `[kv_heads, 1, dim]`."""
+    """Mean of the keys, weighted by causal attention, float32 `[kv_heads, 1, dim]`."""
     stride = -(-k.shape[0] * k.shape[2] // SAMPLED)
     keys = k[:, :, ::stride].float()
     rows = torch.arange(0, q.shape[2], max(stride, -(-k.shape[0] * k.shape[2] // _QUERIES)), device=q.device)
@@ -110,7 +110,7 @@ def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
 
 
 def _by_eigenvalues(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x^-¼ and x^¼ of symmetric matrices; eigenvalues that rounding made negative or zero are raised a little."""
+    """x^-¼ and x^¼ of symmetric matrices; eigenvalues that rounding made negative or zero are raised slightly."""
     values, vectors = torch.linalg.eigh(x)
     values = values.clamp(min=1e-14 * values.amax(-1, keepdim=True))[:, None]
     inverse, root = ((vectors * values**exponent) @ vectors.mT for exponent in (-0.25, 0.25))
@@ -118,15 +118,15 @@ def _by_eigenvalues(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from products alone, for a GPU decomposes many times slower than a CPU and nobody waits for it here.
+    """The same from products alone: a GPU's eigendecomposition is many times slower than a CPU's, and synchronizes.
 
     Newton's method for x^-¼, whose iterates commute with x (Guo and Higham, 2006): with y = x / |x|,
 
         t = (5 - y) / 4,    r ← r · t,    y ← t⁴ · y
 
-    An eigenvalue of y grows 2.4-fold until it is close to 1, and then the digits that are right double. Those below
-    `_ITERATIONS` such steps stay short of it, which leaves a factor that is less balanced; x^¼ is the inverse of what
-    was found, so that scores stay.
+    An eigenvalue of y grows 2.4-fold a step until it is close to 1; then the number of correct digits doubles. One
+    that needs more than `_ITERATIONS` steps stays below 1, which balances its channel less well; x^¼ is the inverse of
+    the result, so scores stay exact.
     """
     identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
     size = x.abs().sum(-1).amax(-1)[:, None, None]
@@ -140,7 +140,7 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Mean of x xᵀ over what a KV head sees, joined by the prior: float64 `[kv_heads, dim, dim]`, positive definite."""
+    """Mean of x xᵀ over the rows of a KV head, with the prior: float64 `[kv_heads, dim, dim]`, positive definite."""
     stride = -(-x.shape[0] * x.shape[2] // SAMPLED)
     rows = x[:, :, ::stride].float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)
     seen = rows.shape[1]

@@ -24,7 +24,7 @@ from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.kernels.pages import first_scale, round_kv
-from quant.runtime.attention import quantized_attention, register
+from quant.runtime.attention import IMPLEMENTATIONS, quantized_attention, register
 
 transformers = pytest.importorskip("transformers")
 
@@ -216,6 +216,27 @@ def test_decoding_gives_what_the_whole_text_gives(model: nn.Module, attention: s
     register()
     model.set_attn_implementation(attention)  # type: ignore[operator]
     torch.testing.assert_close(step_by_step(model, IDS, "fp8"), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither names in transformers' registries nor, where its parts attend in different ways, anything in a config."""
+    from transformers.masking_utils import AttentionMaskInterface
+
+    registries = (transformers.AttentionInterface, AttentionMaskInterface)
+    for registry in registries:
+        known = {name: value for name, value in registry._global_mapping.items() if not name.startswith("quant_")}
+        monkeypatch.setattr(registry, "_global_mapping", known)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    clip = transformers.CLIPModel(transformers.CLIPConfig(text_config=sizes, vision_config=sizes))
+    clip.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+    configs = (clip.config, clip.config.text_config, clip.config.vision_config)
+    before = [vars(each).copy() for each in configs]
+    with quantized_attention(clip, attention="fp8", kv_cache="fp8"):
+        assert configs[1]._attn_implementation == "quant_fp8" and configs[1].quant_kv_cache == "fp8"
+        assert all("quant_fp8" in registry() for registry in registries)
+    assert not any(name in registry() for registry in registries for name in IMPLEMENTATIONS)
+    assert [each._attn_implementation for each in configs] == ["sdpa", "sdpa", "eager"]
+    assert [vars(each).keys() for each in configs] == [each.keys() for each in before]
 
 
 def test_padding_on_the_left_changes_nothing(model: nn.Module) -> None:
