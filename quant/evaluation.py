@@ -16,10 +16,6 @@ A model without an output head, such as an encoder, has no predictions. Its embe
 Logits are what does not fit: 512 positions of a 150k vocabulary are 300 MB in FP32, several times over. So the
 model without its output head runs on a whole row, and the head on a slice of positions at a time. The logits of
 both models for one slice are compared and dropped. Sums over positions are kept in float64.
-
-Rounding of the arithmetic should not be mistaken for loss of the weights: by default 16-bit parameters are widened
-to FP32 for the run (quantized codes and scales are not touched), each one in place of its 16-bit form, so that
-never more than one tensor exists in both. Afterwards they are narrowed again, which is exact.
 """
 
 from __future__ import annotations
@@ -27,14 +23,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import last_hidden
 from quant.errors import UserError
 from quant.recipes.layers import output_head
@@ -120,7 +116,7 @@ def evaluate(
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad(), _prepared(models, dtype):
+    with torch.no_grad(), prepared(models, dtype):
         if _has_no_predictions(model, rows[:1, :2]):
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
@@ -326,40 +322,6 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
             f"rows: token id {low if low < 0 else high} is outside the vocabulary of {type(model).__name__} "
             f"({vocabulary} tokens); the rows were made with another tokenizer"
         )
-
-
-@contextmanager
-def _prepared(models: Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
-    """Models in eval mode with 16-bit parameters and buffers in `dtype`; both as before afterwards.
-
-    Tensors that share memory (ties, layers that model and baseline have in common) go on sharing it.
-    """
-    modes = {module: module.training for model in models for module in model.modules()}
-    shared: dict[Any, list[torch.Tensor]] = {}
-    tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
-    for t in tensors.values():
-        if dtype is not None and t.dtype in (torch.float16, torch.bfloat16):
-            shared.setdefault((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()), []).append(t)
-    del tensors
-    changed: list[tuple[list[torch.Tensor], torch.dtype]] = []
-    try:
-        for same in shared.values():
-            changed.append((same, same[0].dtype))
-            _replace_data(same, dtype or same[0].dtype)
-        for model in models:
-            model.eval()
-        yield
-    finally:
-        for same, before in changed:
-            _replace_data(same, before)
-        for module, training in modes.items():
-            module.training = training
-
-
-def _replace_data(same: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
-    data = same[0].data.to(dtype)
-    for t in same:
-        t.data = data
 
 
 def _exp(nll: float) -> float:

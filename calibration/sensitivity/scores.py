@@ -31,6 +31,7 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
@@ -41,7 +42,6 @@ from quant.calibration.sensitivity.switchable import (
     Trial,
     TrialLayer,
     measure_amax,
-    prepared,
     recomputed,
     same_tensor,
 )

@@ -399,35 +399,5 @@ def measure_amax(
     return collect_input_amax(model, names, rows, progress)
 
 
-@contextmanager
-def prepared(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """The model in eval mode, without a key-value cache or weight gradients, 16-bit tensors widened to `dtype`."""
-    modes = {module: module.training for module in model.modules()}
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    tensors = {id(t): t for t in (*model.parameters(), *model.buffers())}.values()
-    narrow = [t for t in tensors if dtype is not None and t.dtype in (torch.float16, torch.bfloat16)]
-    before = [t.dtype for t in narrow]
-    config = getattr(model, "config", None)
-    use_cache = getattr(config, "use_cache", None)
-    try:
-        for t in narrow:
-            t.data = t.data.to(dtype)
-        for parameter in wanted:
-            parameter.requires_grad_(False)
-        if use_cache:
-            config.use_cache = False  # type: ignore[union-attr]
-        model.eval()
-        yield
-    finally:
-        for t, narrower in zip(narrow, before, strict=True):
-            t.data = t.data.to(narrower)
-        for parameter in wanted:
-            parameter.requires_grad_(True)
-        if use_cache:
-            config.use_cache = use_cache  # type: ignore[union-attr]
-        for module, training in modes.items():
-            module.training = training
-
-
 def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
     return None if bias is None else bias.detach()

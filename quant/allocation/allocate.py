@@ -35,13 +35,14 @@ from quant.allocation.loop import Bench, Effort, Found, Loop
 from quant.allocation.space import Constraint, Goal, Run, Space
 from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.solved_groups import Form, Key, solve_alone
-from quant.calibration.sensitivity.switchable import Trial, measure_amax, prepared
+from quant.calibration.sensitivity.switchable import Trial, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
 from quant.recipes.plan import Plan

@@ -26,6 +26,8 @@ from torch import nn
 
 from quant.errors import UserError, counted
 from quant.formats.format import is_16bit
+from quant.kernels.hardware import current, has_triton
+from quant.kernels.linear.modules import prepack_model
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 
@@ -219,9 +221,6 @@ def _prepare(model: nn.Module, device: str) -> str:
     """Puts weights in the layout of the kernels; says what will multiply by them."""
     if not device.startswith("cuda"):
         return "PyTorch reference"
-    from quant.kernels.hardware import current, has_triton
-    from quant.kernels.linear.modules import prepack_model
-
     if not has_triton():
         return "PyTorch reference (Triton is not installed)"
     if current(torch.device(device).index or 0).has_wgmma and next(model.parameters()).dtype is torch.bfloat16:

@@ -17,11 +17,12 @@ from samples import ROOT
 from torch import nn
 
 from quant.api.quantize import quantize
+from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import score_groups
-from quant.calibration.sensitivity.switchable import Trial, measure_amax, prepared
+from quant.calibration.sensitivity.switchable import Trial, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.sensitivity.units import run_units, total
 from quant.evaluation import evaluate

@@ -1,0 +1,64 @@
+"""Prepares models for measuring: evaluation mode, no key-value cache, and arithmetic in a wide dtype.
+
+Rounding of the arithmetic should not be mistaken for loss of the weights, so 16-bit parameters are widened meanwhile
+(quantized codes and scales are not touched), each one in place of its 16-bit form: never more than one tensor exists in
+both. Afterwards they are narrowed again, which is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def prepared(models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+    """Models in eval mode, without a key-value cache or weight gradients; all is as before afterwards.
+
+    Tensors that share memory (ties, layers that two models have in common) go on sharing it.
+
+    Args:
+        models: one or several.
+        dtype: what 16-bit parameters and buffers are widened to; None leaves them.
+    """
+    models = [models] if isinstance(models, nn.Module) else models
+    modes = {module: module.training for model in models for module in model.modules()}
+    tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
+    learned = [t for t in tensors.values() if t.requires_grad]
+    configs: list[Any] = [getattr(model, "config", None) for model in models]
+    cached = [config for config in configs if getattr(config, "use_cache", None)]
+    shared: dict[Any, list[torch.Tensor]] = {}
+    for t in tensors.values():
+        if dtype is not None and t.dtype in (torch.float16, torch.bfloat16):
+            shared.setdefault((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()), []).append(t)
+    del tensors
+    narrow = [(same, same[0].dtype) for same in shared.values()]
+    try:
+        for same, _ in narrow:
+            _replace_data(same, dtype)
+        for t in learned:
+            t.requires_grad_(False)
+        for config in cached:
+            config.use_cache = False
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for same, before in narrow:
+            _replace_data(same, before)
+        for t in learned:
+            t.requires_grad_(True)
+        for config in cached:
+            config.use_cache = True
+        for module, training in modes.items():
+            module.training = training
+
+
+def _replace_data(same: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+    data = same[0].data.to(dtype)
+    for t in same:
+        t.data = data
