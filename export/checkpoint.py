@@ -21,7 +21,7 @@ from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
-from quant.recipes.plan import Plan
+from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
@@ -75,10 +75,7 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
                     f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
                     "give the model and the plan that one call of quantize returned"
                 )
-            parts = module.parts
-            found.append(
-                replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
-            )
+            found.append(replace(layer, parts=Parts.of(module.parts)))
     return plan.replace_layers(found)
 
 

@@ -133,16 +133,19 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     Raises:
         ValueError: a tensor that the plan promises is missing, or has another rank; the message names it.
     """
-    needed = [name for name, wanted in zip(BESIDE, (plan.pre_scale, plan.rank, plan.rank), strict=True) if wanted]
+    planned = plan.parts
+    needed = [
+        name for name, wanted in zip(BESIDE, (planned.pre_scale, planned.rank, planned.rank), strict=True) if wanted
+    ]
     for suffix in needed:
         if f"{plan.name}.{suffix}" not in tensors:
             raise ValueError(f"{plan.name}: the checkpoint has no tensor {plan.name}.{suffix}, which the plan names")
     pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in BESIDE)
-    parts = RunTimeParts(pre_scale, plan.hadamard, None if down is None or up is None else (down, up))
+    parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
     if plan.kind != "experts":
         parts.check(plan.name, plan.shape)
-    if parts.rank != plan.rank:
-        raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {plan.rank}")
+    if parts.rank != planned.rank:
+        raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
     return parts
 
 

@@ -201,8 +201,8 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
     """Online rotations of inputs, one scheme a block size. The weights in the files are rotated already."""
     blocks: dict[int, list[LayerPlan]] = {}
     for layer in plan.quantized:
-        if layer.hadamard:
-            blocks.setdefault(layer.hadamard, []).append(layer)
+        if layer.parts.hadamard:
+            blocks.setdefault(layer.parts.hadamard, []).append(layer)
     schemes = {
         f"hadamard_{block}": {
             "type": "hadamard",
@@ -230,12 +230,12 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     transformers drops the global scale of fused experts in NVFP4 without a word, and fails on MXFP8 and INT8 ones.
     """
     kinds = (
-        ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.pre_scale]),
-        ("a 16-bit low-rank branch", "have no place for it", [m.name for m in plan.quantized if m.rank]),
+        ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.parts.pre_scale]),
+        ("a 16-bit low-rank branch", "have no place for it", [m.name for m in plan.quantized if m.parts.rank]),
         (
             "a Hadamard rotation of the input",
             "must apply transform_config, which transformers does not",
-            [m.name for m in plan.quantized if m.hadamard],
+            [m.name for m in plan.quantized if m.parts.hadamard],
         ),
     )
     warnings = [

@@ -74,9 +74,9 @@ def check_plan(plan: Plan) -> None:
                 "is quantized, or deploy the compressed-tensors checkpoint"
             )
         parts = {
-            "a pre_scale that no layer took up": layer.pre_scale,
-            "a Hadamard rotation of its input": layer.hadamard,
-            "a low-rank branch": layer.rank,
+            "a pre_scale that no layer took up": layer.parts.pre_scale,
+            "a Hadamard rotation of its input": layer.parts.hadamard,
+            "a low-rank branch": layer.parts.rank,
         }
         for part in (name for name, there in parts.items() if there):
             raise ValueError(

@@ -15,7 +15,7 @@ from functools import cache
 from quant.errors import UserError, counted
 from quant.formats.format import Format, parse_format
 from quant.plan_check import check_solver, layer_problem, sharers_of, some
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import QUANTIZABLE, presets
 
 
@@ -132,9 +132,7 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
         reason=f"set by hand: {setting.text}",
         score=None,
         cost=None,
-        pre_scale=False,
-        hadamard=0,
-        rank=0,
+        parts=Parts(),
     )
     return new if layer.cost is None else replace(new, cost=new.nbytes)
 

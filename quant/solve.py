@@ -34,7 +34,7 @@ from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +232,7 @@ def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, p
     """The result of a layer that may be rotated and have a branch: its error is that of both together."""
     if layer.kind == "experts":
         return layer_result(layer, weight, solved)
-    counted = replace(layer, pre_scale=parts.pre_scale is not None, hadamard=parts.hadamard, rank=parts.rank)
+    counted = replace(layer, parts=Parts.of(parts))
     turned = rotate_weight(weight.float(), parts.hadamard)
     left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
     result = layer_result(counted, left, solved)

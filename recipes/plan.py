@@ -32,6 +32,35 @@ KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "other")
 
 
 @dataclass(frozen=True)
+class Parts:
+    """What a layer does at run time beside its matmul, as plans count it; the default is nothing.
+
+    Attributes:
+        pre_scale: whether the input is scaled, by a vector that no neighbour could take up.
+        hadamard: block of the Hadamard rotation that the input goes through; 0 for none.
+        rank: of the 16-bit branch beside the quantized weight; 0 for none.
+    """
+
+    pre_scale: bool = False
+    hadamard: int = 0
+    rank: int = 0
+
+    @classmethod
+    def of(cls, parts: Any) -> Parts:
+        """What plans count of the `RunTimeParts` of a quantized linear."""
+        return cls(parts.pre_scale is not None, parts.hadamard, parts.rank)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Those that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value}
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes in 16 bit beside a weight of `shape`."""
+        rows, columns = shape[-2:] if self.rank or self.pre_scale else (0, 0)
+        return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
+
+
+@dataclass(frozen=True)
 class LayerPlan:
     """What becomes of one weight.
 
@@ -47,9 +76,7 @@ class LayerPlan:
         tied_to: name of the layer whose weight this one shares; a tied weight is stored once.
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
-        pre_scale: whether the input is scaled at run time, by a vector that no neighbour could take up.
-        hadamard: block of the Hadamard rotation that the input goes through at run time; 0 for none.
-        rank: of the 16-bit branch beside the quantized weight; 0 for none.
+        parts: what is done at run time beside the matmul; in JSON its fields stand among the layer's.
     """
 
     name: str
@@ -63,9 +90,7 @@ class LayerPlan:
     tied_to: str | None = None
     score: float | None = None
     cost: int | None = None
-    pre_scale: bool = False
-    hadamard: int = 0
-    rank: int = 0
+    parts: Parts = Parts()
 
     @property
     def numel(self) -> int:
@@ -89,18 +114,14 @@ class LayerPlan:
         """Bytes as planned: weight, scales, pads, branch and input scale; 0 where tied to another layer's."""
         if self.tied_to is not None:
             return 0
-        return self.weight.nbytes(self.shape) + self._beside if self.weight else 2 * self.numel
+        return self.weight.nbytes(self.shape) + self.parts.nbytes(self.shape) if self.weight else 2 * self.numel
 
     @property
     def bits_per_weight(self) -> float:
         """Exact bits per weight as planned, with what stands beside the weight; 16 for a kept layer."""
-        return self.weight.bits_per_weight(self.shape) + 8 * self._beside / self.numel if self.weight else 16.0
-
-    @property
-    def _beside(self) -> int:
-        """Bytes in 16 bit beside the weight."""
-        rows, columns = self.shape[-2:] if self.rank or self.pre_scale else (0, 0)
-        return 2 * (self.rank * (rows + columns) + self.pre_scale * columns)
+        if self.weight is None:
+            return 16.0
+        return self.weight.bits_per_weight(self.shape) + 8 * self.parts.nbytes(self.shape) / self.numel
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; formats by name, unset optional fields left out."""
@@ -108,8 +129,7 @@ class LayerPlan:
         fields["shape"] = list(self.shape)
         for key in ("weight", "activation"):
             fields[key] = None if fields[key] is None else fields[key].name
-        unset = {"pre_scale": False, "hadamard": 0, "rank": 0}
-        fields = {k: v for k, v in fields.items() if k not in unset or v != unset[k]}
+        fields |= fields.pop("parts").to_dict()
         return {k: v for k, v in fields.items() if v is not None or k in ("weight", "activation")}
 
     @classmethod
@@ -127,7 +147,9 @@ class LayerPlan:
             formats = {k: None if fields.get(k) is None else get_format(fields[k]) for k in ("weight", "activation")}
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        return cls(**{**fields, **formats, "shape": tuple(fields["shape"])})
+        parts = Parts(**{key: fields[key] for key in _PART_NAMES & fields.keys()})
+        own = {key: value for key, value in fields.items() if key not in _PART_NAMES}
+        return cls(**{**own, **formats, "shape": tuple(fields["shape"]), "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -232,7 +254,7 @@ class Plan:
             for what, values in (
                 ("formats", [m.formats for m in members]),
                 ("solvers", [m.solver if m.weight else "" for m in members]),
-                ("Hadamard blocks", [str(m.hadamard) for m in members]),
+                ("Hadamard blocks", [str(m.parts.hadamard) for m in members]),
             ):
                 if len(set(values)) > 1:
                     listed = ", ".join(f"{m.name}={value}" for m, value in zip(members, values, strict=True))
@@ -264,6 +286,9 @@ class Plan:
         return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
 
 
+_PART_NAMES = {f.name for f in dataclasses.fields(Parts)}
+
+
 def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
     """Exact bits per weight over `layers`, tied weights once; 16 for none."""
     own = [layer for layer in layers if layer.tied_to is None]
@@ -273,6 +298,8 @@ def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
 
 def _check_keys(fields: Mapping[str, Any], cls: type, where: str) -> None:
     known = {f.name: f for f in dataclasses.fields(cls)}
+    if known.pop("parts", None):
+        known |= {f.name: f for f in dataclasses.fields(Parts)}
     unknown = sorted(set(fields) - set(known))
     if unknown:
         raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(known)}")

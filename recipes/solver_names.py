@@ -8,7 +8,8 @@ hold names, and a plan can be checked without any of what they stand for.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
 
 ROUNDINGS = (
     "rtn", "mse", "four_over_six", "ocp", "even", "modelopt", "compressed_tensors", "local_hessian", "gptq",
@@ -19,10 +20,34 @@ STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
 MERGE = "rotation:merge"
 
 
+@dataclass(frozen=True)
+class SolverSpec:
+    """A solver's name, taken apart.
+
+    Attributes:
+        name: as recipes and `--solver` spell it.
+        transforms: keys of the input scalings, in order.
+        rotation: largest block of a rotation at run time; 0 for none.
+        merge: whether rotations are merged into the modules around, before anything else.
+        rank: of the 16-bit branch; 0 for none.
+        rounding: key of the solver that gives codes and scales.
+        autoround: optimizer steps of the block-wise reconstruction; 0 for none.
+    """
+
+    name: str
+    transforms: tuple[str, ...]
+    rotation: int
+    merge: bool
+    rank: int
+    rounding: str
+    autoround: int
+
+
+@cache
 def parse_solver(
-    name: str, roundings: Collection[str] = ROUNDINGS, transforms: Collection[str] = TRANSFORMS
-) -> dict[str, int]:
-    """The parts of a solver's name in order, each with its number: 0 where it takes none, or for `rotation:merge`.
+    name: str, roundings: tuple[str, ...] = ROUNDINGS, transforms: tuple[str, ...] = TRANSFORMS
+) -> SolverSpec:
+    """The parts of a solver's name. Each name is parsed once in a process.
 
     Args:
         name: as recipes and `--solver` spell it.
@@ -47,10 +72,16 @@ def parse_solver(
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
         last = order[key]
-        if part == MERGE:
-            found[key] = 0
-            continue
-        if number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
+        if number and part != MERGE and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
-        found[key] = int(number or STEPS.get(key, 0))
-    return found
+        found[key] = 0 if part == MERGE else int(number or STEPS.get(key, 0))
+    implied = "gptq" if found.keys() & STEPS.keys() else "mse"
+    return SolverSpec(
+        name,
+        transforms=tuple(key for key in found if key in transforms),
+        rotation=found.get("rotation", 0),
+        merge=MERGE in name.split("+"),
+        rank=found.get("lowrank", 0),
+        rounding=next((key for key in found if key in roundings), implied),
+        autoround=found.get("autoround", 0),
+    )

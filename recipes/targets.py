@@ -89,10 +89,10 @@ class Target:
             found.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
         if layer.kind not in pair.kinds:
             found.append(f"{self.name} runs {pair} for {' and '.join(pair.kinds)} layers, not for kind {layer.kind!r}")
-        for part, used in (("pre_scale", layer.pre_scale), ("hadamard", layer.hadamard), ("rank", layer.rank)):
-            if used and part not in self.parts:
-                found.append(f"{self.name} has nothing to run {_PARTS[part]} with")
-        return found
+        beyond = layer.parts.to_dict().keys() - set(self.parts)
+        return found + [
+            f"{self.name} has nothing to run {what} with" for part, what in _PARTS.items() if part in beyond
+        ]
 
     def _no_pair(self, weight: Format, activation: Format | None) -> str:
         inputs = [pair.activation or "16bit" for pair in self.pairs if pair.weight == weight.name]

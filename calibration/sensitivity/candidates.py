@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from quant.formats.format import Format, get_format, is_16bit, parse_format
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, Parts
 from quant.recipes.recipe import KEEP, presets
 
 
@@ -37,9 +37,7 @@ class Candidate:
 
     def applied(self, layer: LayerPlan) -> LayerPlan:
         """The layer in these formats; nothing stands beside its weight."""
-        return replace(
-            layer, weight=self.weight, activation=self.activation, pre_scale=False, hadamard=0, rank=0, cost=None
-        )
+        return replace(layer, weight=self.weight, activation=self.activation, parts=Parts(), cost=None)
 
 
 KEPT = Candidate(KEEP, None, None)

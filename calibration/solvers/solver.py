@@ -34,7 +34,7 @@ from quant.formats.number import BF16, E4M3, E8M0, FP16
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.solver_names import MERGE, STEPS, parse_solver
+from quant.recipes.solver_names import SolverSpec, parse_solver
 
 
 class Solver(Protocol):
@@ -255,36 +255,25 @@ class Pipeline:
     """Transforms, then rounding: what a name such as `awq+gptq` stands for.
 
     Attributes:
-        name: as the recipe spells it.
+        spec: the name's parts.
         transforms: choose input scales, in this order.
         rounding: gives codes and scales.
-        rotation: largest block of a Hadamard rotation of the scaled inputs, at run time; 0 for none.
-        merge: whether rotations are merged into the modules around, before anything else.
-        rank: of a 16-bit branch that is taken off before rounding; 0 for none.
         reconstruction: how the finished block is refined, if it is.
     """
 
-    name: str
+    spec: SolverSpec
     transforms: tuple[Transform, ...]
     rounding: Solver
-    rotation: int = 0
-    rank: int = 0
     reconstruction: Reconstruction | None = None
-    merge: bool = False
 
     @property
     def rule(self) -> str:
         return self.rounding.rule
 
     @property
-    def rounding_name(self) -> str:
-        """The key of the rounding solver."""
-        return next(key for key, solver in SOLVERS.items() if solver is self.rounding)
-
-    @property
     def needs_moment(self) -> bool:
         """Whether rounding or branch look at the second moment of the inputs."""
-        return self.rank > 0 or isinstance(self.rounding, Gptq | LocalHessian)
+        return self.spec.rank > 0 or isinstance(self.rounding, Gptq | LocalHessian)
 
     @property
     def needs_data(self) -> bool:
@@ -294,7 +283,7 @@ class Pipeline:
     @property
     def reshapes(self) -> bool:
         """Whether more is done to a block than scaling and rounding its layers."""
-        return bool(self.rotation or self.rank or self.reconstruction or self.merge)
+        return bool(self.spec.rotation or self.spec.rank or self.spec.merge or self.reconstruction)
 
     @property
     def correction(self) -> float:
@@ -310,7 +299,7 @@ class Pipeline:
         self, weight: torch.Tensor, stats: Any, format: Format, *, global_scale: torch.Tensor | None, name: str
     ) -> BlockScaledTensor:
         if self.transforms:
-            _required(stats, name, self.name)
+            _required(stats, name, self.spec.name)
         return self.rounding(weight, stats, format, global_scale=global_scale, name=name)
 
 
@@ -347,20 +336,13 @@ def get_pipeline(name: str) -> Pipeline:
     Raises:
         ValueError: an unknown part, a part out of order, or a number that a part does not take.
     """
-    found = parse_solver(name, SOLVERS, TRANSFORMS)
-    rounding = next((key for key in found if key in SOLVERS), "gptq" if found.keys() & STEPS.keys() else "mse")
-    transforms = (TRANSFORMS[key] for key in found if key in TRANSFORMS)
-    if isinstance(SOLVERS[rounding], Gptq):
-        transforms = (replace(t, inputs_alone=True) if isinstance(t, Awq) else t for t in transforms)
-    return Pipeline(
-        name,
-        tuple(transforms),
-        SOLVERS[rounding],
-        found.get("rotation", 0),
-        found.get("lowrank", 0),
-        Reconstruction(steps=found["autoround"]) if "autoround" in found else None,
-        MERGE in name.split("+"),
-    )
+    spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
+    rounding = SOLVERS[spec.rounding]
+    transforms = [TRANSFORMS[key] for key in spec.transforms]
+    if isinstance(rounding, Gptq):
+        transforms = [replace(t, inputs_alone=True) if isinstance(t, Awq) else t for t in transforms]
+    reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
+    return Pipeline(spec, tuple(transforms), rounding, reconstruction)
 
 
 _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
@@ -393,8 +375,8 @@ def with_supported_solver(layer: LayerPlan) -> LayerPlan:
     pipeline = get_pipeline(layer.solver)
     if layer.weight is None or supports(pipeline.rounding, layer.weight):
         return layer
-    name = layer.solver.replace(pipeline.rounding_name, "mse")
-    reason = f"{layer.reason}; solver {name}, because {pipeline.rounding_name} does not support {layer.weight}"
+    name = layer.solver.replace(pipeline.spec.rounding, "mse")
+    reason = f"{layer.reason}; solver {name}, because {pipeline.spec.rounding} does not support {layer.weight}"
     return replace(layer, solver=name, reason=reason)
 
 

@@ -202,7 +202,8 @@ class BlockWork:
                 if found is not None:
                     scale = self._fold(found, scale)
                 else:
-                    group.pre_scale = 1 / scale if group.pre_scale is None else group.pre_scale / scale
+                    before = group.parts.pre_scale
+                    group.parts = replace(group.parts, pre_scale=1 / scale if before is None else before / scale)
                 group.divisor = divisor * scale
                 for name in group.names:
                     self._set_target(name, self.targets[name] * scale)
@@ -237,10 +238,11 @@ class BlockWork:
 
     def _rotate(self, group: Group) -> None:
         """Rotates what is to be rounded. The block's own weight stays, for it still gets the input as it is."""
-        if group.pipeline.rotation:
-            group.hadamard = rotation_block(group.members[0].shape[-1], group.pipeline.rotation)
+        if group.pipeline.spec.rotation:
+            block = rotation_block(group.members[0].shape[-1], group.pipeline.spec.rotation)
+            group.parts = replace(group.parts, hadamard=block)
             for name in group.names:
-                self.targets[name] = rotate_weight(self.targets[name], group.hadamard)
+                self.targets[name] = rotate_weight(self.targets[name], block)
 
     def _stages(self) -> list[list[Group]]:
         """Groups that are collected in one pass: sibling experts, who get some tokens each; all others alone."""
@@ -303,7 +305,7 @@ class BlockWork:
         """Takes a batch of inputs into the group's statistics."""
         if not group.pipeline.needs_moment:
             return
-        if group.pipeline.rank and group.activation is not None:
+        if group.pipeline.spec.rank and group.activation is not None:
             # The branch sees the input unrounded.
             group.unrounded = group.unrounded or MomentSum()
             group.unrounded.add(group.input(x), drift)
@@ -339,10 +341,10 @@ class BlockWork:
         for member, name in zip(group.members, group.names, strict=True):
             self.solved[name] = (member, None)
             self.rounded.pop(name, None)
-            if group.pre_scale is not None:
+            if group.parts.pre_scale is not None:
                 # In 16 bit nothing scales the input any more.
                 weight = weight_of(self.block, name)
-                weight.data = weight * group.pre_scale.to(weight)
+                weight.data = weight * group.parts.pre_scale.to(weight)
             del self.targets[name]
         return False
 
@@ -381,13 +383,14 @@ class BlockWork:
     def _solve_group(self, group: Group, stats: LayerStats | None, tokens: int) -> None:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
         branches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        if group.pipeline.rank:
+        if group.pipeline.spec.rank:
             weights, branches, stats = self._take_branches(group, weights, stats)
         solved = solve_stacked(weights, stats, group.weight_format, group.pipeline.rounding, self.stored)
         for member, name in zip(group.members, group.names, strict=True):
             original = self.block.get_submodule(name)
             dense = solved[member.name].dequantize(original.weight.dtype)  # type: ignore[arg-type]
-            stand_in = StandIn(original, dense, group, self.clock, branches.get(member.name))
+            parts = replace(group.parts, lowrank=branches.get(member.name))
+            stand_in = StandIn(original, dense, group, self.clock, parts)
             if stats is not None:
                 self._correct_bias(group, name, stand_in, self.targets[name], stats)
             self.stand_ins[name] = stand_in
@@ -395,25 +398,15 @@ class BlockWork:
             del self.targets[name]
             if group.pipeline.reconstruction:
                 self.rounded[name] = weights[member.name]
-            self.solved[name] = (
-                member,
-                Solved(
-                    solved[member.name],
-                    group.pre_scale,
-                    group.input_scale,
-                    tokens,
-                    tuple(group.notes),
-                    group.hadamard,
-                    branches.get(member.name),
-                ),
-            )
+            weight = solved[member.name]
+            self.solved[name] = (member, Solved(weight, parts, group.input_scale, tokens, tuple(group.notes)))
 
     def _correct_bias(
         self, group: Group, name: str, stand_in: StandIn, target: torch.Tensor, stats: LayerStats
     ) -> None:
         """Takes the mean output error into the bias, where there is one: it costs nothing at run time."""
         bias = getattr(stand_in.original, "bias", None)
-        if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.rank:
+        if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.spec.rank:
             return
         self.biases[name] = bias.detach().clone()
         wanted = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
@@ -431,7 +424,7 @@ class BlockWork:
         left, branches = {}, {}
         for name, weight in weights.items():
             wanted = corrected_weight(weight, seen.drift, factor)
-            rank = min(group.pipeline.rank, *weight.shape)
+            rank = min(group.pipeline.spec.rank, *weight.shape)
             branches[name] = lowrank_branch(wanted, factor.moment, rank, self.stored, name)
             left[name] = residual_weight(wanted, branches[name])
         return left, branches, replace(stats, drift=None) if group.unrounded is None else stats

@@ -21,7 +21,7 @@ from quant.calibration.solvers.solver import Gptq, LocalHessian, get_pipeline, s
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings, Solved
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import QuantExperts, experts_forward
+from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward
 from quant.recipes.plan import LayerPlan
 
 # Bytes of second moments that are held at a time; more experts than fit take more passes.
@@ -116,7 +116,7 @@ class ExpertsWork:
         assert member.weight is not None
         notes = []
         if pipeline.transforms or pipeline.reshapes:
-            notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.rounding_name} alone")
+            notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
         reached = [stats for stats in found if stats is not None]
         pooled = pooled_stats(reached)
         silent = sum(stats is None for stats in found) if pipeline.needs_moment else 0
@@ -133,7 +133,7 @@ class ExpertsWork:
             for matrix, stats in zip(weight, found, strict=True)
         ]  # fmt: skip
         tokens = sum(stats.tokens for stats in reached)
-        return Solved(_stacked(solved), None, self.input_scales.get(member.name), tokens, tuple(notes))
+        return Solved(_stacked(solved), RunTimeParts(), self.input_scales.get(member.name), tokens, tuple(notes))
 
 
 def _stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:

@@ -19,7 +19,6 @@ from quant.calibration.statistics import MomentSum, round_activation, static_inp
 from quant.calibration.walk.guard import Guard
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan
 
@@ -30,26 +29,17 @@ class Solved:
 
     Attributes:
         weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
-        pre_scale: float32 `[in]` that the input is multiplied by at run time; None where nothing is left of it.
+        parts: what the layer does at run time beside its matmul; `weight` is rotated already.
         input_scale: static scale of the activation format, float32 scalar, where it has one.
         tokens: how many calibration tokens reached the layer; 0 where it got the pooled statistics of its likes.
         notes: what a reader of the report should know.
-        hadamard: block of the rotation that `weight` is rotated by and the input is to go through; 0 for none.
-        lowrank: the 16-bit branch beside `weight`, (down, up), if there is one.
     """
 
     weight: BlockScaledTensor
-    pre_scale: torch.Tensor | None
+    parts: RunTimeParts
     input_scale: torch.Tensor | None
     tokens: int
     notes: tuple[str, ...] = ()
-    hadamard: int = 0
-    lowrank: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @property
-    def parts(self) -> RunTimeParts:
-        """What the layer does at run time beside its matmul."""
-        return RunTimeParts(self.pre_scale, self.hadamard, self.lowrank)
 
 
 @dataclass(frozen=True)
@@ -90,7 +80,7 @@ class Group:
         total: sum of magnitudes by channel, `[in]`.
         amax: largest magnitude by channel, `[in]`.
         divisor: what the input has been divided by, `[in]`, by itself or by a folded scale.
-        pre_scale, input_scale, hadamard: see `Solved`.
+        parts, input_scale: see `Solved`; branches are the members' own.
         unrounded: second moment of the inputs before rounding, where a branch reads them.
         notes: for the plan.
     """
@@ -104,9 +94,8 @@ class Group:
     total: torch.Tensor | None = None
     amax: torch.Tensor | None = None
     divisor: torch.Tensor | None = None
-    pre_scale: torch.Tensor | None = None
+    parts: RunTimeParts = field(default_factory=RunTimeParts)
     input_scale: torch.Tensor | None = None
-    hadamard: int = 0
     unrounded: MomentSum | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -129,13 +118,13 @@ class Group:
 
     def input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as the quantized layer sees it, but for its rounding."""
-        return RunTimeParts(self.pre_scale, self.hadamard).input(x)
+        return self.parts.input(x)
 
     def original(self, batch: int) -> torch.Tensor:
         """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
         x = self.kept[batch]
         x = x if self.divisor is None else x / self.divisor.to(x)
-        return hadamard_transform(x, self.hadamard) if self.hadamard else x
+        return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """The input as the quantized layer sees it."""
@@ -146,7 +135,7 @@ class Group:
         self.input_scale = None
         if self.activation is None or self.amax is None or not self.activation.is_static:
             return
-        if observer == "absmax" and not self.hadamard:
+        if observer == "absmax" and not self.parts.hadamard:
             amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
         else:
             watching = get_observer(observer)(self.activation, name=self.members[0].name)
@@ -175,7 +164,7 @@ class StandIn(nn.Module):
         weight: what it became, dense.
         group: how its input is treated.
         clock: a cell with the number of the current batch.
-        lowrank: its 16-bit branch.
+        parts: what it does at run time beside its matmul.
     """
 
     def __init__(
@@ -184,10 +173,10 @@ class StandIn(nn.Module):
         weight: torch.Tensor,
         group: Group,
         clock: list[int],
-        lowrank: tuple[torch.Tensor, torch.Tensor] | None,
+        parts: RunTimeParts,
     ) -> None:
         super().__init__()
-        self.beside = RunTimeParts(lowrank=lowrank)
+        self.parts = parts
         self.original = original
         self.dense = weight
         self.group = group
@@ -198,7 +187,7 @@ class StandIn(nn.Module):
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The output without its bias."""
         out = nn.functional.linear(self.group.round_input(x), self.dense)
-        branch = self.beside.branch(self.group.input(x)) if self.beside else None
+        branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
         return out if branch is None else out + branch
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -125,7 +125,9 @@ class _Walk:
 
     def _merge_rotations(self, blocks: Sequence[str]) -> None:
         """Rotations that the modules around take over are done in the model itself, before the walk."""
-        wanted = [layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).merge]
+        wanted = [
+            layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).spec.merge
+        ]
         if wanted:
             self.merged = merge_rotations(self.model, self.few, blocks, wanted)
 

@@ -27,7 +27,7 @@ from quant.export.checkpoint import SECOND_LEVEL, write_tensors
 from quant.export.checkpoint_reader import TensorFiles
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import get_recipe
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -380,9 +380,9 @@ def test_any_second_level_scale_survives_the_other_layout(tmp_path: Path) -> Non
         ({"weight": "mxfp6"}, "no name for mxfp6 with 16-bit inputs"),
         ({"weight": "mxfp4"}, "no name for mxfp4 with 16-bit inputs"),
         ({"weight": "nvfp4", "activation": "fp8"}, "no name for nvfp4 with fp8 inputs"),
-        ({"hadamard": 32}, "no place for a Hadamard rotation of its input beside nvfp4"),
-        ({"rank": 8}, "no place for a low-rank branch beside nvfp4"),
-        ({"pre_scale": True}, "no place for a pre_scale that no layer took up beside nvfp4"),
+        ({"parts": Parts(hadamard=32)}, "no place for a Hadamard rotation of its input beside nvfp4"),
+        ({"parts": Parts(rank=8)}, "no place for a low-rank branch beside nvfp4"),
+        ({"parts": Parts(pre_scale=True)}, "no place for a pre_scale that no layer took up beside nvfp4"),
         ({"kind": "embedding"}, "has no embedding in nvfp4; keep it in 16 bit"),
     ],
 )

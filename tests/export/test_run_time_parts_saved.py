@@ -18,7 +18,7 @@ from quant.formats.tensor import quantize
 from quant.install import install_weight
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import QuantLinear, RunTimeParts
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 
 IN, OUT, RANK, BLOCK = 64, 48, 4, 32
 NVFP4 = get_format("nvfp4")
@@ -74,7 +74,7 @@ def test_a_promised_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     model, plan = _quantized(_parts("pre_scale"))
     quant.save(model, plan, tmp_path / "out")
     saved = Plan.load(tmp_path / "out" / "plan.json")
-    saved.replace_layers([replace(saved.layers[0], rank=RANK)]).save(tmp_path / "out" / "plan.json")
+    saved.replace_layers([replace(saved.layers[0], parts=Parts(rank=RANK))]).save(tmp_path / "out" / "plan.json")
     with pytest.raises(ValueError, match=r"no tensor first\.lowrank_down"):
         quant.load(tmp_path / "out", Net().bfloat16())
 
@@ -91,7 +91,8 @@ def test_their_bytes_are_counted() -> None:
 
 
 def test_members_of_a_group_rotate_alike() -> None:
-    layers = tuple(LayerPlan(n, "linear", (OUT, IN), NVFP4, group="g", hadamard=h) for n, h in (("a", 32), ("b", 0)))
+    parts = {"a": Parts(hadamard=32), "b": Parts()}
+    layers = tuple(LayerPlan(n, "linear", (OUT, IN), NVFP4, group="g", parts=p) for n, p in parts.items())
     with pytest.raises(ValueError, match=r"mixes Hadamard blocks \(a=32, b=0\)"):
         Plan(layers).check_groups()
 

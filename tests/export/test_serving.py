@@ -17,7 +17,7 @@ from quant.export import triton_model
 from quant.export.serving import Bundle, Word, check_config, publish, to_pbtxt
 from quant.export.serving_guide import serving_text
 from quant.formats.format import FORMATS
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra [onnx]")
 
@@ -126,7 +126,7 @@ def test_the_commands_fit_the_checkpoint(tmp_path: Path) -> None:
     assert "vllm serve out/smol --served-model-name smol --kv-cache-dtype fp8" in page
     assert "trtllm-serve serve out/smol" in page
     assert "tensorrt-rtx==1.7.1" in page and "/v2/models/smol/versions/2/ready" in page
-    page = serving_text(Path("out/smol"), plan_of("int4", None, rank=8), bundle, receipt(), text=True)
+    page = serving_text(Path("out/smol"), plan_of("int4", None, parts=Parts(rank=8)), bundle, receipt(), text=True)
     assert "does not read int4 weights alone" in page and "trtllm-serve" not in page
     assert "low-rank branch" in page and "TensorRT must be 11.2.0" in page
     assert "vllm" not in serving_text(Path("out/smol"), None, bundle, receipt(), text=False)

@@ -29,7 +29,7 @@ from quant.plan_edit import edit, input_of, parse_setting, set_kv_cache
 from quant.planning import make_plan
 from quant.recipes import solver_names
 from quant.recipes.layers import Layer, find_layers
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import presets
 from quant.recipes.solver_names import ROUNDINGS, STEPS
 from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_target
@@ -154,9 +154,9 @@ def test_the_same_format_leaves_the_input_alone() -> None:
 
 
 def test_what_the_old_format_left_behind_goes() -> None:
-    layer = replace(block(0)[3], score=0.3, cost=10, pre_scale=True, hadamard=32, rank=8)
+    layer = replace(block(0)[3], score=0.3, cost=10, parts=Parts(True, 32, 8))
     new = edit(plan_of(layer), [parse_setting("*down_proj=mxfp8")]).by_name[layer.name]
-    assert (new.score, new.pre_scale, new.hadamard, new.rank) == (None, False, 0, 0)
+    assert (new.score, new.parts) == (None, Parts())
     assert new.cost == new.nbytes == 128 * 256 * 33 // 32
 
 
@@ -370,7 +370,7 @@ def test_target_tables_are_sound() -> None:
 
 
 def test_run_time_parts_heads_and_the_kv_cache() -> None:
-    rotated = replace(block(0)[3], hadamard=32)
+    rotated = replace(block(0)[3], parts=Parts(hadamard=32))
     head = LayerPlan("score", "head", (512, 128), NVFP4)
     plan = plan_of(rotated, head, kv_cache=get_format("mxfp8"))
     found = {p.where: p.what for p in validate(plan, None, get_target("vllm"))}

@@ -110,7 +110,7 @@ def test_branches_are_counted_in_the_plan() -> None:
     done = quantize(open_model(BASE).model, "nvfp4a16", IDS, solver="lowrank:4+gptq")
     layer = done.plan.quantized[0]
     rows, columns = layer.shape
-    assert layer.rank == 4
+    assert layer.parts.rank == 4
     assert layer.bits_per_weight == pytest.approx(
         NVFP4.bits_per_weight(layer.shape) + 16 * 4 * (rows + columns) / (rows * columns)
     )

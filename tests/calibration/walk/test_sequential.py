@@ -174,7 +174,7 @@ def test_transforms_change_nothing_before_rounding(solver: str, monkeypatch: pyt
 
     monkeypatch.setattr(block_work, "solve_stacked", keep)
     solved = _solve(model, _plan(model, solver), ROWS, batch=2)
-    assert all(s.pre_scale is None for s in solved.values())
+    assert all(s.parts.pre_scale is None for s in solved.values())
     changed = [name for name, weight in kept.items() if not torch.allclose(weight, _weight(model, name), rtol=0.01)]
     for name, weight in kept.items():
         _set(model, name, weight)
@@ -289,7 +289,7 @@ def test_gptq_on_a_bert_beats_rounding_in_the_output() -> None:
         plan = _plan(copied, solver)
 
         def apply(layer: LayerPlan, solved: Solved, copied: nn.Module = copied) -> None:
-            scale = 1 if solved.pre_scale is None else solved.pre_scale
+            scale = 1 if solved.parts.pre_scale is None else solved.parts.pre_scale
             _set(copied, layer.name, solved.weight.dequantize() * scale)
 
         solve_sequentially(copied, plan, rows, apply=apply, settings=Settings(batch=8))

@@ -17,7 +17,7 @@ from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.cli.main import main
 from quant.formats.format import get_format
 from quant.page import charts
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.report import KVCache, Receipt, Report, kv_cache_of, render_html, summary
 
 Rich = tuple[Report, Plan]
@@ -234,7 +234,7 @@ def test_the_waterfall_adds_up(rich_report: Rich) -> None:
 
 def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
     report, plan = rich_report
-    branch = LayerPlan("x", "linear", (64, 128), get_format("nvfp4"), pre_scale=True, rank=4)
+    branch = LayerPlan("x", "linear", (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
     plan = replace(plan, layers=(*plan.layers, branch))
     html = charts.memory(plan, report.kv_cache)
     sizes = {cells(html, f"M{i}")[0]: int(cells(html, f"M{i}")[2].replace(",", "")) for i in range(6)}
