@@ -1,4 +1,4 @@
-"""Writes checkpoints: the tensors of a quantized model under the names of their layout, in shards, hashed."""
+"""Checkpoints are written here: the tensors of a quantized model, named as their layout has them, in hashed shards."""
 
 from __future__ import annotations
 

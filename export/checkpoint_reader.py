@@ -1,4 +1,4 @@
-"""Reads a checkpoint of either layout: its tensors, the weights and run-time parts of each layer, and its plan."""
+"""Checkpoints of either layout are read here: tensors, the weight and run-time parts of each layer, and the plan."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
-"""The names that a model's tensors have on disk, where those are not its modules'.
+"""`StoredNames` translates the names of a model's modules to those of its tensors on disk, and back.
 
-transformers 5 builds a model from parts that need not be called, or cut, as they are in its checkpoint:
+transformers 5 builds a model from parts that need not be named, or split, as they are in its checkpoint:
 
     disk     model.layers.0.block_sparse_moe.experts.3.w1.weight     language_model.model.layers.0.…
     module   model.layers.0.mlp.experts.gate_up_proj                 model.language_model.layers.0.…
 
-Servers have read the names on disk for years, and transformers itself looks for an expert's matrices under no others:
-a checkpoint with the modules' names would leave its experts at random values there. transformers keeps the rules of
-its conversion as data; they are read here in both directions. Everything else speaks of modules:
-one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and `.down_proj` until they are written.
+Servers read the names on disk, and so does transformers: a checkpoint with the modules' names would leave its experts
+at random values. transformers keeps the rules of its conversion as data, and they are read here in both directions.
+Everywhere else, names are those of modules: one expert's matrices are `….experts.3.gate_proj`, `.up_proj` and
+`.down_proj` until they are written.
 """
 
 from __future__ import annotations

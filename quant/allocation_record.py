@@ -1,4 +1,4 @@
-"""What an allocation decided and how well it foresaw the result: data for the report and for `report.json`.
+"""An `AllocationRecord` holds what an allocation decided and how well it predicted the result.
 
 The sensitivity table that it started from is `quant.calibration.sensitivity.table.Sensitivity`; `report.json` holds the
 two under "allocation" and "sensitivity". `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine

@@ -1,4 +1,4 @@
-"""The data that a plan needs: which layers need some and why, text that the model writes itself, and static scales."""
+"""A plan may need data: this file says which layers do and why, lets a model write text itself, and measures scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors that are the user's to solve."""
+"""UserError is the error that a user can solve; `counted` is how messages count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quantization cost: perplexity, KL divergence from the model before, and how often both choose the same token.
+"""Evaluation measures what quantization cost: perplexity, KL divergence from the original, and top-1 agreement.
 
 Every row of n tokens gives n − 1 next-token predictions, and all figures are means over them:
 

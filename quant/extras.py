@@ -1,7 +1,6 @@
-"""Optional packages: importing them when they are needed, and saying which are there.
+"""Optional packages are imported here when they are needed, and their absence is explained.
 
-`import quant` needs torch, numpy, safetensors, click and rich. Everything else belongs to one of the extras of
-`pyproject.toml`, and `require` is the one place where such a package is imported and its absence explained.
+`import quant` needs torch, numpy, safetensors, click and rich. Everything else belongs to an extra of `pyproject.toml`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Puts quantized weights into a model: modules in the place of the original ones, and scales as buffers.
+"""This file puts quantized weights into a model: modules in the place of the original ones, and scales as buffers.
 
-Loading a checkpoint and quantizing a model both end here. The file imports nothing that decides or measures, so that
-`quant.load` stays light.
+Loading a checkpoint and quantizing a model both end here. Nothing is imported that decides or measures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The result of one layer: its format, its size and the error of its quantized weight.
+"""`layer_result` measures one layer: its format, its size and the relative error of its quantized weight.
 
-The error is that of the weight alone. With w the weight and w_q what is left of it after quantization,
+With w the weight and w_q its dequantized form,
 
     relative error = ‖w − w_q‖ / ‖w‖        SNR = 10 · log10(‖w‖² / ‖w − w_q‖²) dB
 

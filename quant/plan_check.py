@@ -1,4 +1,4 @@
-"""Checks a plan against a model and a runtime: everything that is wrong with it, all at once, from shapes alone.
+"""This file checks a plan against a model and a runtime, from shapes alone, and reports all problems at once.
 
 The layers that a plan is checked against come from `quant.models.shapes`, which reads no weight.
 """
@@ -80,7 +80,7 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
 
     Args:
         plan: as `read_plan` gives it.
-        layers: of the model it is for, as `model_layers` gives them; None checks the plan by itself.
+        layers: of the model it is for; None checks the plan by itself.
         target: runtime that the result is for.
     """
     found = _check_model(plan, layers) if layers is not None else []

@@ -1,4 +1,4 @@
-"""Compares two plans: layers whose format, input, solver or place changed, and the bytes of both."""
+"""`diff` compares two plans: layers whose format, input, solver or place changed, and the bytes of both."""
 
 from __future__ import annotations
 

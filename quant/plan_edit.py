@@ -1,4 +1,4 @@
-"""Edits a plan: `GLOB=FORMAT[:SOLVER][@INPUT]`, in order, the last one that matches wins, as in a recipe.
+"""Plans are edited by settings `GLOB=FORMAT[:SOLVER][@INPUT]`; the last one that matches wins, as in a recipe.
 
 Members of a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that
 would split a group is refused with the members it left out.

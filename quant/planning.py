@@ -1,6 +1,6 @@
-"""Making a plan for a model: which layers there are, which are fused, what the recipe says of each.
+"""`make_plan` finds a model's layers, which of them are fused, and what the recipe says of each.
 
-Nothing here reads a weight, so a model on the meta device, or the shapes in a state dict's header, will do.
+No weight is read: a model on the meta device will do, or the shapes in the header of a state dict.
 """
 
 from __future__ import annotations

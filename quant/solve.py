@@ -1,9 +1,8 @@
-"""Executes a plan: calibrates, solves every planned weight and puts the quantized modules into the model.
+"""`solve_plan` executes a plan: it calibrates, solves every planned weight and installs the quantized modules.
 
-Where no solver looks at data, weights are replaced group by group, and an original is freed as soon as its quantized
-form stands in its place, so the peak beyond the model is one fusion group. Solvers that do look at data see each
-layer's inputs as the quantized layers before it give them, one decoder block at a time; the peak is then that block
-and its inputs.
+Solvers that need no data replace weights group by group, and each original is freed at once: the peak beyond the model
+is one fusion group. Solvers that need data see each layer's inputs as the quantized layers before it give them, one
+decoder block at a time: the peak is that block and its inputs.
 """
 
 from __future__ import annotations

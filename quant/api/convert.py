@@ -1,4 +1,4 @@
-"""Converts a checkpoint from one layout to the other, tensor by tensor, without a model in memory."""
+"""`convert` takes a checkpoint from one layout to the other, tensor by tensor, without a model in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `quant export` makes of a checkpoint: one function a kind, in `EXPORTERS`.
+"""`EXPORTERS` holds one function for each kind of artifact that `quant export` makes of a checkpoint.
 
     onnx              model.onnx, and decode.onnx with --decode: checked, every layer compared with PyTorch
     tensorrt          an engine, built and audited; the ONNX file on the way is checked like the above

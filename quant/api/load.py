@@ -1,4 +1,4 @@
-"""Loads a quantized checkpoint: ours, or one of compressed-tensors or ModelOpt that another tool wrote."""
+"""`load` reads a quantized checkpoint: ours, or one of compressed-tensors or ModelOpt that another tool wrote."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""`quant.quantize`: one call from a model to a quantized one.
+"""`quant.quantize` makes a plan from a recipe, or lets an allocation choose formats for a budget, and executes it.
 
-It makes a plan from a recipe, or lets an allocation choose the formats for a budget, and then executes the plan. Each
-of these steps is a public function that a training script can call alone, on any `nn.Module`.
+Each of these steps is a public function that a training script can call alone, on any `nn.Module`.
 """
 
 from __future__ import annotations

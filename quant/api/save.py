@@ -1,4 +1,4 @@
-"""Saves a quantized model, or a quantized state dict, as a compressed-tensors checkpoint with its plan."""
+"""`save` writes a quantized model or state dict as a compressed-tensors checkpoint with its plan."""
 
 from __future__ import annotations
 

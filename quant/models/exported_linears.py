@@ -1,12 +1,11 @@
-"""Linear layers of an exported program, put back as modules.
+"""`restore_linears` puts the linear layers of an exported program back as modules.
 
-An exported program has no layers. Its graph reads parameters and calls functions on them:
+An exported program has no layers: its graph reads parameters and calls functions on them.
 
     f_weight = get_attr[f.weight];  f_bias = get_attr[f.bias];  y = aten.linear(x, f_weight, f_bias)
 
-What is quantized here is modules, so each such call becomes one of an `nn.Linear` that holds the same parameters under
-the same names: `y = call_module[f](x)`. The graph computes what it did, and a linear layer of it can be taken out and
-replaced like any other's.
+Quantization replaces modules, so each such call becomes a call of an `nn.Linear` with the same parameters under the
+same names, `y = call_module[f](x)`. The graph computes the same as before.
 """
 
 from __future__ import annotations

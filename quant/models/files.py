@@ -1,4 +1,4 @@
-"""Where a model is and what its files say about themselves, without reading a weight or importing torch."""
+"""`find_model` finds the file or directory that a user means, and headers are opened without importing torch."""
 
 from __future__ import annotations
 

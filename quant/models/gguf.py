@@ -1,7 +1,4 @@
-"""GGUF files: one file with config, vocabulary and block-quantized weights, as llama.cpp reads it.
-
-transformers' loader does the work, and every weight is dequantized into a plain model: what is quantized next starts
-from the values that the blocks stand for.
+"""A GGUF file holds config, vocabulary and block-quantized weights; transformers loads it, dequantized.
 
 The loader parses the file anew for the config, the weights and the tokenizer, which takes three to five seconds each
 time for a vocabulary of 49,152 tokens, and builds the table of tensor names once per submodule, which is hundreds of

@@ -1,8 +1,8 @@
-"""Hugging Face directories: `config.json`, the weights in one or several shards, and the tokenizer.
+"""transformers loads Hugging Face directories; this file checks them first and picks the model's class.
 
-transformers does the loading. What is added here: the checks that make a bad directory one clear line before
-anything heavy starts, the exact class that `architectures` names (`AutoModel` would drop the heads of a model that
-is not a causal language model), and an error where transformers would fill missing weights with random numbers.
+A bad directory is refused in one line before anything heavy starts. The class is the one that `architectures` names,
+for `AutoModel` would drop the head of a model that is no causal language model. Missing weights are an error here;
+transformers would fill them with random numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Opening a model, whatever it is stored in.
+"""`open_model` opens a model, whatever it is stored in.
 
     source = open_model("smollm2-135m")          # or a directory, a file, an nn.Module
     source.model, source.load_tokenizer()

@@ -1,9 +1,8 @@
-"""The layers of a model from the headers of its files, in about a second.
+"""`stored_layers` reads the layers of a model from the headers of its files, in about a second and without torch.
 
-A plan is checked against a model by names and shapes, and those are in the header of a safetensors or a GGUF file. If
-the tensors there are just those that the plan names, that settles it, and not even torch is imported. Otherwise the
-model is built on the meta device, for its modules may be called, split or fused differently from what is stored. Either
-way no weight is read. The tensors of a GGUF file have names of their own; the gguf package knows which is which.
+A plan is checked by names and shapes, which safetensors and GGUF files have in their headers. Where the tensors there
+are exactly those that the plan names, that is enough. Otherwise the caller builds the model on the meta device, for its
+modules may be named, split or fused differently from what is stored.
 """
 
 from __future__ import annotations

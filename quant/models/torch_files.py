@@ -1,9 +1,8 @@
-"""Files that torch itself writes: `torch.save` checkpoints and exported programs.
+"""`torch.save` checkpoints and exported programs are opened here, without running code that they hold.
 
-A pickle is a program. `torch.load(weights_only=True)` runs only the few instructions that tensors need, so it is
-the only way a file is read unless the user asks for the unsafe one. `torch.export.load` has no such mode: an archive
-may hold pickles that it loads without asking (sample inputs, weights of unusual layout, custom constants). They are
-tried here first by the safe reader, and one that needs more is refused.
+A pickle is a program, and `torch.load(weights_only=True)` runs only the few instructions that tensors need. Files are
+read only that way unless the user asks for the unsafe one. `torch.export.load` has no such mode: an archive may hold
+pickles (sample inputs, weights of unusual layout, custom constants), so each is tried first by the safe reader.
 """
 
 from __future__ import annotations

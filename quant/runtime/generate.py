@@ -1,16 +1,12 @@
-"""Text from a model, quantized or not: the likeliest token each time, with its key-value cache.
+"""`generate` continues a prompt with a model, quantized or not, by greedy decoding with a key-value cache.
 
-Greedy decoding is the plainest check of a quantized model that a person can read, and it is repeatable: the same
-machine gives the same tokens. Two machines do as far as the likeliest two tokens lie further apart than rounding moves
-their logits, in the mean of SmolLM2's:
+The same machine always gives the same tokens. Two machines do while the two likeliest tokens lie further apart than
+rounding moves their logits. On SmolLM2 that is, on average:
 
-    float32                              0       sums differ in their last bits, and nothing rounds them away
+    float32                              0       sums differ in their last bits alone
     BF16                                 0.1
     FP8 attention and an FP8 cache       0.1     in either dtype
-    FP8 attention and an NVFP4 cache     0.3
-
-A key that falls to the other side of a step by its last bit changes a code, which changes the keys of the layers above
-by a thousand times as much; fifteen layers on, all has come apart that the format leaves open.
+    FP8 attention and an NVFP4 cache     0.3     a key that rounds the other way changes the keys of later layers
 """
 
 from __future__ import annotations
