@@ -29,10 +29,11 @@ _PUBLIC = {
     "quant.kernels.linear.ops": ("set_weight_cache",),
     "quant.runtime.kv_cache": ("QuantizedKVCache",),
     "quant.models.open": ("Source", "open_model"),
+    "quant.page.render": ("render_html",),
     "quant.planning": ("make_plan",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
-    "quant.report": ("Report", "render_html"),
+    "quant.report": ("Report",),
     "quant.solve": ("Quantized", "apply_plan"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

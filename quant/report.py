@@ -1,4 +1,7 @@
-"""The report of a run: what was done to each layer, what it saved and what it cost, as data and in the terminal."""
+"""The report says what was done to each layer, what it saved and what it cost, as data and in the terminal.
+
+Its HTML page is made by `quant.page.render`.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from quant.allocation_record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
-from quant.calibration.sensitivity.table import Sensitivity, write_atomically
-from quant.errors import UserError, counted, megabytes
+from quant.calibration.sensitivity.table import Sensitivity
+from quant.errors import counted, megabytes
 from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
 from quant.recipes.plan import Plan
@@ -225,48 +228,6 @@ def peak_rss() -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def render_html(report: Report, plan: Plan) -> str:
-    """The report as one HTML file that needs nothing else; see `quant.page.render`."""
-    from quant.page.render import render
-
-    return render(report, plan)
-
-
-def rewrite(
-    directory: Path, receipt: Mapping[str, Any] | None = None, *, out: Path | None = None, source: str = "the receipt"
-) -> Path:
-    """Writes the page of a checkpoint again; a receipt goes into its report first.
-
-    Args:
-        directory: with report.json and plan.json.
-        receipt: what `quant export` found.
-        out: the page; report.html in the directory by default.
-        source: what errors call the receipt.
-
-    Returns:
-        Where the page is.
-
-    Raises:
-        UserError: a file is missing, or the receipt is none, or that of another plan.
-    """
-    for name in ("report.json", "plan.json"):
-        if not (directory / name).is_file():
-            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote")
-    report, plan = Report.load(directory / "report.json"), Plan.load(directory / "plan.json")
-    if receipt is not None:
-        try:
-            report.receipt = Receipt.from_dict(receipt)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
-        strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
-        if receipt.get("plan") not in (None, plan.digest()) or strangers:
-            raise UserError(f"{source}: the receipt of another plan than {directory / 'plan.json'}")
-        write_atomically(directory / "report.json", json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
-    page = out or directory / "report.html"
-    write_atomically(page, render_html(report, plan))
-    return page
 
 
 def print_summary(report: Report, console: Console) -> None:

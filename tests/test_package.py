@@ -15,6 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "kernels", "recipes", "calibration", "export")
+LICENSES = ("LICENSE", "quant/page/vendor/LICENSES.txt")
 
 
 def source_files(suffix: str) -> set[str]:
@@ -78,9 +79,9 @@ def run_installed(installed: Path, code: str) -> str:
 def test_wheel_holds_every_room_and_nothing_else(wheel: Path) -> None:
     names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     assert len(names) == len(set(names))
-    assert {n for n in names if n.endswith(".py")} == source_files(".py")
-    assert {n for n in names if n.endswith(".toml")} == source_files(".toml")
-    assert "quant/py.typed" in names
+    for suffix in (".py", ".toml", ".j2", ".css", ".js"):
+        assert {n for n in names if n.endswith(suffix)} == source_files(suffix) != set()
+    assert {"quant/py.typed", "quant/page/vendor/LICENSES.txt"} <= set(names)
     assert {n.split("/")[0] for n in names} == {"quant"}
 
 
@@ -94,11 +95,11 @@ def test_wheel_metadata(wheel: Path) -> None:
         (folder,) = {n.split("/")[0] for n in z.namelist() if ".dist-info/" in n}
         metadata = Parser().parsestr(z.read(f"{folder}/METADATA").decode())
         scripts = z.read(f"{folder}/entry_points.txt").decode().split("\n")
-        license_text = z.read(f"{folder}/licenses/LICENSE").decode()
+        licenses = [z.read(f"{folder}/licenses/{name}").decode() for name in LICENSES]
     core = {r.split(">")[0] for r in metadata.get_all("Requires-Dist", []) if "extra ==" not in r}
-    assert core == {"torch", "numpy", "safetensors", "click", "rich"}
-    assert metadata["License-Expression"] == "Apache-2.0"
-    assert license_text == (ROOT / "LICENSE").read_text()
+    assert core == {"torch", "numpy", "safetensors", "click", "rich", "jinja2"}
+    assert metadata["License-Expression"] == "Apache-2.0 AND ISC AND BSD-3-Clause AND MIT"
+    assert licenses == [(ROOT / name).read_text() for name in LICENSES]
     assert {"quantize = quant.cli.quantize:quantize_command", "quant = quant.cli.main:main"} <= set(scripts)
 
 
@@ -129,11 +130,23 @@ print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist
     assert rounded == [0.0, 1.0, 2.0, 4.0, -6.0]
 
 
+def test_the_page_is_made_without_the_repository(installed: Path) -> None:
+    code = """
+import quant
+from quant.report import Report
+print(quant.render_html(Report("a <model>", [], 0, 0, 16.0), quant.Plan(())))
+"""
+    html = run_installed(installed, code)
+    assert "<h1>a &lt;model&gt;</h1>" in html
+    for name in ("report.css", "report.js", "vendor/d3.min.js", "vendor/plot.umd.min.js"):
+        assert (ROOT / "quant/page" / name).read_text() in html
+
+
 def test_import_quant_loads_nothing_heavy(installed: Path) -> None:
     code = "import json, quant; print(json.dumps([quant.__file__, quant.__version__, sorted(sys.modules)]))"
     file, version, modules = json.loads(run_installed(installed, code))
     assert Path(file) == installed / "quant/__init__.py"
     (metadata,) = installed.glob("blockscale-*.dist-info/METADATA")
     assert version == Parser().parsestr(metadata.read_text())["Version"]
-    heavy = {"torch", "numpy", "transformers", "safetensors", "click", "rich", "triton", "onnx"}
+    heavy = {"torch", "numpy", "transformers", "safetensors", "click", "rich", "jinja2", "triton", "onnx"}
     assert heavy.isdisjoint(modules)

@@ -87,7 +87,7 @@ def export_command(
     from quant.api.export import EXPORTERS, Job, check_request
     from quant.api.load import describe, is_checkpoint, load, outline
     from quant.models.state_dict import call_factory
-    from quant.report import rewrite
+    from quant.page.render import rewrite
 
     quiet = quiet or as_json
     given = _parse_inputs(inputs) or None

@@ -42,7 +42,7 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
 
     With --receipt, the receipt is added to report.json, and the page shows every layer at every stage of the export.
     """
-    from quant.report import rewrite
+    from quant.page.render import rewrite
 
     fields = None
     if receipt_file is not None:

@@ -1,11 +1,10 @@
-"""Charts of the report: inline SVG and HTML, each with the table of its values behind it.
+"""Each chart of the report is shaped here into data: what it draws, the sentences above it, the table of its values.
 
-Positions are percentages of the plot, so charts stretch with the page while text and marks keep their size; axis
-labels are HTML beside them. What hovers over a mark is read from the row of the table that it names, so that every
-value is on the page once, in text. Lines are single segments, because polylines take no percentages.
+Nothing is drawn here: `report.js` draws a chart by its `kind`, with Observable Plot. Every point, bar and cell names a
+row of a table, and the text that hovers over it is read from that row, so each value is on the page once, as text.
 
-No chart depends on colour alone: series have marks of their own shape, heat is a ramp of one hue from light to dark
-(or dark to light, in the dark), and chosen cells wear a ring.
+Series have the colours c0 to c6, and `kept` for 16 bit. No chart depends on colour alone: each colour has a symbol of
+its own, heat is a ramp of one hue, and chosen cells have a ring.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from html import escape
-from itertools import pairwise
+from itertools import accumulate
 from typing import Any
 
 from quant.allocation_record import AllocationRecord, Budget
@@ -25,152 +24,54 @@ from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
+from quant.layer_result import LayerResult
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
-from quant.report import KVCache, Receipt
+from quant.report import KVCache, Receipt, Report
+
+_COLOURS = [f"c{i}" for i in range(7)]  # series after these share the last one
+_STAGES = {"fake_quant": "PyTorch", "checkpoint": "checkpoint", "onnx": "ONNX", "engine": "engine"}
 
 
 @dataclass(frozen=True)
-class Axis:
-    """Limits and ticks of one axis; places values on it.
+class Section:
+    """One section of the page.
 
     Attributes:
-        low, high: ends.
-        ticks: where labels stand.
-        log: whether it is logarithmic.
+        title: heading.
+        text: sentences above the chart.
+        link: row and text of a link after `text`.
+        chart: the data that `report.js` draws, with its `kind` and the captions `x` and `y` of its axes.
+        head: column names of the table.
+        rows: (id, cells) of the table.
+        verdict: whether a check passed; None where nothing was checked.
     """
 
-    low: float
-    high: float
-    ticks: tuple[float, ...]
-    log: bool = False
-
-    def at(self, value: float) -> float:
-        """Where `value` stands: 0 at the low end, 1 at the high one, and no further."""
-        low, high = self.low, self.high
-        if self.log:
-            low, high, value = math.log10(low), math.log10(high), math.log10(max(value, low))
-        return min(max((value - low) / (high - low), 0.0), 1.0)
+    title: str
+    text: str = ""
+    link: tuple[str, str] | None = None
+    chart: Mapping[str, Any] | None = None
+    head: Sequence[str] = ()
+    rows: Sequence[tuple[str, Sequence[str]]] = ()
+    verdict: bool | None = None
 
 
-def linear(values: Sequence[float], *, least: float = 0.0, zero: bool = False) -> Axis:
-    """An axis around `values` with about five round ticks.
-
-    Args:
-        values: at least one.
-        least: the least span, so that noise does not fill the plot.
-        zero: starts at zero if no value is below it.
-    """
-    low, high = min(values), max(values)
-    if zero:
-        low, high = min(low, 0.0), max(high, 0.0)
-    span = (max(high - low, least) or abs(high) or 1.0) * 1.15
-    step = next(s for e in range(-9, 10) for s in (10.0**e, 2 * 10.0**e, 5 * 10.0**e) if span / s <= 7)
-    bottom, top = math.floor((low - 0.05 * span) / step), math.ceil((high + 0.05 * span) / step)
-    if zero:
-        bottom = max(bottom, 0) if low >= 0 else bottom
-    return Axis(bottom * step, top * step, tuple(i * step for i in range(bottom, top + 1)))
+def sections(report: Report, plan: Plan) -> list[Section]:
+    """The sections that the report has data for, in the page's order."""
+    record, table = report.allocation, report.sensitivity
+    found = [pareto(record), rounds(record)] if record else []
+    found += [sizes(report, plan), memory(plan, report.kv_cache)]
+    found += [heat_map(table, plan), waterfall(table, plan, record, format_colours(report))] if table else []
+    found += [errors(report), *(receipt(report.receipt) if report.receipt else ())]
+    return [section for section in found if section is not None]
 
 
-def logarithmic(values: Sequence[float]) -> Axis:
-    """An axis around the positive ones of `values`, with ticks at 1, 2 and 5 times powers of ten, at most seven."""
-    positive = [v for v in values if v > 0] or [1.0]
-    low, high = min(positive) / 1.3, max(positive) * 1.3
-    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    if high / low < 5:
-        return Axis(low, high, tuple(t for t in linear([low, high]).ticks if low <= t <= high), log=True)
-    for factors in ((1, 2, 5), (1, 3), (1,)):
-        ticks = [f * 10.0**e for e in decades for f in factors if low <= f * 10.0**e <= high]
-        if len(ticks) <= 7:
-            break
-    else:
-        ticks = ticks[:: math.ceil(len(ticks) / 7)]
-    return Axis(low, high, tuple(ticks), log=True)
-
-
-def mark(css: str, x: float, y: float, row: str) -> str:
-    """One mark at fractions `x` from the left and `y` from the top, whose values are in the table row `row`."""
-    return (
-        f'<use class="{css}" href="#mark-{css}" x="{100 * x:.2f}%" y="{100 * y:.2f}%" '
-        f'data-i="{row}" data-x="{x:.4f}" data-y="{y:.4f}"/>'
-    )
-
-
-def line(x1: float, y1: float, x2: float, y2: float, css: str = "") -> str:
-    """One segment between two points, in fractions of the plot."""
-    ends = zip(("x1", "y1", "x2", "y2"), (x1, y1, x2, y2), strict=True)
-    return f'<line class="{css}" {" ".join(f"{name}={100 * v:.2f}%" for name, v in ends)} />'
-
-
-def plot(
-    drawn: str,
-    y: Axis,
-    label: str,
-    *,
-    xticks: Iterable[tuple[float, Any]],
-    above: str,
-    below: str,
-    by_column: bool = False,
-) -> str:
-    """A plot with its axes.
-
-    Args:
-        drawn: marks, lines and bars.
-        y: vertical axis.
-        label: what the plot shows, for those who do not see it.
-        xticks: (fraction, text).
-        above, below: what the axes show.
-        by_column: the pointer finds marks by their column alone.
-    """
-    heights = [(f"{100 * (1 - y.at(t)):.2f}%", _tick(t)) for t in y.ticks]
-    grid = "".join(f'<line x2="100%" y1="{height}" y2="{height}"/>' for height, _ in heights)
-    ylabels = "".join(f'<span style="top:{height}">{text}</span>' for height, text in heights)
-    xlabels = "".join(f'<span style="left:{100 * x:.2f}%">{escape(str(text))}</span>' for x, text in xticks)
-    return (
-        f"<p class=axis>{escape(above)}</p><div class=plot><div class=yaxis>{ylabels}</div><div class=field>"
-        f'<svg class=canvas role=img{" data-by=column" if by_column else ""} aria-label="{escape(label)}">'
-        f"<g class=grid>{grid}</g>{drawn}</svg></div><div class=xaxis>{xlabels}</div></div>"
-        f"<p class='axis right'>{escape(below)}</p>"
-    )
-
-
-def _tick(value: float) -> str:
-    """A round number, short enough for the margin."""
-    if value and abs(value) < 0.01:
-        digits, exponent = f"{value:.1e}".split("e")
-        return f"{float(digits):g}e{int(exponent)}"
-    return f"{value:g}"
-
-
-def legend(keys: Iterable[tuple[str, str]]) -> str:
-    """Marks and what they stand for; `keys` are (CSS class, text)."""
-    items = "".join(
-        f'<li><svg class="{css}"><use href="#mark-{css}" x="8" y="{13 if css == "kept" else 8}"/></svg>{escape(n)}</li>'
-        for css, n in keys
-    )
-    return f"<ul class=legend>{items}</ul>"
-
-
-def table(head: Sequence[str], rows: Iterable[tuple[str, Sequence[Any]]], *, folded: bool = True) -> str:
-    """The values behind a chart: rows of (id, cells), the first cell a name. Folded away unless they are few."""
-    rows = list(rows)
-    wide = [i > 0 and any(len(str(cells[i])) > 30 for _, cells in rows) for i in range(len(head))]
-    heads = "".join(f"<th scope=col{_long(wide[i])}>{escape(name)}</th>" for i, name in enumerate(head))
-    body = "".join(
-        f'<tr id="{row}"><td class=what>{_breakable(cells[0])}</td>'
-        f"{''.join(f'<td{_long(wide[i])}>{escape(str(c))}</td>' for i, c in enumerate(cells) if i)}</tr>"
-        for row, cells in rows
-    )
-    whole = f"<div class=scroll><table class=values><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>"
-    return f"<details class=data><summary>Values as a table</summary>{whole}</details>" if folded else whole
-
-
-def _long(wide: bool) -> str:
-    return " class=long" if wide else ""
-
-
-def _breakable(name: object) -> str:
-    return escape(str(name)).replace(".", ".<wbr>").replace("|", "|<wbr>")
+def format_colours(report: Report) -> dict[str | None, str]:
+    """Colours of the weight formats in use, fewest bits first; then `kept` for None, which is 16 bit."""
+    bits = {layer.format: layer.bits for layer in report.layers if layer.format is not None}
+    colours: dict[str | None, str] = {}
+    colours.update(_colours(sorted(bits, key=lambda name: (bits[name], name))))
+    return {**colours, None: "kept"}
 
 
 def number(value: float | None) -> str:
@@ -179,110 +80,93 @@ def number(value: float | None) -> str:
 
 
 def budget_text(budget: Budget) -> str:
-    """What was asked for: '4.8 bits', 'KL ≤ 0.05'."""
-    texts: dict[str, Callable[[float], str]] = {
-        "bits": lambda v: f"{v:g} bits",
-        "bytes": lambda v: megabytes(v),
-        "seconds": lambda v: f"{1000 * v:g} ms",
-        "kl": lambda v: f"KL ≤ {v:g}",
-        "perplexity": lambda v: f"perplexity +{v:.1%}",
+    """The budget in words: '4.8 bits', 'KL ≤ 0.05'."""
+    texts = {
+        "bits": f"{budget.value:g} bits",
+        "bytes": megabytes(budget.value),
+        "seconds": f"{1000 * budget.value:g} ms",
+        "kl": f"KL ≤ {budget.value:g}",
+        "perplexity": f"perplexity +{budget.value:.1%}",
     }
-    return texts[budget.kind](budget.value) if budget.kind in texts else f"{budget.kind} {budget.value:g}"
+    return texts.get(budget.kind, f"{budget.kind} {budget.value:g}")
 
 
-# Allocation
+def pareto(record: AllocationRecord) -> Section:
+    """Loss against size: the predicted curve, the measured points, the uniform formats and the chosen point."""
+    chosen, budget = record.chosen, record.budget
+    single, best = "one format for all, measured", "chosen, measured"
+    found: list[tuple[str, str, float, float | None, float | None, str]] = [
+        (f"P{i}", "allocated", p.bits, p.kl_predicted, p.kl_measured, "measured") for i, p in enumerate(record.curve)
+    ]
+    uniform = sorted(record.uniform, key=lambda u: u.bits)
+    found += [(f"U{i}", f"all in {u.name}", u.bits, None, u.kl, single) for i, u in enumerate(uniform)]
+    found.append(("PX", "chosen", chosen.bits, chosen.kl_predicted, chosen.kl_measured, best))
+    fitting = [u for u in uniform if u.bits <= chosen.bits + 1e-9 and u.kl > 0]
+    text = f"Asked for {budget_text(budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
+    text += f"{number(chosen.kl_measured)}. "
+    if fitting:
+        rival = min(fitting, key=lambda u: u.kl)
+        text += f"The best single format that is no larger, {rival.name}, measures {number(rival.kl)}; the chosen "
+        text += f"allocation has {chosen.kl_measured / rival.kl:.2f} of that loss."
+    else:
+        text += "No single format is as small."
+    chart = {
+        "kind": "dots",
+        "log": True,
+        "x": "bits per weight, scales and padding counted",
+        "y": f"{record.unit} (logarithmic, zero at the bottom), lower is better",
+        "series": _series("predicted", "measured", single, best),
+        "points": [(p.bits, p.kl_predicted, "predicted", f"P{i}") for i, p in enumerate(record.curve)]
+        + [(bits, measured, series, row) for row, _, bits, _, measured, series in found if measured is not None],
+        "labels": sorted([*((u.bits, u.kl, u.name) for u in uniform), (chosen.bits, chosen.kl_measured, "chosen")]),
+        "curve": [(p.bits, p.kl_predicted) for p in record.curve if p.kl_predicted > 0],
+        "limit": {"bits": {"x": budget.value}, "kl": {"y": budget.value}}.get(budget.kind),
+    }
+    rows = [(row, (name, f"{bits:.3f}", number(p), number(m))) for row, name, bits, p, m, _ in found]
+    return Section("Size against loss", text, None, chart, ("allocation", "bits", "predicted", "measured"), rows)
 
 
-def pareto(record: AllocationRecord) -> str:
-    """Loss against size: the predicted curve, what was measured, the uniform formats and the chosen point."""
-    chosen = record.chosen
-    curve = [(p.bits, p.kl_predicted, p.kl_measured) for p in record.curve]
-    sizes = [b for b, *_ in curve] + [u.bits for u in record.uniform] + [chosen.bits]
-    low, high = min(sizes) - 0.6, max(sizes) + 0.4
-    x = Axis(low, high, tuple(t for t in linear(sizes).ticks if low <= t <= high))
-    losses = [v for _, predicted, measured in curve for v in (predicted, measured) if v is not None]
-    y = logarithmic([*losses, *(u.kl for u in record.uniform), chosen.kl_measured, chosen.kl_predicted])
-
-    def place(bits: float, loss: float) -> tuple[float, float]:
-        return x.at(bits), 1 - y.at(loss)
-
-    path = [place(bits, predicted) for bits, predicted, _ in curve if predicted > 0]
-    lines = [line(*a, *b, css="curve c0") for a, b in pairwise(path)]
-    if record.budget.kind == "bits" and low <= record.budget.value <= high:
-        lines.append(line(x.at(record.budget.value), 0, x.at(record.budget.value), 1, css="limit"))
-    elif record.budget.kind == "kl":
-        lines.append(line(0, 1 - y.at(record.budget.value), 1, 1 - y.at(record.budget.value), css="limit"))
-    drawn: list[str] = []
-    rows: list[tuple[str, Sequence[Any]]] = []
-    named = []
-    for i, (bits, predicted, measured) in enumerate(curve):
-        rows.append((f"P{i}", ("allocated", f"{bits:.3f}", number(predicted), number(measured))))
-        if predicted > 0:
-            drawn.append(mark("c0", *place(bits, predicted), f"P{i}"))
-        if measured is not None and measured > 0:
-            drawn.append(mark("c1", *place(bits, measured), f"P{i}"))
-    for i, uniform in enumerate(sorted(record.uniform, key=lambda u: u.bits)):
-        rows.append((f"U{i}", (f"all in {uniform.name}", f"{uniform.bits:.3f}", "–", number(uniform.kl))))
-        if uniform.kl > 0:
-            at = place(uniform.bits, uniform.kl)
-            drawn.append(mark("c2", *at, f"U{i}"))
-            named.append((uniform.name, *at))
-    rows.append(("PX", ("chosen", f"{chosen.bits:.3f}", number(chosen.kl_predicted), number(chosen.kl_measured))))
-    at = place(chosen.bits, chosen.kl_measured)
-    drawn.append(mark("c3", *at, "PX"))
-    named.append(("chosen", *at))
-    keys = [("c0", "predicted: sum of the scores"), ("c1", "measured"), ("c2", "one format for all, measured")]
+def rounds(record: AllocationRecord) -> Section | None:
+    """The prediction and the measurement of every round of the allocation loop."""
+    chosen, turns, rows = record.chosen, record.rounds, []
+    if not turns:
+        return None
+    kept = next((i for i, turn in enumerate(turns) if turn.measured == chosen.kl_measured), None)
+    for i, turn in enumerate(turns):
+        cells = (f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), _off(turn.measured, turn.predicted))
+        change = f"{turn.measured - turns[i - 1].measured:+.3g}" if i else "–"
+        changed = f"{len(turn.changed)}: {_by_parent(turn.changed)}" if turn.changed else "–"
+        rows.append((f"R{i}", (f"round {i + 1}{', chosen' if i == kept else ''}", *cells, change, changed)))
+    limit = {"y": record.budget.value} if record.budget.kind == "kl" else None
+    series = {"predicted": "c0", "measured": "c1", "measured, and chosen": "c3"}
+    names = ["measured, and chosen" if i == kept else "measured" for i in range(len(turns))]
+    chart = {
+        "kind": "dots",
+        "zero": True,
+        "column": True,
+        "x": "round" + (", dashed: the limit asked for" if limit else ""),
+        "y": record.unit,
+        "series": [*series.items()],
+        "points": [(i, turn.predicted, "predicted", f"R{i}") for i, turn in enumerate(turns)]
+        + [(i, turn.measured, names[i], f"R{i}") for i, turn in enumerate(turns)],
+        "gaps": [(i, turn.predicted, turn.measured) for i, turn in enumerate(turns)],
+        "ticks": [(i, i + 1) for i in range(len(turns))],
+        "limit": limit,
+    }
+    off = f", {_off(chosen.kl_measured, chosen.kl_predicted)} from it" if chosen.kl_predicted > 0 else ""
+    which = f"round {kept + 1} of {len(turns)}" if kept is not None else "none of these rounds"
     text = (
-        f"Asked for {budget_text(record.budget)}; chosen {chosen.bits:.3f} bits a weight, measured "
-        f"{number(chosen.kl_measured)}. {_against_uniform(record)}"
+        "The loss of an allocation is predicted as the sum of its groups’ scores. Every round quantizes the model, "
+        f"measures it and corrects the next prediction. The plan holds the outcome of {which}: the scores predict "
+        f"{number(chosen.kl_predicted)}, measured is {number(chosen.kl_measured)}{off}. All rounds took "
+        f"{record.seconds:.1f} s."
     )
-    return (
-        f"<p>{escape(text)}</p>{legend([*keys, ('c3', 'chosen, measured')])}"
-        + plot(
-            "".join(lines + _labels(named) + drawn),
-            y,
-            "Loss against bits per weight: allocated, uniform and chosen",
-            xticks=[(x.at(t), f"{t:g}") for t in x.ticks],
-            above=f"{record.unit} (logarithmic), lower is better",
-            below="bits per weight, scales and padding counted",
-        )
-        + table(("allocation", "bits", "predicted", "measured"), rows)
-    )
-
-
-def _labels(named: Sequence[tuple[str, float, float]]) -> list[str]:
-    """Names beside points of a falling curve: above it, where it leaves room, but below where another name is."""
-    above: list[tuple[float, float]] = []
-    found = []
-    for text, x, y in named:
-        up = not any(abs(x - u) < 0.16 and abs(y - v) < 0.06 for u, v in above)
-        if up:
-            above.append((x, y))
-        found.append(_label(text, x, y, up=up))
-    return found
-
-
-def _label(text: str, x: float, y: float, *, up: bool) -> str:
-    anchor, dx = ("end", -9) if x > 0.6 else ("start", 9)
-    return (
-        f'<text x="{100 * x:.2f}%" y="{100 * y:.2f}%" dx="{dx}" dy="{-5 if up else 14}" '
-        f'text-anchor="{anchor}">{escape(text)}</text>'
-    )
-
-
-def _against_uniform(record: AllocationRecord) -> str:
-    """The best single format that is no larger, beside the chosen allocation."""
-    fitting = [u for u in record.uniform if u.bits <= record.chosen.bits + 1e-9 and u.kl > 0]
-    if not fitting:
-        return "No single format is as small."
-    best = min(fitting, key=lambda u: u.kl)
-    ratio = record.chosen.kl_measured / best.kl
-    found = f"The best single format that is no larger, {best.name}, measures {number(best.kl)}"
-    return f"{found}; the choice loses {ratio:.2f} of that."
+    head = ("round", "bits", "predicted", "measured", "off by", "change", "layers changed")
+    return Section("Predicted and achieved", text, None, chart, head, rows)
 
 
 def _by_parent(names: Sequence[str]) -> str:
-    """Layer names without what all share, those of one module together: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
+    """Layer names without their common start, grouped by module: `5.self_attn.(q_proj, k_proj), 6.mlp.up`."""
     shared = os.path.commonpath([name.replace(".", "/") for name in names]).replace("/", ".") + "."
     parents: dict[str, list[str]] = {}
     for name in names:
@@ -292,73 +176,72 @@ def _by_parent(names: Sequence[str]) -> str:
     return ", ".join(f"{parent}.{last}".lstrip(".") for parent, last in together.items())
 
 
-def rounds(record: AllocationRecord) -> str:
-    """What each turn of the loop expected and found."""
-    if not record.rounds:
-        return ""
-    limit = [record.budget.value] if record.budget.kind == "kl" else []
-    y = linear([v for r in record.rounds for v in (r.predicted, r.measured)] + limit, zero=True)
-    drawn, rows, ticks = [], [], []
-    before: float | None = None
-    kept = next((i for i, r in enumerate(record.rounds) if r.measured == record.chosen.kl_measured), None)
-    for i, turn in enumerate(record.rounds):
-        x = (i + 0.5) / len(record.rounds)
-        predicted, measured = 1 - y.at(turn.predicted), 1 - y.at(turn.measured)
-        drawn += [line(x, predicted, x, measured, css="gap"), mark("c0", x, predicted, f"R{i}")]
-        drawn.append(mark("c3" if i == kept else "c1", x, measured, f"R{i}"))
-        off = f"{turn.measured / turn.predicted - 1:+.1%}" if turn.predicted > 0 else "–"
-        change = "–" if before is None else f"{turn.measured - before:+.3g}"
-        changed = f"{len(turn.changed)}: {_by_parent(turn.changed)}" if turn.changed else "–"
-        name = f"round {i + 1}{', chosen' if i == kept else ''}"
-        rows.append(
-            (f"R{i}", (name, f"{turn.bits:.3f}", number(turn.predicted), number(turn.measured), off, change, changed))
-        )
-        if len(record.rounds) <= 10 or i % math.ceil(len(record.rounds) / 10) == 0:
-            ticks.append((x, i + 1))
-        before = turn.measured
-    if limit:
-        drawn.append(line(0, 1 - y.at(limit[0]), 1, 1 - y.at(limit[0]), css="limit"))
-    chosen = record.chosen
-    off = f", {chosen.kl_measured / chosen.kl_predicted - 1:+.1%} from it" if chosen.kl_predicted > 0 else ""
-    which = f"round {kept + 1} of {len(record.rounds)}" if kept is not None else "none of these rounds"
-    text = (
-        "Scores of single groups are added up to predict what all of them do together; every round is then quantized "
-        "for real and measured, and says what the next one should change. The plan holds the outcome of "
-        f"{which}: the scores predict {number(chosen.kl_predicted)}, measured is {number(chosen.kl_measured)}{off}. "
-        f"All rounds took {record.seconds:.1f} s."
-    )
-    return (
-        f"<p>{escape(text)}</p>{legend([('c0', 'predicted'), ('c1', 'measured'), ('c3', 'measured, and chosen')])}"
-        + plot(
-            "".join(drawn),
-            y,
-            "Predicted and measured loss of each round",
-            xticks=ticks,
-            above=record.unit,
-            below="round" + (", dashed: the limit asked for" if limit else ""),
-            by_column=True,
-        )
-        + table(
-            ("round", "bits", "predicted", "measured", "off by", "change", "layers changed"),
-            rows,
-            folded=len(rows) > 6,
-        )
-    )
+def sizes(report: Report, plan: Plan) -> Section:
+    """Bytes by format, before and after on one scale."""
+    colours, order = format_colours(report), list(format_colours(report))
+    groups: dict[tuple[str | None, str], list[LayerResult]] = {}
+    for layer in report.layers:
+        planned = plan.by_name.get(layer.name)
+        if planned is None or planned.tied_to is None:
+            kind = "" if layer.format else planned.kind if planned else "other"
+            groups.setdefault((layer.format, kind), []).append(layer)
+    bars = {"before": f"Before {megabytes(report.bytes_before)}", "after": f"After {megabytes(report.bytes_after)}"}
+    parts, rows, series = [], [], {}
+    for i, (format, kind) in enumerate(sorted(groups, key=lambda key: (order.index(key[0]), key[1]))):
+        members, name = groups[format, kind], format or f"16 bit, {kind}"
+        weights = sum(math.prod(layer.shape) for layer in members)
+        before = sum(2 * math.prod(layer.shape) for layer in members if layer.nbytes)
+        size = {"before": before, "after": sum(layer.nbytes for layer in members)}
+        parts += [(bar, size[bar], name, f"B{i}") for bar in bars]
+        series[name] = colours[format]
+        cells = (f"{weights:,}", f"{8 * size['after'] / weights:.3f}", *(megabytes(size[bar]) for bar in bars))
+        share = f"{size['after'] / max(report.bytes_after, 1):.1%}"
+        rows.append((f"B{i}", (name, str(len(members)), *cells, share)))
+    chart = {"kind": "bars", "bars": [*bars.items()], "series": [*series.items()], "parts": parts}
+    head = ("format", "layers", "weights", "bits", "before", "after", "share")
+    return Section("Bytes by format", chart=chart, head=head, rows=rows)
 
 
-# Sensitivity
+def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
+    """What the weights consist of in bytes, and their size beside the KV cache where its size is known."""
+    found = memory_of(plan)
+    if not found.total:
+        return None
+    sizes = {"quantized codes": found.codes, "scales": found.scales}
+    sizes |= {"embeddings and head": found.embeddings, "16-bit rest": found.rest}
+    parts = [("weights", size, name) for name, size in sizes.items() if size]
+    bars = {"weights": f"Weights {megabytes(found.total)}"}
+    text = "The KV cache and activations take memory as well; the server decides how much."
+    if kv_cache is not None:
+        cache_name = f"KV cache, {kv_cache.batch} × {kv_cache.context:,} tokens"
+        parts += [("both", found.total, "all weights"), ("both", kv_cache.nbytes, cache_name)]
+        bars["both"] = f"With the KV cache {megabytes(found.total + kv_cache.nbytes)}"
+        text = "Both bars are drawn at full width; their totals differ."
+    ratios = [size / found.total for _, size, _ in parts]
+    rows = [
+        (f"M{i}", (name, megabytes(size), f"{size:,}", f"{ratio:.1%}" if ratio <= 1 else f"{ratio:.1f} ×"))
+        for i, ((_, size, name), ratio) in enumerate(zip(parts, ratios, strict=True))
+    ]
+    chart = {
+        "kind": "bars",
+        "whole": True,
+        "bars": [*bars.items()],
+        "series": _series(*(name for *_, name in parts)),
+        "parts": [(*part, f"M{i}") for i, part in enumerate(parts)],
+    }
+    return Section("Memory", text, None, chart, ("part", "size", "bytes", "of the weights"), rows)
 
 
 def chosen_format(group: GroupScores, plan: Plan) -> str | None:
-    """The column of the table that the plan chose for a group; None where it is not among them."""
+    """The column of the table that the plan chose for a group; None if no column matches the plan."""
     layer = plan.by_name.get(group.layers[0]) if group.layers else None
     if layer is None:
         return None
     if layer.weight is None:
         return KEEP if KEEP in group.scores else None
     formats = (layer.weight, layer.activation)
-    names = [name for name in group.scores if name != KEEP]
-    return next((c.name for c in _candidates(tuple(names)) if (c.weight, c.activation) == formats), None)
+    columns = _candidates(tuple(name for name in group.scores if name != KEEP))
+    return next((column.name for column in columns if (column.weight, column.activation) == formats), None)
 
 
 @cache
@@ -366,73 +249,162 @@ def _candidates(names: tuple[str, ...]) -> tuple[Candidate, ...]:
     return parse_candidates(names) if names else ()
 
 
-def heat_map(sensitivity: Sensitivity, plan: Plan) -> str:
-    """A panel for each format; a row for each place in a block, a column for each block."""
-    formats = [name for name in sensitivity.formats if name != KEEP]
-    scores = [group.scores[f] for group in sensitivity.groups for f in formats if group.scores.get(f, 0) > 0]
-    if not scores:
-        return ""
-    low, high = math.log10(min(scores)), math.log10(max(scores))
-    places = [_place(group.name) for group in sensitivity.groups]
-    roles = list(dict.fromkeys(role for role, _ in places))
-    blocks = sorted({block for _, block in places if block is not None})
-    column = {block: i + 2 for i, block in enumerate(blocks)}
-    panels = []
-    for f in formats:
-        cells = []
-        for i, (group, (role, block)) in enumerate(zip(sensitivity.groups, places, strict=True)):
-            score = group.scores.get(f)
-            if score is None:
-                continue
-            heat = (math.log10(score) - low) / ((high - low) or 1.0) if score > 0 else 0.0
-            ring = " class=chosen" if chosen_format(group, plan) == f else ""
-            span = f"{column[block]}" if block is not None else f"2/{len(blocks) + 2}"
-            cells.append(
-                f'<i{ring} data-i="S{i}" data-value="{score:.6g}" '
-                f'style="grid-area:{roles.index(role) + 1}/{span};--heat:{100 * heat:.1f}%"></i>'
-            )
-        names = "".join(
-            f'<span style="grid-area:{i + 1}/1">{escape(_short(role))}</span>' for i, role in enumerate(roles)
-        )
-        count = sum(chosen_format(group, plan) == f for group in sensitivity.groups)
-        panels.append(
-            f"<h3>{escape(f)} <small>chosen for {count} of {len(sensitivity.groups)} groups</small></h3>"
-            f'<div class=heat role=img aria-label="Score of every group in {escape(f)}; values in the table below" '
-            f'style="grid-template-columns:auto repeat({max(len(blocks), 1)},minmax(2px,1fr))">'
-            f"{names}{''.join(cells)}</div>"
-        )
-    head = ("group", "weights", *formats, "chosen")
-    rows = [
-        (
-            f"S{i}",
-            (
-                group.name,
-                f"{group.numel:,}",
-                *(number(group.scores.get(f)) for f in formats),
-                chosen_format(group, plan) or "–",
-            ),
-        )
-        for i, group in enumerate(sensitivity.groups)
-    ]
-    worst = max(sensitivity.groups, key=lambda g: g.scores.get(formats[0], 0.0))
+def heat_map(table: Sensitivity, plan: Plan) -> Section | None:
+    """A panel for each format, with a row for each place in a block and a column for each block."""
+    formats = [name for name in table.formats if name != KEEP]
+    cells, rows = [], []
+    for i, group in enumerate(table.groups):
+        role, block = _place(group.name)
+        best = chosen_format(group, plan)
+        scores = (number(group.scores.get(f)) for f in formats)
+        rows.append((f"S{i}", (group.name, f"{group.numel:,}", *scores, best or "–")))
+        cells += [(f, role, block, group.scores[f], f == best, f"S{i}") for f in formats if f in group.scores]
+    if not any(score > 0 for _, _, _, score, *_ in cells):
+        return None
+    counts = {f: sum(best for name, *_, best, _ in cells if name == f) for f in formats}
+    worst = max(table.groups, key=lambda group: group.scores.get(formats[0], 0.0))
     text = (
-        f"Method {sensitivity.method} over {sensitivity.rows} rows of {sensitivity.seqlen} tokens: {sensitivity.unit}. "
-        f"Most sensitive to {formats[0]}: {worst.name}, {number(worst.scores.get(formats[0]))}."
+        f"Method {table.method} over {table.rows} rows of {table.seqlen} tokens: {table.unit}. Most sensitive to "
+        f"{formats[0]}: {worst.name}, {number(worst.scores.get(formats[0]))}. A ring marks the plan’s choice."
     )
-    blocks_text = f"left to right: blocks {blocks[0]} to {blocks[-1]}. " if len(blocks) > 1 else ""
-    ramp = (
-        f"<p class=scale><span>{10**low:.2g}</span><i></i><span>{10**high:.2g}</span>"
-        f"<span>{blocks_text}Ringed: the plan’s choice.</span></p>"
-    )
-    return f"<p>{escape(text)}</p>{ramp}{''.join(panels)}{table(head, rows)}"
+    panels = [(f, f"{f}, chosen for {count} of {len(table.groups)} groups") for f, count in counts.items()]
+    roles = {role: _short(role) for _, role, *_ in cells}
+    chart = {"kind": "heat", "x": "block", "roles": [*roles.items()], "panels": panels, "cells": cells}
+    return Section("Sensitivity", text, None, chart, ("group", "weights", *formats, "chosen"), rows)
+
+
+def waterfall(
+    table: Sensitivity, plan: Plan, record: AllocationRecord | None, colours: Mapping[str | None, str]
+) -> Section | None:
+    """What each group adds to the predicted loss, in model order, then the sum and the measurement."""
+    chosen = [(i, group, f) for i, group in enumerate(table.groups) if (f := chosen_format(group, plan)) is not None]
+    scores = [group.scores[f] for _, group, f in chosen]
+    if not any(scores):
+        return None
+    n, sums = len(chosen), list(accumulate(scores, initial=0.0))
+    steps: list[tuple[float, float, float, float, str, str]] = []
+    rows, series = [], {}
+    for k, (i, group, f) in enumerate(chosen):
+        rows.append((f"W{i}", (group.name, f, number(scores[k]), _share(scores[k], sums[n]), number(sums[k + 1]))))
+        steps.append((k, k + 1, sums[k], sums[k + 1], f, f"W{i}"))
+        if scores[k]:
+            weight = plan.by_name[group.layers[0]].weight
+            series[f] = colours.get(weight.name if weight else None, _COLOURS[-1])
+    ends = [("sum of the scores", "soft", sums[n])]
+    if record is not None:
+        ends.append(("measured together", "ink", record.chosen.kl_measured))
+    for k, (name, colour, value) in enumerate(ends):
+        rows.append((f"WX{k}", (name, "–", number(value), _share(value, sums[n]), number(value))))
+        # These bars are wider than those of the groups, however many groups there are.
+        steps.append((n * (1.03 + 0.075 * k), n * (1.085 + 0.075 * k), 0.0, value, name, f"WX{k}"))
+        series[name] = colour
+    ranked = sorted(zip(scores, chosen, strict=True), key=lambda item: -item[0])
+    few = next((k for k in range(1, n) if sum(score for score, _ in ranked[:k]) >= 0.5 * sums[n]), n)
+    score, (_, group, f) = ranked[0]
+    text = f"{few} of {n} groups carry half of the predicted loss. The largest part, {_share(score, sums[n])}, is from "
+    chart = {
+        "kind": "waterfall",
+        "x": "block, in model order",
+        "y": record.unit if record else table.unit,
+        "series": [*series.items()],
+        "steps": steps,
+        "groups": n,
+        "ticks": [(k + 0.5, block) for k, block in _block_starts(group.name for _, group, _ in chosen)],
+    }
+    head = ("group", "format", "adds", "share", "up to here")
+    return Section("Where the loss comes from", f"{text}{group.name} in {f}.", None, chart, head, rows)
+
+
+def errors(report: Report) -> Section | None:
+    """Signal to quantization noise of each layer, in model order."""
+    shown = [(f"L{i}", m) for i, m in enumerate(report.layers) if m.format or len(m.shape) > 1]
+    measured = [(m.snr_db, row, m.name) for row, m in shown if m.snr_db is not None]
+    if not measured:
+        return None
+    # Where all layers share a format, its colour would say nothing: colours then stand for roles.
+    formats = [name for name in format_colours(report) if name is not None]
+    series = {row: m.name.rpartition(".")[2] if len(formats) == 1 else m.format for row, m in shown if m.format}
+    names = list(dict.fromkeys(series.values())) if len(formats) == 1 else formats
+    if len(names) > len(_COLOURS):
+        series = {row: name if name in names[: len(_COLOURS) - 1] else "other" for row, name in series.items()}
+        names = [*names[: len(_COLOURS) - 1], "other"]
+    kept = {"16 bit, no error": "kept"} if len(series) < len(shown) else {}
+    worst, row, name = min(measured, key=lambda item: item[0])
+    middle, best = statistics.median(snr for snr, *_ in measured), max(measured)[0]
+    blocks = _block_starts(m.name for _, m in shown)
+    chart = {
+        "kind": "dots",
+        "pad": 0.5,  # dB, so that small differences do not fill the plot
+        "x": f"{'block' if blocks else 'layers'}, in model order",
+        "y": "signal to quantization noise (dB), higher is better",
+        "series": [*{**_colours(names), **kept}.items()],
+        # A layer in 16 bit stands at the bottom, one without any error at the top.
+        "points": [
+            (i, (math.inf if m.snr_db is None else m.snr_db) if m.format else None, series.get(row, *kept), row)
+            for i, (row, m) in enumerate(shown)
+        ],
+        "ticks": blocks,
+    }
+    text = "10 dB is an error of 32% of the weight’s norm, 20 dB of 10%, 30 dB of 3.2%. Median "
+    text += f"{middle:.1f} dB, best {best:.1f} dB, worst {worst:.1f} dB:"
+    return Section("Error by layer", text, (row, name), chart)
+
+
+def receipt(record: Receipt) -> list[Section]:
+    """Whether each stage of an export computes what the model does, layer by layer; then the audit of the engine."""
+    names = [m.name for m in record.layers if not m.passed] + [entry.name for entry in record.audit if not entry.passed]
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    text = f"These layers failed: {', '.join(dict.fromkeys(names[:6]))}{more}. " if names else ""
+    ran = {key: name for key, name in _STAGES.items() if any(getattr(m, key) is not None for m in record.layers)}
+    chart, rows = None, []
+    if ran:
+        deviations = [{key: v for key in ran if (v := getattr(m, key)) is not None} for m in record.layers]
+        largest = [max(stages.values(), default=0.0) for stages in deviations]
+        for i, layer in enumerate(record.layers):
+            cells = (number(deviations[i].get(key)) for key in ran)
+            rows.append((f"E{i}", (layer.name, _verdict(layer.passed), *cells)))
+        worst = max(range(len(rows)), key=largest.__getitem__)
+        text += (
+            "The layer in PyTorch is compared with the textbook in float64; the stored weight and the exported nodes "
+            f"are compared with the layer. {largest.count(0)} of {len(rows)} layers agree exactly at every stage. The "
+            f"largest deviation is {number(largest[worst])}, in {record.layers[worst].name}."
+        )
+        if missing := [name for key, name in _STAGES.items() if key not in ran]:
+            text += f" Not run: {', '.join(missing)}."
+        chart = {
+            "kind": "dots",
+            "log": True,
+            "column": True,
+            "x": "layers, in model order",
+            "y": "relative deviation (logarithmic, exact agreement at the bottom)",
+            "series": _series(*ran.values()),
+            "points": [(i, v, ran[key], f"E{i}") for i, stages in enumerate(deviations) for key, v in stages.items()],
+            "ticks": [],
+        }
+    rows.sort(key=lambda row: row[1][1] == _verdict(True))  # failures first
+    found = [Section("Export receipt", text, None, chart, ("layer", "verdict", *ran.values()), rows, record.passed)]
+    if audit := sorted(enumerate(record.audit), key=lambda item: item[1].passed):
+        native = sum(entry.passed for _, entry in audit)
+        text = f"{native} of {len(audit)} layers run in the engine as planned."
+        rows = [(f"A{i}", (a.name, _verdict(a.passed), a.planned, a.found)) for i, a in audit]
+        head = ("layer", "verdict", "planned", "found")
+        found.append(Section("Engine audit", text, head=head, rows=rows, verdict=native == len(audit)))
+    return found
+
+
+def _series(*names: str) -> list[tuple[str, str]]:
+    return [*_colours(names).items()]
+
+
+def _colours(names: Iterable[str]) -> dict[str, str]:
+    """A colour for each name, the last colour for all names after it."""
+    return {name: _COLOURS[min(i, len(_COLOURS) - 1)] for i, name in enumerate(names)}
 
 
 def _place(name: str) -> tuple[str, int | None]:
-    """Role of a group in its block, and the block's number: its name with the first number taken out."""
-    found = re.search(r"(?<=\.)\d+(?=\.|$)", name)
-    if found is None:
-        return name, None
-    return f"{name[: found.start()]}*{name[found.end() :]}", int(found.group())
+    """Role of a group in its block, and the block's number: the name with its first number replaced by a star."""
+    found = re.search(r"(?:^|(?<=\.))\d+(?=\.|$)", name)
+    return (f"{name[: found.start()]}*{name[found.end() :]}", int(found.group())) if found else (name, None)
 
 
 def _short(role: str) -> str:
@@ -442,258 +414,22 @@ def _short(role: str) -> str:
     return "/".join(part.rpartition(".")[2].removesuffix("_proj") for part in last.split("|"))
 
 
-def waterfall(
-    sensitivity: Sensitivity, plan: Plan, record: AllocationRecord | None, colour: Callable[[str], str]
-) -> str:
-    """What each group adds to the predicted loss, in model order, up to the sum and what was measured."""
-    steps = []
-    for i, group in enumerate(sensitivity.groups):
-        f = chosen_format(group, plan)
-        if f is not None:
-            steps.append((i, group, f, group.scores[f]))
-    total = sum(score for *_, score in steps)
-    if not steps or not any(score for *_, score in steps):
-        return ""
-    ends = [("sum of the scores", total, "sum")]
-    if record is not None:
-        ends.append(("measured together", record.chosen.kl_measured, "whole"))
-    running, cumulative = 0.0, [0.0]
-    for *_, score in steps:
-        running += score
-        cumulative.append(running)
-    y = linear([*cumulative, *(value for _, value, _ in ends)], zero=True)
-    # The last bars are wider than those of the groups, however many these are.
-    width = 0.86 / len(steps)
-    under, drawn, rows = [], [], []
-    for k, (i, group, f, score) in enumerate(steps):
-        rows.append((f"W{i}", (group.name, f, number(score), _share(score, total), number(cumulative[k + 1]))))
-        under.append(
-            f'<rect class=under x="{100 * k * width:.3f}%" width="{100 * width:.3f}%" '
-            f'y="{100 * (1 - y.at(cumulative[k + 1])):.3f}%" height="{100 * y.at(cumulative[k + 1]):.3f}%"/>'
-        )
-        if score:
-            drawn.append(_bar(colour(f), k * width, width, cumulative[k], cumulative[k + 1], y, f"W{i}", score))
-    for k, (name, value, css) in enumerate(ends):
-        rows.append((f"WX{k}", (name, "–", number(value), _share(value, total), number(value))))
-        drawn.append(_bar(css, 0.88 + 0.065 * k, 0.05, 0.0, value, y, f"WX{k}", value))
-    ranked = sorted(steps, key=lambda step: -step[3])
-    few = next((n for n in range(1, len(ranked) + 1) if sum(s for *_, s in ranked[:n]) >= 0.5 * total), len(ranked))
-    text = (
-        f"{few} of {len(steps)} groups carry half of the predicted loss; most, {_share(ranked[0][3], total)}, is from "
-        f"{ranked[0][1].name} in {ranked[0][2]}."
-    )
-    ticks = []
+def _block_starts(names: Iterable[str]) -> list[tuple[int, int]]:
+    """Where each block of the model begins, as (position, block number)."""
     first: dict[int, int] = {}
-    for k, (_, group, _, _) in enumerate(steps):
-        if (block := _place(group.name)[1]) is not None:
-            first.setdefault(block, k)
-    apart = next(s for e in range(9) for s in (10**e, 2 * 10**e, 5 * 10**e) if len(first) <= 7 * s)
-    ticks = [((k + 0.5) * width, block) for block, k in first.items() if block % apart == 0]
-    used = list(dict.fromkeys(f for _, _, f, score in steps if score))
-    named = [*((colour(f), f) for f in used), *((css, name) for name, _, css in ends)]
-    keys = "".join(f'<li><b class="key {css}"></b>{escape(name)}</li>' for css, name in named)
-    return (
-        f"<p>{escape(text)}</p><ul class=legend>{keys}</ul>"
-        + plot(
-            "".join(under + drawn),
-            y,
-            "Waterfall of predicted loss: each group starts where the one before it ends; then the sum and the "
-            "measurement",
-            xticks=ticks,
-            above=record.unit if record else sensitivity.unit,
-            below="block, in model order",
-            by_column=True,
-        )
-        + table(("group", "format", "adds", "share", "up to here"), rows)
-    )
+    for position, name in enumerate(names):
+        if (block := _place(name)[1]) is not None:
+            first.setdefault(block, position)
+    return [(position, block) for block, position in first.items()]
 
 
-def _bar(css: str, x: float, width: float, start: float, end: float, y: Axis, row: str, value: float) -> str:
-    top, bottom = sorted((1 - y.at(start), 1 - y.at(end)))
-    return (
-        f'<rect class="{css}" x="{100 * x:.3f}%" width="{100 * width:.3f}%" y="{100 * top:.3f}%" '
-        f'height="{100 * (bottom - top):.3f}%" data-i="{row}" data-x="{x + width / 2:.4f}" data-y="{top:.4f}" '
-        f'data-value="{value:.6g}"/>'
-    )
+def _verdict(passed: bool) -> str:
+    return "✓" if passed else "✗ failed"
+
+
+def _off(measured: float, predicted: float) -> str:
+    return f"{measured / predicted - 1:+.1%}" if predicted > 0 else "–"
 
 
 def _share(value: float, total: float) -> str:
     return f"{value / total:.1%}" if total else "–"
-
-
-# Memory
-
-
-def memory(plan: Plan, kv_cache: KVCache | None) -> str:
-    """Where the bytes go: codes, scales, embeddings and the 16-bit rest; then beside the KV cache where it is known."""
-    found = memory_of(plan)
-    named = {
-        "quantized codes": found.codes,
-        "scales": found.scales,
-        "embeddings and head": found.embeddings,
-        "16-bit rest": found.rest,
-    }
-    parts = {name: size for name, size in named.items() if size}
-    weights = found.total
-    if not weights:
-        return ""
-    bars = _parts_bar("Weights", parts, 0)
-    if kv_cache is not None:
-        name = f"KV cache, {kv_cache.batch} × {kv_cache.context:,} tokens"
-        both = {"all weights": weights, name: kv_cache.nbytes}
-        bars += _parts_bar("With the KV cache", both, len(parts))
-        parts |= both
-    rows = "".join(
-        f'<tr id="M{i}"><td class=what><b class="key c{min(i, 6)}"></b>{escape(name)}</td><td>{_size(size)}</td>'
-        f"<td>{size:,}</td><td>{_times(size / weights)}</td></tr>"
-        for i, (name, size) in enumerate(parts.items())
-    )
-    note = (
-        "" if kv_cache else "<p class=reason>The KV cache and activations come on top; the server decides on them.</p>"
-    )
-    heads = "".join(f"<th scope=col>{head}</th>" for head in ("part", "size", "bytes", "of the weights"))
-    return (
-        f"{bars}<div class=scroll><table class='values memory'><thead><tr>{heads}</tr></thead>"
-        f"<tbody>{rows}</tbody></table></div>{note}"
-    )
-
-
-def _times(ratio: float) -> str:
-    return f"{ratio:.1%}" if ratio <= 1 else f"{ratio:.1f}\u00a0×"
-
-
-def _parts_bar(title: str, parts: Mapping[str, int], first: int) -> str:
-    total = sum(parts.values())
-    drawn = "".join(
-        f'<i class="c{min(first + i, 6)}" style="width:{100 * size / total:.3f}%" data-i="M{first + i}" '
-        f'data-value="{size}"></i>'
-        for i, size in enumerate(parts.values())
-    )
-    label = f"{title}: {', '.join(f'{name} {size / total:.0%}' for name, size in parts.items())}"
-    return (
-        f"<p class=barlabel>{escape(title)} <b>{_size(total)}</b></p>"
-        f'<div class="bar parts" role=img aria-label="{escape(label)}">{drawn}</div>'
-    )
-
-
-def _size(nbytes: float) -> str:
-    return megabytes(nbytes).replace(" ", "\u00a0")
-
-
-# Export receipt
-
-_STAGES = (("fake_quant", "PyTorch"), ("checkpoint", "checkpoint"), ("onnx", "ONNX"), ("engine", "engine"))
-
-
-def receipt(record: Receipt) -> str:
-    """Whether every stage of an export does what the model does, layer by layer."""
-    failed = [layer.name for layer in record.layers if not layer.passed] + [
-        a.name for a in record.audit if not a.passed
-    ]
-    verdict = (
-        "<p class='verdict good'>✓ Passed</p>"
-        if record.passed
-        else f"<p class='verdict bad'>✗ Failed{f': {_names(failed)}' if failed else ''}</p>"
-    )
-    parts = [verdict]
-    if record.layers:
-        parts.append(_receipt_layers(record))
-    if record.audit:
-        # What failed comes first.
-        audit = sorted(enumerate(record.audit), key=lambda item: item[1].passed)
-        rows = [(f"A{i}", (a.name, "✓" if a.passed else "✗ failed", a.planned, a.found)) for i, a in audit]
-        native = sum(a.passed for a in record.audit)
-        parts.append(f"<h3>Engine audit</h3><p>{native} of {len(rows)} layers run in the engine as planned.</p>")
-        parts.append(table(("layer", "verdict", "planned", "found"), rows, folded=native == len(rows) > 8))
-    return "".join(parts)
-
-
-def _receipt_layers(record: Receipt) -> str:
-    ran = [(key, name) for key, name in _STAGES if any(getattr(m, key) is not None for m in record.layers)]
-    values = [v for m in record.layers for key, _ in ran if (v := getattr(m, key)) is not None]
-    if not values:
-        return ""
-    y = logarithmic(values)
-    drawn, rows = [], []
-    for i, layer in enumerate(record.layers):
-        for k, (key, _) in enumerate(ran):
-            value = getattr(layer, key)
-            if value is not None:
-                drawn.append(mark(f"c{k}", (i + 0.5) / len(record.layers), 1 - y.at(value), f"E{i}"))
-        errors = [number(getattr(layer, key)) for key, _ in ran]
-        rows.append((f"E{i}", (layer.name, "✓" if layer.passed else "✗ failed", *errors), layer.passed))
-    rows.sort(key=lambda row: row[2])
-
-    def largest(layer: Any) -> float:
-        return max((v for key, _ in ran if (v := getattr(layer, key)) is not None), default=0.0)
-
-    worst = max(record.layers, key=largest)
-    exact = sum(largest(layer) == 0 for layer in record.layers)
-    text = (
-        "Each layer against what it should be, at every stage: the layer in PyTorch against the textbook in float64, "
-        f"the stored weight and the exported nodes against the layer. {exact} of {len(record.layers)} agree exactly "
-        f"at every stage; worst: {worst.name}, {number(largest(worst))}."
-    )
-    missing = [name for key, name in _STAGES if (key, name) not in ran]
-    if missing:
-        text += f" Not run: {', '.join(missing)}."
-    return (
-        f"<p>{escape(text)}</p>{legend([(f'c{k}', name) for k, (_, name) in enumerate(ran)])}"
-        + plot(
-            "".join(drawn),
-            y,
-            "Relative deviation of each layer at each stage of the export",
-            xticks=[],
-            above="relative deviation (logarithmic); what agrees exactly stands on the axis",
-            below="layers, in model order",
-            by_column=True,
-        )
-        + table(
-            ("layer", "verdict", *(name for _, name in ran)),
-            [row[:2] for row in rows],
-            folded=all(m.passed for m in record.layers),
-        )
-    )
-
-
-def _names(names: Sequence[str], limit: int = 6) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return escape(", ".join(dict.fromkeys(names[:limit]))) + more
-
-
-def format_colours(formats: Sequence[str], in_use: Mapping[str, str]) -> Callable[[str], str]:
-    """CSS classes for format names: those of `in_use` where they have one, the next free ones for others."""
-    classes = {KEEP: "kept"}
-    free = [f"c{i}" for i in range(7) if f"c{i}" not in in_use.values()]
-    for name in formats:
-        bare = name.removesuffix("a16")
-        if name not in classes:
-            classes[name] = in_use.get(name) or in_use.get(bare) or (free.pop(0) if free else "c6")
-    return lambda name: classes.get(name, "c6")
-
-
-CSS = """
-.values { white-space:nowrap } .values .what { white-space:normal; overflow-wrap:anywhere; min-width:130px }
-.values th:not(:first-child, .long), .values td:not(:first-child, .long) { text-align:right }
-.values .long { white-space:normal; overflow-wrap:anywhere; min-width:230px; padding-left:24px; text-align:left }
-.data { border-top:0; padding:8px 0 0 } .data summary { color:var(--soft); font-size:13.5px }
-.canvas text { fill:var(--ink); font-size:12.5px; paint-order:stroke; stroke:var(--card); stroke-width:3px }
-.canvas rect { fill:currentColor; opacity:.85 } .canvas rect.on { opacity:1; stroke:var(--ink); stroke-width:1.5 }
-.sum { color:var(--soft) } .whole { color:var(--ink) } .canvas .under { fill:var(--soft); opacity:.13 }
-.curve { stroke:currentColor; stroke-width:2 } .gap { stroke:var(--soft); stroke-width:1.5 }
-.limit { stroke:var(--ink); stroke-width:1.5; stroke-dasharray:5 4 }
-.heat { display:grid; grid-auto-rows:20px; gap:1px; margin:2px 0 14px; font-size:12px; color:var(--soft) }
-.heat span { padding-right:8px; align-self:center; white-space:nowrap }
-.heat i { background:color-mix(in oklab, var(--hot) var(--heat), var(--cool)); border-radius:2px }
-.heat .chosen { box-shadow:inset 0 0 0 2px var(--ring) } .heat i.on { outline:2px solid var(--ink); z-index:1 }
-.scale { display:flex; flex-wrap:wrap; align-items:center; gap:4px 8px; font-size:12.5px; color:var(--soft);
- margin:10px 0 } .scale i { width:120px; height:12px; border-radius:3px;
- background:linear-gradient(in oklab 90deg, var(--cool), var(--hot)) } .scale span:last-child { flex:1 1 16em }
-h3 small { font-weight:400; color:var(--soft) } section > h3 { margin-top:16px }
-.verdict { font-weight:650; font-size:17px; margin-bottom:6px; overflow-wrap:anywhere } .good { color:var(--good) }
-.bad { color:var(--bad) } .parts i { min-width:2px }
-@media (max-width:640px) { .heat { grid-auto-rows:16px; font-size:11px } .heat span { padding-right:5px }
- .heat .chosen { box-shadow:inset 0 0 0 1.5px var(--ring) } .values { font-size:12.5px }
- .values .long { white-space:nowrap }
- .memory th:nth-child(3), .memory td:nth-child(3) { display:none } }
-"""

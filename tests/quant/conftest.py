@@ -1,20 +1,25 @@
-"""A report with every section: real plans and sizes, made-up scores that add up."""
+"""Two reports: one with every section and made-up scores that add up, one of real quantizations with hostile names."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
 from quant.allocation_record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
 from quant.evaluation import Evaluation
 from quant.formats.format import Format, get_format
+from quant.formats.tensor import quantize
+from quant.layer_result import LayerResult, layer_result
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
-from quant.report import Audit, KVCache, LayerReceipt, LayerResult, Receipt, Report
+from quant.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
 FORMATS = ("nvfp4", "fp8", "keep")
+EVIL = 'model.layers.0.<script>alert("x")</script>&amp;'
 
 
 def allocated(blocks: int = 30, width: int = 576) -> tuple[Report, Plan]:
@@ -134,3 +139,42 @@ def _report(plan: Plan, table: Sensitivity) -> Report:
 def rich_report() -> tuple[Report, Plan]:
     """A report with every section, and its plan."""
     return allocated()
+
+
+def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_channel")) -> tuple[Report, Plan]:
+    """A report over real quantizations of small random weights."""
+    generator = torch.Generator().manual_seed(0)
+    layers = [LayerPlan("model.embed_tokens", "embedding", (64, 32), reason="embeddings are looked up")]
+    for i in range(names):
+        weight = get_format(formats[i % len(formats)]) if formats else None
+        name = f"model.layers.{i // 2}.mlp.{'up' if i % 2 else 'down'}_proj" if i else EVIL
+        layers.append(LayerPlan(name, "linear", (48, 64), weight, reason='it\'s <b>"cheap"</b>'))
+        layers.append(LayerPlan(f"model.layers.{i}.norm", "norm", (64,), reason="norms have no matmul"))
+    layers.append(LayerPlan("lm_head", "head", (64, 32), reason="tied", tied_to="model.embed_tokens"))
+    plan = Plan(tuple(layers), provenance={"recipe": "mixed <i>", "seed": 0, "command": "quantize again"})
+    results = []
+    for layer in layers:
+        weight = torch.randn(layer.shape, generator=generator)
+        results.append(layer_result(layer, weight, quantize(weight, layer.weight) if layer.weight else None))
+    report = Report(
+        model="tiny <model>",
+        layers=results,
+        bytes_before=sum(2 * layer.numel for layer in layers if layer.tied_to is None),
+        bytes_after=plan.nbytes,
+        effective_bits=plan.effective_bits,
+        evaluation=Evaluation(23.1516, 0.2206, 0.762, 8176, 61.3, 18.683),
+        plan_digest=plan.digest(),
+        command="quantize tiny --format nvfp4 --include '<b>*' && true",
+        versions={"torch": "2.13.0"},
+        seconds={"quantize": 3.2},
+        peak_rss_bytes=1_466_000_000,
+        files={"model-00001-of-00002.safetensors": "a3" * 32, "config<1>.json": "7b" * 32},
+        warnings=["<u>mind</u> the gap"],
+    )
+    return report, plan
+
+
+@pytest.fixture(scope="session")
+def make_report() -> Callable[..., tuple[Report, Plan]]:
+    """Makes a report over real quantizations, without an allocation, for numbers of layers and formats."""
+    return make
