@@ -1,15 +1,15 @@
-"""Ahead-of-time compilation: a Triton kernel to PTX, for a GPU that need not be there.
+"""Ahead-of-time compilation of a Triton kernel to PTX, for a GPU that need not be present.
 
     compiled = compile_kernel(attention_forward, {"q": "*fp8e4nv", …, "heads": "i32"}, {"dim": 128, …}, arch=90, …)
     compiled.ptx, compiled.name, compiled.threads, compiled.shared
 
-Whoever launches the result knows nothing of Triton: it passes the arguments of `compiled.arguments` in that order,
-with `compiled.threads` threads and `compiled.shared` bytes of dynamic shared memory. Triton ends each parameter list
-with two pointers of its own, to scratch memory for profiling and for tensor maps. A kernel that uses neither never
-reads them, so they are cut from the list, after a look that nothing refers to them.
+The result can be launched without Triton: pass the arguments of `compiled.arguments` in that order, with
+`compiled.threads` threads and `compiled.shared` bytes of dynamic shared memory. Triton ends each parameter list with
+two pointers of its own, to scratch memory for profiling and for tensor maps. A kernel that uses neither never reads
+them, so they are cut from the list, after a check that nothing refers to them.
 
-Pointers are promised to be 16-byte aligned, without which every load would be one element wide; of integers nothing
-is promised. The PTX names an architecture-specific target (`sm_90a`), for FP8 tensor cores exist only there: it runs
+Pointers are declared 16-byte aligned, without which every load would be one element wide; integers carry no such
+promise. The PTX names an architecture-specific target (`sm_90a`), because FP8 tensor cores exist only there: it runs
 on GPUs of that compute capability and no others.
 """
 
@@ -58,7 +58,7 @@ class CompiledKernel:
 
 @dataclass(frozen=True)
 class Resources:
-    """What the assembler says a kernel needs: registers a thread, and bytes a thread that do not fit in them."""
+    """The assembler's count of registers per thread, and of bytes per thread that spill out of them."""
 
     registers: int
     spilled: int
@@ -143,7 +143,7 @@ def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
 
 
 def assemble(compiled: CompiledKernel) -> Resources:
-    """What `ptxas` makes of the PTX: proof that it is valid, and whether registers spill.
+    """Assembles the PTX with `ptxas`, which proves it valid and counts registers and spills.
 
     Raises:
         ValueError: the assembler refuses it; the message is the assembler's.

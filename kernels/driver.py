@@ -1,10 +1,10 @@
-"""Launching compiled kernels through the CUDA driver, as a program without Triton does.
+"""Launches of compiled kernels through the CUDA driver, as a program without Triton makes them.
 
     kernel = LoadedKernel(compiled)                     # on the current device
     kernel.launch(grid, [x.data_ptr(), 128, …], stream)
 
-This is what TensorRT does with a plugin's PTX, so a test that launches through here tests what an engine runs. It
-needs a CUDA context, which PyTorch and TensorRT both make.
+TensorRT does the same with a plugin's PTX, so a test that launches through here tests the code of an engine. A CUDA
+context must exist; PyTorch and TensorRT both make one.
 """
 
 from __future__ import annotations

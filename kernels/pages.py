@@ -69,8 +69,18 @@ class KVPages:
         return self.k.shape[2]
 
     @property
+    def kind(self) -> str:
+        """The kernels' name of the layout: "16bit", "fp8" or "nvfp4"."""
+        return "16bit" if self.format is None else "nvfp4" if self.format.global_scale else "fp8"
+
+    @property
+    def per_token(self) -> bool:
+        """Whether every token of a head has its own scale."""
+        return self.k_scale is not None and self.k_scale.dim() == 3
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes that a token takes in this layer, K and V of all heads, scales included."""
+        """Bytes of a token in this layer: K and V of all heads with their scales."""
         return 2 * self.kv_heads * token_bytes(self.format, self.dim)
 
     def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

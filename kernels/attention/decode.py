@@ -11,10 +11,11 @@ kernel of `quant.kernels.portable.decode_attention`, which reads the codes direc
 
 from __future__ import annotations
 
-import math
+from typing import Unpack
 
 import torch
 
+from quant.kernels.attention_operands import AttentionOptions, ScoreKeywords, check_devices
 from quant.kernels.attention_reference import reference
 from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
 from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format
@@ -26,36 +27,34 @@ def paged_attention(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     max_length: int | None = None,
     shortest: int | None = None,
     tiles: DecodeTiles | None = None,
+    **given: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
     """softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`.
 
     Args:
         q: `[batch, heads, new, dim]`, BF16, FP16 or FP32; `pages.kv_heads` divides `heads`. A GPU's tensor cores take
-            it in FP16, or as a cache that is not quantized is; sums and output of FP32 stay that.
+            it in FP16, or in the dtype of an unquantized cache; sums and an output of FP32 stay FP32.
         pages: a layer's pages.
         block_table: int32 `[batch, most pages]`: the pages of each sequence in order.
         lengths: int32 `[batch]`: tokens of each sequence, the new ones included.
-        softmax_scale: positive; None is 1/√dim.
-        window: a token sees this many keys back, its own included; None is no limit.
-        softcap: scores s become softcap · tanh(s / softcap); None leaves them.
-        max_length, shortest: the largest and the smallest of `lengths`, where the caller knows them and answers for
-            the block table. None has both checked, for which a GPU has to be waited for.
+        max_length, shortest: the largest and the smallest of `lengths`, from a caller that vouches for them and for
+            the block table. None has both checked, which waits for a GPU.
         tiles: the launch; None takes `decode_tiles_for`.
+        given: window, softcap, softmax_scale: see `AttentionOptions`.
 
     Returns:
         `[batch, heads, new, dim]` in the dtype of q.
 
     Raises:
-        ValueError: operands that do not fit each other, a page that is not there, a length below `new`.
+        ValueError: operands that do not fit each other, a page that does not exist, a length below `new`.
     """
     where = f"paged attention q {list(q.shape)} over {pages.format or '16 bit'} pages {list(pages.k.shape)}"
-    _check(where, q, pages, block_table, lengths, softmax_scale, window, softcap)
+    options = AttentionOptions(causal=True, **given)
+    options.check(where)
+    _check(where, q, pages, block_table, lengths)
     if max_length is None or shortest is None:
         shortest, max_length = _checked_lengths(where, pages, block_table, lengths)
     if shortest < max(1, q.shape[2]):
@@ -65,28 +64,18 @@ def paged_attention(
             f"{where}: a length is {max_length}, but the block table {list(block_table.shape)} has room for "
             f"{block_table.shape[1]} pages of {pages.page_size}"
         )
-    scale = 1 / math.sqrt(q.shape[3]) if softmax_scale is None else float(softmax_scale)
     if q.device.type != "cuda":
-        return paged_reference(q, pages, block_table, lengths, softmax_scale=scale, window=window, softcap=softcap)
+        return paged_reference(q, pages, block_table, lengths, **given)
     from quant.kernels.portable.decode_attention import launch
 
     if tiles is None:
         rows, programs = q.shape[2] * (q.shape[1] // pages.kv_heads), q.shape[0] * pages.kv_heads
         sms = torch.cuda.get_device_properties(q.device).multi_processor_count
         tiles = decode_tiles_for(pages, rows, programs, max_length, sms)
-    return launch(q, pages, block_table, lengths, scale, window, softcap, tiles)
+    return launch(q, pages, block_table, lengths, options, tiles)
 
 
-def _check(
-    where: str,
-    q: torch.Tensor,
-    pages: KVPages,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    softmax_scale: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> None:
+def _check(where: str, q: torch.Tensor, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> None:
     check_kv_format(pages.format, pages.dim)
     if q.dim() != 4 or q.shape[3] != pages.dim or not q.numel():
         raise ValueError(f"{where}: expected q [batch, heads, new, {pages.dim}], none of them 0")
@@ -100,18 +89,11 @@ def _check(
         if tensor.dtype != torch.int32 or tensor.dim() != dims or len(tensor) != q.shape[0]:
             shape = "[batch, most pages]" if dims == 2 else "[batch]"
             raise ValueError(f"{where}: {name} is {tensor.dtype} {list(tensor.shape)}, expected int32 {shape}")
-    devices = {str(x.device) for x in (q, pages.k, pages.v, block_table, lengths)}
-    if len(devices) > 1:
-        raise ValueError(f"{where}: on different devices ({', '.join(sorted(devices))})")
-    if window is not None and window < 1:
-        raise ValueError(f"{where}: window {window} must be at least 1; None is no limit")
-    for name, value in (("softcap", softcap), ("softmax_scale", softmax_scale)):
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{where}: {name} {value} must be positive")
+    check_devices(where, q, pages.k, pages.v, block_table, lengths)
 
 
 def _checked_lengths(where: str, pages: KVPages, block_table: torch.Tensor, lengths: torch.Tensor) -> tuple[int, int]:
-    """The smallest and the largest length, after every page that they reach was found to exist."""
+    """The smallest and the largest length, once every page that they reach is known to exist."""
     counts, table = lengths.tolist(), block_table.tolist()
     for row, (count, entries) in enumerate(zip(counts, table, strict=True)):
         wrong = [page for page in entries[: -(-count // pages.page_size)] if not 0 <= page < len(pages.k)]
@@ -126,17 +108,15 @@ def paged_reference(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     *,
-    softmax_scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
     compute: torch.dtype = torch.float32,
+    **given: Unpack[ScoreKeywords],
 ) -> torch.Tensor:
     """The oracle: each sequence's pages gathered and dequantized, then plain attention in `compute`."""
     out = torch.empty_like(q)
     for row, length in enumerate(lengths.tolist()):
         k, v = pages.read(block_table[row, : -(-length // pages.page_size)], length)
-        out[row] = reference(
-            q[row, None], k[None], v[None], causal=True, window=window, softcap=softcap, softmax_scale=softmax_scale,
-            dtype=q.dtype, compute=compute, round_p=False,
-        )[0][0]  # fmt: skip
+        attended, _ = reference(
+            q[row, None], k[None], v[None], causal=True, dtype=q.dtype, compute=compute, round_p=False, **given
+        )
+        out[row] = attended[0]
     return out

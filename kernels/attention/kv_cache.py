@@ -14,11 +14,13 @@ prompt among continuations takes. `quant.kernels.pages` defines the formats.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Unpack
 
 import torch
 
 from quant.formats.format import Format
 from quant.kernels.attention.decode import paged_attention
+from quant.kernels.attention_operands import ScoreKeywords
 from quant.kernels.pages import PAGE_SIZES, KVPages, check_kv_format, first_scale, write_reference
 
 
@@ -208,27 +210,18 @@ class PagedKVCache:
             self._lengths[sequence][layer] = start + k.shape[2]
 
     def attend(
-        self,
-        layer: int,
-        sequences: Sequence[int],
-        q: torch.Tensor,
-        *,
-        softmax_scale: float | None = None,
-        window: int | None = None,
-        softcap: float | None = None,
+        self, layer: int, sequences: Sequence[int], q: torch.Tensor, **given: Unpack[ScoreKeywords]
     ) -> torch.Tensor:
-        """Causal attention of the newest tokens over all that are there: see `paged_attention`."""
+        """Causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
         counts = [self.length(sequence, layer) for sequence in sequences]
         return paged_attention(
             q,
             self.layer(layer),
             self.block_table(sequences),
             self._tensor_of(counts),
-            softmax_scale=softmax_scale,
-            window=window,
-            softcap=softcap,
             max_length=max(counts, default=0),
             shortest=min(counts, default=0),
+            **given,
         )
 
     def read(self, layer: int, sequence: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""Attention over a sequence that is spread over several GPUs: quantized keys and values go around a ring.
+"""Ring attention: a sequence spread over several GPUs, with quantized keys and values passed around a ring.
 
     q, k, v = (shard(x, rank, world) for x in …)                   [batch, heads, tokens / world, dim]
     out = ring_attention(q, k, v, format=FORMATS["fp8"])           this rank's queries over all keys
 
 Every rank keeps its queries. Its keys and values are quantized once and passed on, rank to rank, `world` − 1 times;
-each rank attends to what it holds while the next part is on its way, and the parts are put together by their
-log-sum-exps. Nothing is rounded again on the way: the result is attention over the quantized keys and values, whatever
-the number of ranks.
+each rank attends to the part it holds while the next part is in transit, and merges the parts by their log-sum-exps.
+Nothing is rounded again on the way: for any number of ranks the result is attention over the same quantized keys and
+values.
 
 Under a causal mask equal shares of the sequence are unequal work, so the sequence is cut into 2 · world pieces and
 rank r has the pieces r and 2 · world − 1 − r, one early and one late:
@@ -17,11 +17,11 @@ rank r has the pieces r and 2 · world − 1 − r, one early and one late:
     keys of rank j > r    the late queries see both pieces          2
     its own               early sees early, late sees both          2, counting the causal halves
 
-So every rank has the same work at every step. What is sent, for a key or value of `dim` in one head:
+So every rank has the same work at every step. Bytes sent for a key or value of `dim` in one head:
 
-    None     2 · dim bytes                 16 bit
-    fp8      dim bytes, + 4 for 128        E4M3, a scale for 128 tokens of a head
-    nvfp4    dim / 2 + dim / 16 bytes      E2M1, E4M3 block scales, and a power of two a head: exact in BF16
+    None     2 · dim                       16 bit
+    fp8      dim, + 4 for 128 tokens       E4M3, a scale for 128 tokens of a head
+    nvfp4    dim / 2 + dim / 16            E2M1, E4M3 block scales, and a power of two a head: exact in BF16
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,14 +38,16 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3
 from quant.formats.scaling import global_scale_of, scale_of
 from quant.kernels.attention.forward import attention
-from quant.kernels.attention_operands import SCALE_BLOCK
+from quant.kernels.attention_operands import SCALE_BLOCK, AttentionOptions, scale_blocks
 from quant.kernels.attention_reference import reference
 from quant.kernels.pages import KVPages, decode_kv, encode_kv
 
 RING_FORMATS = ("fp8", "nvfp4")
-"""Formats in which keys and values are passed on, beside 16 bit."""
+"""Formats in which keys and values are passed on; None is 16 bit."""
 
 _EARLY, _LATE, _BOTH = 0, 1, 2
+
+_Keys = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 
 
 def shard(x: torch.Tensor, rank: int, world: int, dim: int = 2) -> torch.Tensor:
@@ -82,7 +83,7 @@ def quantize_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Message:
-    """What one rank's keys and values look like as bytes: dtype and shape of each part, in order."""
+    """The layout of one rank's keys and values as bytes: dtype and shape of each part, in order."""
 
     format: Format | None
     parts: tuple[tuple[torch.dtype, tuple[int, ...]], ...]
@@ -91,20 +92,19 @@ class _Message:
     def of(cls, k: torch.Tensor, format: Format | None) -> _Message:
         batch, heads, tokens, dim = k.shape
         piece = (2, batch, heads, tokens // 2)
-        parts: list[tuple[torch.dtype, tuple[int, ...]]]
+        parts: list[tuple[torch.dtype, tuple[int, ...]]] = [(torch.float8_e4m3fn, (*piece, dim))]
         if format is None:
             parts = [(k.dtype, (*piece, dim))]
         elif format.global_scale:
             parts = [(torch.uint8, (*piece, dim // 2)), (torch.float8_e4m3fn, (*piece, dim // 16))]
             parts.append((torch.float32, (2, batch, heads)))
         else:
-            blocks = -(-(tokens // 2) // SCALE_BLOCK)
-            parts = [(torch.float8_e4m3fn, (*piece, dim)), (torch.float32, (2, batch, heads, blocks))]
+            parts.append((torch.float32, (2, batch, heads, scale_blocks(tokens // 2))))
         return cls(format, tuple(parts * 2))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all parts, each begun at a multiple of 16."""
+        """Bytes of all parts, each at a multiple of 16."""
         return sum(_rounded_up(math.prod(shape) * dtype.itemsize) for dtype, shape in self.parts)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -129,23 +129,14 @@ class _Message:
                 target.view(torch.uint8).copy_(part.contiguous().view(torch.uint8))
 
     def read(self, buffer: torch.Tensor, piece: int, dtype: torch.dtype) -> _Keys:
-        """Piece 0 or 1 as attention takes it."""
+        """Piece 0 or 1 as attention takes it: k, v, and their block scales where they are E4M3."""
         views = [view[piece] for view in self.views(buffer)]
         if self.format is None:
-            return _Keys(views[0], views[1])
+            return views[0], views[1], None, None
         if not self.format.global_scale:
-            return _Keys(views[0], views[2], views[1], views[3])
-        return _Keys(*(_exact(views[i : i + 3], self.format, dtype) for i in (0, 3)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Keys:
-    """Keys and values of one piece, with block scales where they are E4M3."""
-
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
+            return views[0], views[2], views[1], views[3]
+        k, v = (_exact(views[i : i + 3], self.format, dtype) for i in (0, 3))
+        return k, v, None, None
 
 
 def _rounded_up(nbytes: int) -> int:
@@ -169,7 +160,7 @@ def _encoded(x: torch.Tensor, format: Format | None) -> tuple[torch.Tensor, ...]
 
 
 def _append(targets: Sequence[torch.Tensor], pair: tuple[torch.Tensor, torch.Tensor], format: Format) -> None:
-    """The same for NVFP4's K and V on a GPU, by the kernel that writes caches: a piece is one page a batch entry."""
+    """The same for NVFP4's K and V on a GPU, with the kernel that writes caches: one page a piece and batch entry."""
     from quant.kernels.portable.kv_cache import write
 
     k, v = pair
@@ -220,14 +211,14 @@ def ring_attention(
     """Attention of this rank's queries over the keys and values of all ranks.
 
     Args:
-        q: `[batch, heads, tokens, dim]`, this rank's share as `shard` cuts it; BF16, FP16 or, on a CPU, FP32. Under
-            `fp8`, it is rounded to E4M3 with a scale for 128 tokens of a head, as the FP8 kernel needs it.
+        q: `[batch, heads, tokens, dim]`, this rank's share from `shard`; BF16, FP16 or, on a CPU, FP32. Under `fp8` it
+            is rounded to E4M3 with a scale for 128 tokens of a head, for the FP8 kernel.
         k, v: `[batch, kv_heads, tokens, dim]`.
         format: `fp8` or `nvfp4`; None passes 16 bit on.
-        causal: a token sees itself and what is before it, in the order of the whole sequence.
+        causal: whether a token sees only itself and the tokens before it, in the order of the whole sequence.
         softmax_scale: positive; None is 1/√dim.
         group: of processes; None is all.
-        check: whether to compare shapes between the ranks first; ranks that differ would wait for each other forever.
+        check: whether to compare shapes between the ranks first; ranks with other shapes would wait forever.
 
     Returns:
         `[batch, heads, tokens, dim]` in the dtype of q.
@@ -256,7 +247,7 @@ def ring_attention(
 
 
 def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]]:
-    """Which queries attend to which piece of the keys of `owner`, and whether the causal mask lies between them."""
+    """The queries, the piece of the keys of `owner` that they attend to, and whether a causal mask applies."""
     if not causal:
         yield from ((_BOTH, _EARLY, False), (_BOTH, _LATE, False))
     elif owner < rank:
@@ -268,7 +259,7 @@ def _work(rank: int, owner: int, causal: bool) -> Iterator[tuple[int, int, bool]
 
 
 def _exchange(here: torch.Tensor, there: torch.Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """Starts sending `here` to the next rank, and receiving `there` from the one before."""
+    """Starts sending `here` to the next rank and receiving `there` from the previous one."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     ends = [rank + 1, rank - 1]
     to, source = (end % world if group is None else dist.get_global_rank(group, end % world) for end in ends)
@@ -278,7 +269,7 @@ def _exchange(here: torch.Tensor, there: torch.Tensor, group: dist.ProcessGroup 
 
 
 class _Queries:
-    """This rank's queries, and what they have gathered so far: output and log-sum-exp in FP32."""
+    """This rank's queries and their results so far: output and log-sum-exp in FP32."""
 
     def __init__(self, q: torch.Tensor, *, fp8: bool, scale: float) -> None:
         self.half, self.scale = q.shape[2] // 2, scale
@@ -290,23 +281,21 @@ class _Queries:
         """Adds attention of the early queries, of the late ones or of both to one piece of keys."""
         for part in (_EARLY, _LATE) if rows == _BOTH else (rows,):
             q, q_scale = self.parts[part]
-            out, lse = _attention(q, q_scale, keys, causal, self.scale)
+            out, lse = self._attention(q, q_scale, keys, causal)
             here = slice(part * self.half, (part + 1) * self.half)
             before, after = self.lse[:, :, here], torch.logaddexp(self.lse[:, :, here], lse)
             self.out[:, :, here] *= (before - after).exp()[..., None]
             self.out[:, :, here] += out.float() * (lse - after).exp()[..., None]
             self.lse[:, :, here] = after
 
-
-def _attention(
-    q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scales: dict[str, Any] = {"q_scale": q_scale, "k_scale": keys.k_scale, "v_scale": keys.v_scale}
-    if q.is_cuda:
-        return attention(q, keys.k, keys.v, **scales, causal=causal, softmax_scale=scale, return_lse=True)
-    return reference(
-        q, keys.k, keys.v, **scales, causal=causal, softmax_scale=scale, dtype=torch.float32, round_p=False
-    )  # fmt: skip
+    def _attention(
+        self, q: torch.Tensor, q_scale: torch.Tensor | None, keys: _Keys, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v, k_scale, v_scale = keys
+        options = AttentionOptions(q_scale, k_scale, v_scale, causal, softmax_scale=self.scale)
+        if q.is_cuda:
+            return attention(q, k, v, return_lse=True, **options._asdict())
+        return reference(q, k, v, round_p=False, **options._replace(dtype=torch.float32)._asdict())
 
 
 def _check(where: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, format: Format | None) -> None:

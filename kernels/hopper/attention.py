@@ -1,4 +1,4 @@
-"""Attention for Hopper, in Gluon: warp-specialised, persistent, FP8 or 16 bit.
+"""Attention for Hopper in Gluon: warp-specialised and persistent, in FP8 or 16 bit.
 
 One producer warp copies tiles into shared memory (TMA); each of two or three consumer warpgroups owns 64 queries:
 
@@ -7,35 +7,35 @@ One producer warp copies tiles into shared memory (TMA); each of two or three co
                  P = 2^(S · scale − m + 8)    m: the reference of the row
                  O = O · decay + P V          wgmma, P from registers
 
-In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and makes P(j) of S(j). A stage therefore holds K(j) and
-V(j − 1), what a step waits for and frees.
+In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and computes P(j) from S(j). A stage therefore holds K(j)
+and V(j − 1), the tiles that a step needs and frees.
 
-The tensor cores and the units for 2^x take about as long as each other, so all hangs on both being busy at once, and
-other arithmetic counts twice, for it shares the register file with the tensor cores. There are two ways:
+The tensor cores and the 2^x units take about the same time, so speed depends on both being busy at once. Other
+arithmetic counts twice, because it shares the register file with the tensor cores. There are two variants:
 
-optimistic   Heads of up to 128 in FP8. P(j) is made with the reference that stood, without a look for the largest
-             score: `attention_ptx` says why that is safe.
-cautious     The rest. m is the largest score so far, within 0.75, for which P has room below 448.
+optimistic   FP8 with heads of up to 128. P(j) uses the previous reference, without a search for the largest score;
+             `quant.kernels.hopper.softmax` says why that is safe.
+cautious     Everything else. m is the largest score so far, within 0.75, for which P has room below 448.
 
-P V(j − 1) is under way while P(j) is made. ptxas would move the powers of two behind the wait for the products, since
-nothing ties them; `_fence` ends the basic block between them. In heads of 64 the products are short, and three
-consumers share the tensor cores: there a consumer waits for its products before it makes powers.
+P V(j − 1) runs while P(j) is computed. ptxas would move the powers of two behind the wait for the products, since no
+dependency ties them; `_fence` ends the basic block between them. With heads of 64 the products are short and three
+consumers share the tensor cores: there a consumer waits for its products before it computes powers.
 
-Keys pass from the last to the first, so that the tiles that a mask crosses come first and the long loop has none (a
-window has some at its end, too). V's scale goes into the exponent of P: the decay is then 1 wherever the reference
-stands, and warps whose rows all have that skip the multiplication of O.
+Keys pass from last to first, so that the tiles that a mask crosses come first and the long loop has no mask (a window
+also masks some at its end). V's scale goes into the exponent of P: the decay is then 1 wherever the reference stays,
+and warps whose rows all have a decay of 1 skip the multiplication of O.
 
-P leaves the first wgmma in the accumulator's layout, of which a thread holds 2 neighbours of every 8 columns; FP8
-operands want 4 of every 16. The columns of P are therefore taken in another order, which costs nothing, and V's keys
-are stored in that order: `attention_quantize_triton.lay_out_v` writes V as `[dim, keys]`, for FP8 operands of wgmma
-must be K-major. 16-bit operands need neither.
+P leaves the first wgmma in the accumulator's layout, where a thread holds 2 neighbours of every 8 columns; FP8 operands
+want 4 of every 16. So the columns of P are taken in another order, at no cost, and V's keys are stored in that order:
+`attention_operands.lay_out_v` stores V as `[dim, keys]`, since FP8 operands of wgmma must be K-major. 16-bit operands
+need neither.
 
-Programs stay, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit the L2
-cache, causal tiles of a group from long to short. Where there is room, the next tile of queries is fetched while the
-last keys of this one pass, and a consumer that is done begins with it.
+Programs are persistent, one on each SM, and draw tiles of queries from a counter: heads in groups whose K and V fit
+into the L2 cache, causal tiles of a group from long to short. Where memory allows, the next tile of queries is fetched
+while the last keys of this one pass, so a consumer that has finished starts on it at once.
 
-Gluon has no interpreter: the PTX is compiled on any machine by `tests/kernels/test_attention_gluon.py`; the values
-are tested on a GPU.
+Gluon has no interpreter: `tests/kernels/hopper/test_hopper_attention.py` compiles the PTX on any machine, and the
+values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ _RESIDENT = 24 << 20  # bytes of K and V that stay in the L2 cache
 
 @dataclass(frozen=True)
 class HopperTiles:
-    """How the kernel is cut.
+    """The tiles and the pipeline of a launch.
 
     Attributes:
         groups: warpgroups of 64 queries.
         block_kv: keys of a tile.
-        stages: pairs of tiles of K and V under way.
+        stages: pairs of tiles of K and V in flight.
         registers: of a thread of a consumer.
-        queries: tiles of queries under way.
-        optimistic: whether FP8's powers of two are taken before the largest score is known: see `attention_ptx`.
-        overlap: whether the powers of a step pass while the tensor cores work on its products.
+        queries: tiles of queries in flight.
+        optimistic: whether FP8's powers are computed before the largest score is known: see the module docstring.
+        overlap: whether the powers of a step are computed while the tensor cores work on its products.
     """
 
     groups: int
@@ -87,7 +87,7 @@ class HopperTiles:
 
     @property
     def at_launch(self) -> int:
-        """Registers of a thread before producers give theirs away."""
+        """Registers of a thread before the producer gives its registers away."""
         return 65536 // (128 * (self.groups + 1)) // 8 * 8
 
 
@@ -111,7 +111,7 @@ _SOFTMAX = gl.constexpr(softmax(first=False))
 _SOFTMAX_OF_FIRST = gl.constexpr(softmax(first=True))
 _SOFTMAX_LIKE = gl.constexpr(OPERANDS)
 
-# 32 numbers times their factors, of which the first and the third are all there are, unless these are 1 in the warp.
+# 32 numbers times their factors (the first and the third stand for all), skipped where all of a warp's are 1.
 _DECAY = gl.constexpr(
     "{ .reg .pred p, q; setp.neu.f32 p, $64, 0f3F800000; setp.neu.f32 q, $66, 0f3F800000; or.pred p, p, q;"
     "vote.sync.any.pred p, p, 0xffffffff; @!p bra DONE;"
@@ -126,7 +126,7 @@ _WORD_OF_FP8 = gl.constexpr(
 )
 _WORD_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _WORD_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-# A loop that is left at once: ptxas moves nothing past it, and cannot know that the clock is never that.
+# A loop that ends at once: ptxas moves nothing past it, and cannot know that the clock never has that value.
 _FENCE = gl.constexpr(
     "{ .reg .pred p; .reg .b32 t; AGAIN: mov.u32 t, %clock; setp.eq.u32 p, t, 0x12345671; @p bra AGAIN;"
     "mov.u32 $0, $1; }"
@@ -135,7 +135,7 @@ _ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
 
 
 def _words(keys: int, fp8: bool) -> gl.DistributedLinearLayout:
-    """P as a wgmma's product lies, [64, words, 4, pairs of a word, 2], a word in a register."""
+    """P in the layout of a wgmma's product, [64, words, 4, pairs of a word, 2], a word in a register."""
     size = 2 if fp8 else 1
     word = [[0, 0, 0, 0, 1], [0, 0, 0, 1, 0]][:size]
     columns = [[0, 1 << i, 0, 0, 0] for i in range((keys // 8 // size).bit_length() - 1)]
@@ -158,7 +158,7 @@ def _octets(columns: int) -> gl.DistributedLinearLayout:
 
 @dataclass(frozen=True)
 class Kind:
-    """What a launch is compiled for; a constant of every function below."""
+    """The compile-time properties of a launch, a constant of every function below."""
 
     tiles: HopperTiles
     dim: int
@@ -189,7 +189,7 @@ class Kind:
     output_column = _constant(lambda self: gl.SliceLayout(0, self.output.value))
 
     def product(self, columns: int) -> gl.NVMMADistributedLayout:
-        """Layout of 64 rows that a wgmma leaves in a warpgroup."""
+        """Layout of the 64 rows that a wgmma's product has in a warpgroup."""
         shape = [16, columns, 32 if self.fp8 else 16]
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=shape)
 
@@ -202,7 +202,7 @@ def _fence(x):
 
 @gluon.jit
 def _tile(index, places, kind: gl.constexpr):
-    """Where tile `index` lies: block, head, batch, sequence's first query and key, lengths, first scale blocks."""
+    """The place of tile `index`: block, head, batch, first query and key, lengths, and first scale blocks."""
     cu_q, cu_kv, heads, seq_q, seq_kv, blocks, group = places
     within = index % (group * blocks)
     block = within // group
@@ -229,7 +229,7 @@ def _tile(index, places, kind: gl.constexpr):
 
 @gluon.jit
 def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
-    """Tiles of keys that queries [first, first + block_q) see: from, whole from, whole to, to."""
+    """Tiles of keys that queries [first, first + block_q) see: begin, begin and end without a mask, end."""
     place = first + seq_kv - seq_q  # the key at which the first query stands
     begin = 0
     whole_begin = 0
@@ -255,7 +255,7 @@ def _bounds(first, seq_q, seq_kv, window, kind: gl.constexpr):
 
 @gluon.jit
 def _produce(given, kind: gl.constexpr):
-    """Copies what the consumers will want, as soon as there is room for it."""
+    """Copies the tiles of the consumers, each as soon as its buffer is free."""
     q_tensor, k_tensor, v_tensor, buffers, barriers, places, tokens, window, total, counter, ticket = given
     q_buffer, k_buffer, v_buffer = buffers
     q_full, q_empty, full, empty, ticket_full, ticket_empty = barriers
@@ -309,9 +309,9 @@ def _produce(given, kind: gl.constexpr):
 
 @gluon.jit
 def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, kind: gl.constexpr):
-    """Scores, capped and masked, and what they are still to be multiplied by.
+    """Scores, capped and masked, and the factor that is left to multiply them by.
 
-    `place` and `last`: the key at which each row stands, and the last that it sees.
+    `place` and `last`: the key at which each row stands, and the last key that it sees.
     """
     if kind.capped:
         scores = cap - (2.0 * cap) / (gl.exp2(scores * (factor * (2.8853900817779268 / cap))) + 1.0)
@@ -326,7 +326,7 @@ def _seen(scores, factor, cap, key, place, last, window, masked: gl.constexpr, k
 
 @gluon.jit
 def _powers(scores, factor, bias, row_max):
-    """P of a tile, the maximum that its rows are shifted by, and their decay. `factor` is positive."""
+    """P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
     top = gl.max(scores, 1) * factor + bias
     new_max = gl.where(top > row_max + 0.75, top, row_max)
     shift = (8.0 + bias) - new_max
@@ -336,7 +336,7 @@ def _powers(scores, factor, bias, row_max):
 
 @gluon.jit
 def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
-    """[64, 4], a number of each row of each thread, to [64, columns]."""
+    """[64, 4], one number for each row of each thread, spread to [64, columns]."""
     x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(3, octets)))
     wide, _ = gl.broadcast(x[:, None, :][:, :, :, None], gl.zeros([64, columns // 8, 4, 2], gl.float32, octets))
     return gl.convert_layout(wide.reshape([64, columns]), to)
@@ -367,7 +367,7 @@ def _number(word, kind: gl.constexpr):
 
 @gluon.jit
 def _sums(p, kind: gl.constexpr):
-    """Sum of each row over what a thread holds of it, [64, 4]."""
+    """Sum of each row over the columns that a thread holds, [64, 4]."""
     return gl.sum(gl.sum(p.reshape([64, kind.block_kv // 8, 4, 2]), 3), 1)
 
 
@@ -389,7 +389,7 @@ def _decayed(output, decay, kind: gl.constexpr):
 
 @gluon.jit
 def _rounded(p, v_buffer, kind: gl.constexpr):
-    """P in the dtype of V, where it is, as words: four columns, or two."""
+    """P in the dtype of V, in place, as words of four columns or two."""
     if kind.fp8:
         even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
         a, c = gl.split(even)
@@ -407,8 +407,8 @@ def _rounded(p, v_buffer, kind: gl.constexpr):
 def _left(words, zero, v_buffer, kind: gl.constexpr):
     """The left operand of P V.
 
-    Where steps overlap, the registers of the words are written while the product before reads its own; without an
-    operation between, ptxas would make them the same and wait. `zero` is one that no compiler knows.
+    Where steps overlap, the registers of the words are written while the previous product reads its own; without an
+    operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
     """
     operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
     if kind.fp8:
@@ -429,7 +429,7 @@ def _value(v_buffer, slot, kind: gl.constexpr):
 
 @gluon.jit
 def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
-    """What scores of a tile are multiplied by; log2 of the unit of its values, and one over that unit."""
+    """The factor of a tile's scores; log2 of the unit of its values, and one over that unit."""
     factor = log2_scale
     bias = 0.0
     weight = 1.0
@@ -456,7 +456,7 @@ def _steps(
     low, high, end, count, state, q_tile, buffers, full, empty, scales, log2_scale, cap, place, last, window, zero,
     masked: gl.constexpr, kind: gl.constexpr,
 ):  # fmt: skip
-    """Takes tiles low ≤ i < high in, counted from the last one; P V of tile i − 1 is done in step i."""
+    """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1."""
     output, words, row_max, row_sum, decay = state
     k_buffer, v_buffer = buffers
     keys: gl.constexpr = kind.block_kv
@@ -537,7 +537,7 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
                 last = gl.minimum(last, place + window - 1)
 
             tiles = end - begin
-            # Tiles that only later warpgroups see pass by.
+            # Tiles that only later warpgroups see are skipped.
             first = 0
             if kind.causal:
                 first = gl.maximum(gl.minimum(end - 1 - (first_row + 63 + seq_kv - seq_q) // keys, tiles - 1), 0)
@@ -610,7 +610,7 @@ def _consume(given, warpgroup: gl.constexpr, kind: gl.constexpr):
 
 @gluon.jit
 def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
-    """Divides by the sum and writes; a row that saw no key has the sum 0."""
+    """Divides by the sum and writes; a row without a visible key has the sum 0."""
     seen = row_sum > 0
     total = gl.where(seen, row_sum, 1.0)
     output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
@@ -639,7 +639,7 @@ def attention_hopper(
     tokens_q, tokens_kv, tokens_v, heads, ratio, seq_q, seq_kv, blocks, group, total, window,
     q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block, log2_scale, cap, kind: gl.constexpr,
 ):  # fmt: skip
-    """Grid: as many programs as stay on the GPU. See the module docstring."""
+    """Grid: as many programs as there are SMs. See the module docstring."""
     groups: gl.constexpr = kind.groups
     stages: gl.constexpr = kind.stages
     tiles_of_q: gl.constexpr = [groups * kind.queries] + q_tensor.block_type.shape  # noqa: RUF005
@@ -731,6 +731,6 @@ def attend(
 
 
 def _heads_at_once(items: int, ratio: int, nbytes: int) -> int:
-    """Heads that are worked on together: as many as share the L2 cache, whole groups of queries to a KV head."""
+    """Heads that are processed together: as many as fit the L2 cache, in whole groups that share a KV head."""
     fits = max(1, _RESIDENT // nbytes) * ratio
     return max(n for n in range(1, items + 1) if items % n == 0 and (n <= fits or n == 1))

@@ -1,18 +1,17 @@
-"""The softmax of a tile in PTX, for Hopper's FP8 attention: codes of its powers before its largest score is known.
+"""The softmax of a tile in PTX for Hopper's FP8 attention, which computes powers before it knows the largest score.
 
-A wgmma leaves a thread two rows of a tile of scores, r and r + 8, and of each 8 columns two neighbours: its numbers
-are (r, c) (r, c + 1) (r + 8, c) (r + 8, c + 1), and so on for the next 8 columns.
+A wgmma leaves a thread two rows of a tile of scores, r and r + 8, and two neighbours of each 8 columns: its numbers are
+(r, c) (r, c + 1) (r + 8, c) (r + 8, c + 1), and so on for the next 8 columns.
 
-A program does not look for the largest score first, which would take a sixth of the loop and keep the units for 2^x
-waiting. It takes the reference that stood,
+Searching for the largest score first would take a sixth of the loop and idle the 2^x units. So the program uses the
+reference of the previous tile,
 
     P = e4m3(2^(s · factor + bias − reference + 8)),
 
-and afterwards looks whether a code is the largest there is, 448: only then may a power have been larger than E4M3
-holds. A warp in which that is so finds the largest scores of its rows, puts the reference of each row concerned where
-its largest power becomes 2^5, and starts again. From 2^5 a row has 3.75 octaves to grow, so it seldom happens twice;
-and codes reach down to 2^-9, so what is lost below is less than what rounding takes above. The first tile of a row has
-no reference yet, and finds it first.
+and afterwards checks whether any code is 448, the largest: only then can a power have exceeded E4M3. A warp with such
+a code finds the largest scores of its rows, sets the reference of each affected row so that its largest power becomes
+2^5, and starts again. From 2^5 a row has 3.75 octaves to grow, so a second restart is rare; and codes reach down to
+2^-9, so less is lost below than rounding takes above. The first tile of a row has no reference yet, and finds it first.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ import struct
 from collections.abc import Iterator
 
 NUMBERS = 64
-"""Of a thread, in a tile of 64 queries and 128 keys."""
+"""Scores of a thread, in a tile of 64 queries and 128 keys."""
 START = 8.0
-"""Log2 of the power that a score as large as the reference becomes."""
+"""Log2 of the power of a score that equals the reference."""
 ROOM = 3.0
-"""Octaves below that at which a row begins whose reference was just found."""
+"""Octaves below `START` at which a row with a new reference begins."""
 OPERANDS = ",".join(["=&r"] * NUMBERS + ["f"] * 4 * NUMBERS)
-"""Of `softmax`, as inline assembly names them."""
+"""Constraints of the operands of `softmax` for inline assembly."""
 
 _ROWS = [[number for number in range(NUMBERS) if number >> 1 & 1 == row] for row in (0, 1)]
 
 
 def softmax(first: bool) -> str:
-    """The program for a tile, which may be the first of its rows.
+    """The program for a tile; `first` says whether it is the first of its rows.
 
-    Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. Of out, number 8 i + 2 j is word i of row
+    Operands, `NUMBERS` each: out (int32), scores, reference, factor, bias. In out, number 8 i + 2 j is word i of row
     j: the codes of two neighbours in each of two groups of 8 columns. Number 1 + 2 j is the sum of row j, 9 + 2 j its
-    new reference, 17 + 2 j what sums so far are to be multiplied by.
+    new reference, 17 + 2 j the decay of earlier sums.
     """
     lines = [
         f".reg .f32 p<{NUMBERS}>, shift<2>, top<2>, new<2>, decay<2>, sum<2>, more<2>, t;",
@@ -72,7 +71,7 @@ def _powers() -> Iterator[str]:
 
 
 def _words() -> Iterator[str]:
-    """Codes, and `any`, of which the highest bit of a byte says that one of them is 448, 0x7E, or no number, 0x7F."""
+    """Codes, and `any`, where the highest bit of a byte says that a code is 448 (0x7E) or NaN (0x7F)."""
     for i in range(0, NUMBERS, 8):
         for j in (0, 1):
             at = i + 2 * j
@@ -84,7 +83,7 @@ def _words() -> Iterator[str]:
 
 
 def _found(first: bool) -> Iterator[str]:
-    """The reference of rows that have outgrown theirs, or of all that see a key."""
+    """The reference of rows that have outgrown theirs, or, in the first tile, of all rows that see a key."""
     for j, numbers in enumerate(_ROWS):
         yield f"mov.f32 top{j}, {_operand('scores', numbers[0])};"
         yield from (f"max.f32 top{j}, top{j}, {_operand('scores', i)};" for i in numbers[1:])

@@ -1,7 +1,7 @@
-"""The FP8 attention kernel in Triton: FlashAttention's forward pass over E4M3 operands, with plain pointer loads.
+"""Attention in Triton for any GPU: FlashAttention's forward pass with plain pointer loads.
 
 One program computes `block_q` rows of one head. Its Q tile stays on chip; K and V pass in tiles of `block_kv` keys,
-and the softmax is kept up to date as they pass (m: largest score so far, l: sum so far):
+and the softmax is updated as they pass (m: largest score so far, l: sum so far):
 
             keys  0 ─────────────── full ───── end          q : [batch, heads,    seq_q,  dim]
          ┌───────────────────────────┬──────────┐           k, v: [batch, kv_heads, seq_kv, dim]
@@ -11,12 +11,12 @@ and the softmax is kept up to date as they pass (m: largest score so far, l: sum
     m' = max(m, rowmax S);  P = 2^(S − m' + 8)
     l = l · 2^(m − m') + Σ P;  O = O · 2^(m − m') + e4m3(P) V
 
-Only tiles that the causal diagonal or the end of the keys crosses are masked. A causal launch starts the blocks of
-most work first, so that the short ones fill the GPU's tail. Head h reads KV head h // (heads / kv_heads).
+Only tiles that the causal diagonal or the end of the keys crosses are masked. A causal launch starts the blocks with
+the most work first, so that short ones fill the tail. Head h reads KV head h // (heads / kv_heads).
 
-Arguments come in the order that TensorRT fixes for kernels inside an engine: inputs, integers, outputs. Nothing is
-known of the integers, so that one compiled kernel serves every shape; floats are compile-time constants, for an
-engine cannot pass them.
+`attention_forward` takes its arguments in the order that TensorRT fixes for kernels inside an engine: inputs,
+integers, outputs. It assumes nothing about the integers, so that one compiled kernel serves every shape; floats are
+compile-time constants, because an engine cannot pass them. `attention_with_options` is the kernel of `attention`.
 """
 
 import torch
@@ -49,7 +49,7 @@ def _attend(
     width: tl.constexpr,
     block_kv: tl.constexpr,
 ):
-    """Takes one tile of keys in. `last`: the key at which each row stands; `width`: `dim` to the next power of two."""
+    """Adds one tile of keys. `last` is the key at which each row stands, `width` the power of two above `dim`."""
     key = start + tl.arange(0, block_kv)
     d = tl.arange(0, width)
     k_tile = k_head + key[None, :] * dim + d[:, None]
@@ -80,7 +80,7 @@ def _attend(
                 visible = visible & (key[None, :] < last[:, None] + window)
         scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen no key yet has no maximum: without this, −inf − (−inf) would be NaN.
+    # A row without a visible key so far has no maximum: without this, −inf − (−inf) would be NaN.
     shift = tl.where(new_max == float("-inf"), 0.0, new_max) if masked else new_max
     p = tl.math.exp2(scores - (shift - 8.0)[:, None])
     decay = tl.math.exp2(row_max - shift)
@@ -167,11 +167,11 @@ def attention_with_options(
 ):  # fmt: skip
     """The same loop with every option; grid: (blocks of queries, heads, sequences).
 
-    Scales come with their strides along batch, head and block of `scale_block` rows; 0 repeats one. They are None
-    for operands in 16 bit. Packed sequences start at `cu_q` and `cu_kv`; None has a batch of sequences of one length.
+    Scales have strides along batch, head and block of `scale_block` rows; a stride of 0 repeats one. They are None for
+    operands in 16 bit. Packed sequences start at `cu_q` and `cu_kv`; None is a batch of sequences of one length.
 
-    A tile lies in one scale block. K's scale joins the scores' factor. The output is kept in units of V's current
-    scale: where the scale changes, so does the factor that follows the row's maximum.
+    A tile lies in one scale block. K's scale multiplies the scores. The output is kept in units of V's current scale
+    and rescaled where that changes.
     """
     block = tl.program_id(0)
     if causal:

@@ -1,11 +1,11 @@
-"""The quantize-and-lay-out kernel of attention, in Triton. `attention_quantize` says what it computes.
+"""Quantization and layout of attention's operands in Triton; `quant.kernels.attention.quantize` defines the values.
 
     grid: (blocks of 128 tokens, heads of Q, then of K, then of V, sequences)
 
     Q, K   two halves [128, dim / 2] ─▶ rope ─▶ − mean ─▶ signs, H (a dot, exact products) ─▶ amax ─▶ codes, a row each
     V      [128, dim], its rows taken in the order of `order_of_keys` ─▶ amax ─▶ codes, transposed in shared memory
 
-A program reads its tile once and writes it once. Scales that are given are read; others are the tile's own.
+A program reads its tile once and writes it once. Given scales are read; otherwise each tile makes its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _halves(x, token_stride, row, inside, cos, sin, half: tl.constexpr, width: t
 
 @triton.jit
 def _step(amax, scale, at_head, at_block, static: tl.constexpr, measure: tl.constexpr):
-    """The scale of a tile: the one that is given, or its own, which is written."""
+    """1 / scale of a tile: of the given scale, or of the tile's own, which is written."""
     if static:
         step = tl.load(scale + at_head)
     else:
@@ -140,7 +140,7 @@ def quantize_kernel(
     hadamard: tl.constexpr, root: tl.constexpr, packed: tl.constexpr, static: tl.constexpr, laid_out: tl.constexpr,
     measure: tl.constexpr,
 ):  # fmt: skip
-    """One block of one head; `turns`: H with the signs of each half, and `root` what makes that orthonormal."""
+    """One block of one head; `turns` is H with the signs of each half, and `root` its normalization."""
     block = tl.program_id(0)
     head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -252,7 +252,7 @@ def lay_out_v(v: torch.Tensor, cu_seqlens: torch.Tensor | None = None, longest: 
 
     Args:
         v: E4M3 `[batch, kv_heads, tokens, dim]`, contiguous.
-        cu_seqlens: of packed sequences: each then starts at a multiple of 128, in the place of its scale blocks.
+        cu_seqlens: of packed sequences: each then starts at a multiple of 128, where its scale blocks start.
         longest: tokens of the longest of them; None is all tokens.
 
     Returns:
@@ -311,7 +311,7 @@ def key_means(work: AttentionInputs) -> torch.Tensor:
 
 
 def _new_scales(work: AttentionInputs) -> list[torch.Tensor]:
-    # Packed sequences leave some blocks without tokens: nothing reads those, but a maximum over all of them does.
+    # Packed sequences leave some blocks without tokens, which only a maximum over all blocks reads.
     make = torch.empty if work.sequences is None else torch.zeros
     tensors = (work.q, work.k, work.v)
     return [make(*x.shape[:2], work.blocks(x), dtype=torch.float32, device=x.device) for x in tensors]
@@ -328,7 +328,7 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _eighths(x: torch.Tensor) -> list[int]:
-    """Strides of batch, head and token in units of eight elements, so that the compiler knows them for multiples."""
+    """Strides of batch, head and token in units of eight elements, which tells the compiler their alignment."""
     return [n // 8 for n in x.stride()[:3]]
 
 

@@ -1,29 +1,29 @@
-"""Attention over a paged cache in Triton: split over the keys, a tile of query heads, codes decoded on the way.
+"""Attention over a paged cache in Triton: the keys are split over programs and codes are decoded in registers.
 
-    q [batch, heads, new, dim]         a tile: the query heads of one KV head, for one new token or several
+    q [batch, heads, new, dim]         a tile: the query heads of one KV head, for one or several new tokens
     pages [page, kv_head, 16…64, D]    read through the block table, a token a row
 
-    program (part of the keys, KV head · tile of queries, sequence)
+    program (split of the keys, KV head · tile of queries, sequence)
         for each tile of tokens:   S = K Qᵀ            [tokens, queries], FP16 dots, FP32 sums, times all scales of K
                                    P = 2^(S − max)     rounded to FP16 (BF16 over a cache in BF16)
                                    O = O · decay + Vᵀ P
-        leaves O / Σ P · V scale and the log-sum-exp of its part
-    reduction: the parts, weighed by their log-sum-exps, always in the same order
+        writes O / Σ P · V scale and the log-sum-exp of its split
+    reduction: the splits, weighted by their log-sum-exps, always in the same order
 
-Queries are columns, because a tensor core's product has 16 rows and 8 columns at least: eight query heads of a KV
-head fill it, and as rows they would fill half. One new token a sequence has few queries and many keys: small tiles,
-and parts until the GPU is full. A chunk of a prompt has many: larger tiles and one part. What differs is the launch.
+Queries are columns, because a tensor core's product has at least 16 rows and 8 columns: eight query heads of a KV head
+fill the columns, and would fill only half of the rows. Decoding has few queries and many keys: small tiles, and splits
+until the GPU is full. A chunk of a prompt has many queries: larger tiles and one split. Only the launch differs.
 
-Codes pass as 16-bit units, for those are what a tensor core's operands are moved in: two E4M3 or four E2M1 of
+Codes are loaded as 16-bit units, the granularity in which a tensor core's operands move: two E4M3 or four E2M1 of
 neighbouring columns. A unit is decoded to as many FP16 values, so K and V fall into that many pieces (even and odd
-columns, or the columns modulo four), Q is read in the same pieces, and nothing is ever shuffled:
+columns, or the columns modulo four), Q is read in the same pieces, and nothing is shuffled:
 
-    E4M3   the GPU's own conversion, or: sign, and the other seven bits a place to the right     value · 2⁻⁸
+    E4M3   the GPU's own conversion, or: sign, and the other seven bits one place to the right   value · 2⁻⁸
     E2M1   sign at bit 15, exponent and mantissa at bits 11 to 9                                 value · 2⁻¹⁴
 
 NVFP4's block scale multiplies the decoded codes, which is exact: a code is a multiple of 2⁻¹, a scale of 2⁻⁹, their
-product has six significant bits, and times 2⁻¹⁴ it is a multiple of FP16's smallest step, 2⁻²⁴. The powers of two
-join the softmax scale and the V scale.
+product has six significant bits, and times 2⁻¹⁴ it is a multiple of FP16's smallest step, 2⁻²⁴. The powers of two are
+folded into the softmax scale and the V scale.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.pages import KVPages
 from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
@@ -93,7 +94,7 @@ def _query(q, row, inside, unit, pieces: tl.constexpr, piece: tl.constexpr, dim:
 
 @triton.jit
 def _fetch_to_l2(pointers):
-    """Asks for cache lines without waiting for them; there, and not in L1, they are never out of date."""
+    """Prefetches cache lines into L2, where, unlike in L1, they can never be stale."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -101,7 +102,7 @@ def _fetch_to_l2(pointers):
 
 @triton.jit
 def _pages(table, start, length, page: tl.constexpr, block_n: tl.constexpr):
-    """The page of a tile of tokens, or the page of each token where a tile has several."""
+    """The page of a tile of tokens, or of each token where a tile spans several pages."""
     if page >= block_n:
         return tl.load(table + tl.minimum(start, length - 1) // page)
     else:
@@ -145,10 +146,10 @@ def attend_kernel(
     begin += part * tiles * block_n
     end = tl.minimum(end, begin + tiles * block_n)
     table += batch.to(tl.int64) * table_stride
-    # The block table is read a tile ahead, for K and V wait for it.
+    # The block table is read a tile ahead, because loads of K and V depend on it.
     pages = _pages(table, begin, length, page, block_n)
     if overlap:
-        # Lengths and the block table are nothing that a step's kernels write, nor is any key but the last one.
+        # No kernel of a step writes lengths, the block table or any key but the last one.
         ahead: tl.constexpr = 4
         for start in range(begin, tl.minimum(end, begin + ahead * block_n), block_n):
             read = tl.minimum(start + tl.arange(0, block_n), length - 1)
@@ -184,7 +185,7 @@ def attend_kernel(
     o3 = o0
     for start in tl.range(begin, end, block_n, num_stages=stages):
         token = start + tl.arange(0, block_n)
-        # Tokens behind the end read the last one: no load needs a mask, and nothing unwritten is read.
+        # Tokens beyond the end read the last one: no load needs a mask, and nothing unwritten is read.
         read = tl.minimum(token, length - 1)
         line = (pages.to(tl.int64) * kv_heads + kv_head) * page + read % page
         pages = _pages(table, start + block_n, length, page, block_n)
@@ -276,9 +277,9 @@ def attend_kernel(
 def reduce_kernel(
     parts, lses, out, rows, splits, dim: tl.constexpr, width: tl.constexpr, most: tl.constexpr, overlap: tl.constexpr
 ):
-    """Joins the parts `[batch, splits, rows, dim]` of one row; `rows` counts heads times new tokens.
+    """Merges the splits `[batch, splits, rows, dim]` of one row; `rows` is heads times new tokens.
 
-    `most`: `splits` as a power of two. Parts are read many at once, for this kernel is over when one read is.
+    `most` is `splits` rounded up to a power of two. Many splits are read at once: latency dominates this kernel.
     """
     if overlap:
         start_next()
@@ -310,20 +311,16 @@ def launch(
     pages: KVPages,
     table: torch.Tensor,
     lengths: torch.Tensor,
-    softmax_scale: float,
-    window: int | None,
-    softcap: float | None,
+    options: AttentionOptions,
     tiles: DecodeTiles,
     asm: bool = True,
 ) -> torch.Tensor:
-    """Runs the kernels; `asm=False` decodes without inline assembly, as the interpreter must."""
+    """Runs the kernels; `asm=False` decodes without inline assembly, which the interpreter does not know."""
     q = q if q.stride(3) == 1 else q.contiguous()
     table, lengths = table.contiguous(), lengths.contiguous()
     batch, heads, new, dim = q.shape
-    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
-    per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
-    pieces = {"16bit": 1, "fp8": 2, "nvfp4": 4}[kind]
-    k, v = (pages.k, pages.v) if kind == "16bit" else (pages.k.view(torch.int16), pages.v.view(torch.int16))
+    pieces = {"16bit": 1, "fp8": 2, "nvfp4": 4}[pages.kind]
+    k, v = (pages.k, pages.v) if pieces == 1 else (pages.k.view(torch.int16), pages.v.view(torch.int16))
     splits, group = tiles.splits, heads // pages.kv_heads
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts, lses = out, None
@@ -336,8 +333,8 @@ def launch(
     attend_kernel[splits, pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses,
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
-        softmax_scale, softcap or 0.0, window or 0,
-        kind=kind, per_token=per_token, capped=softcap is not None, windowed=window is not None, asm=asm,
+        options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,
+        capped=options.softcap is not None, windowed=options.window is not None, asm=asm,
         dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
         block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps, **overlap,
     )  # fmt: skip

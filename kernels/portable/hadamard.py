@@ -1,13 +1,12 @@
 """The fast Hadamard transform in the registers of a Triton kernel: butterflies in the order of the oracle.
 
-A thread has 32 neighbours of a row, in four tensors of eight columns each, `[threads, 8]`:
+A thread holds 32 neighbours of a row, `[threads, columns]`:
 
-    distance    1, 2, 4     within a tensor          8, 16    between tensors           32, 64, 128   between threads
+    distance    1, 2, 4, 8, 16     within a thread           32, 64, 128   between threads
 
-Distances grow as in `kernels/hadamard.py`, each sum is one addition in float32, and so the result is that of the
-oracle bit for bit; on tensor cores, which sum in their own way, it would not be. What is between threads takes a
-shuffle: where a pair is reduced by XOR, each of the two gets (a ^ b) ^ a, the other's value, and the compiler finds
-that only the shuffle is left.
+Distances grow as in `kernels/hadamard.py` and each sum is one addition in float32, so the result equals the oracle's
+bit for bit; tensor cores sum in another order and would not. A sum between threads takes a shuffle: reducing a pair by
+XOR gives each of the two (a ^ b) ^ a, the other's value, and the compiler keeps only the shuffle.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ def hadamard_of_threads(x, block: tl.constexpr):
     """Each `block` neighbours of x times Hn, not yet divided by the root of n.
 
     Args:
-        x: float32 `[threads, columns]`, columns of a thread; each row is what comes after the one before.
-        block: n, a power of two, at most 32 columns.
+        x: float32 `[threads, columns]`: a thread's columns, each row continuing the previous one.
+        block: n, a power of two up to 256.
     """
     columns: tl.constexpr = x.shape[1]
     for bit in tl.static_range(8):

@@ -1,12 +1,9 @@
-"""Writing into a paged KV cache: new keys and values rounded to its format and put in their places, in one pass.
+"""Reading and writing a paged KV cache in Triton: rounding to the cache's format, and dequantizing NVFP4.
 
-    program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes ─▶ page table[position / page_size]
-                                           V likewise
+    write   program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V likewise
+    read    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
 
-The codes are those of `quant.kernels.pages.encode_kv`, bit for bit. And the way back, for what attends to
-values:
-
-    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
+The codes are equal to those of `quant.kernels.pages.encode_kv`, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
 @triton.jit
 def _best_scale(value, stored, scale):
     """`quant.kernels.pages.block_scales` of `value` [tokens, blocks, 16], from the `max` rule's scales."""
-    # The code from the value's bits: those of `stored` itself came as zero for every other token on an H100.
+    # The code comes from the value's bits: on an H100 a bitcast of `stored` gave zero for every other token.
     first = stored.to(tl.float32)
     bits = first.to(tl.int32, bitcast=True)
     code = tl.where(first < 0.015625, (first * 512).to(tl.int32), (bits >> 20) - 960)
@@ -109,15 +106,13 @@ def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Ten
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     batch, kv_heads, new, dim = k.shape
-    kind = "16bit" if pages.format is None else "nvfp4" if pages.format.global_scale else "fp8"
-    per_token = pages.k_scale is not None and pages.k_scale.dim() == 3
     scales = [x if x is not None else first for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
     tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(new))
     write_kernel[triton.cdiv(new, tokens), kv_heads, batch](
         k, v, pages.k, pages.v, *scales, *blocks, table, first,
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
-        kind=kind, per_token=per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
+        kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
     )  # fmt: skip
 

@@ -11,6 +11,7 @@ from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_attention, paged_reference
 from quant.kernels.attention.kv_cache import PagedKVCache
+from quant.kernels.attention_operands import AttentionOptions
 from quant.kernels.attention_tiles import DecodeTiles, decode_tiles_for
 from quant.kernels.pages import KVPages, kv_format
 
@@ -77,7 +78,8 @@ def kernel(
     from quant.kernels.portable.decode_attention import launch
 
     with interpreted():
-        return launch(q, pages, table, lengths, 1 / math.sqrt(q.shape[3]), window, softcap, tiles, asm=False)
+        options = AttentionOptions(window=window, softcap=softcap)
+        return launch(q, pages, table, lengths, options, tiles, asm=False)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)

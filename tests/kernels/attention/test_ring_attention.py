@@ -166,10 +166,10 @@ def test_what_a_gpu_passes_on_is_what_a_cpu_does(dim: int) -> None:
             _append([view[piece] for view in message.views(got)], pair, nvfp4)
         assert torch.equal(got, expected)
         for piece in range(2):
-            keys = message.read(expected, piece, torch.bfloat16)
+            keys, values, _, _ = message.read(expected, piece, torch.bfloat16)
             k_codes, k_blocks, k_scale, v_codes, v_blocks, v_scale = (view[piece] for view in message.views(got))
-            assert torch.equal(read(k_codes, k_blocks, k_scale, torch.bfloat16), keys.k)
-            assert torch.equal(read(v_codes, v_blocks, v_scale, torch.bfloat16), keys.v)
+            assert torch.equal(read(k_codes, k_blocks, k_scale, torch.bfloat16), keys)
+            assert torch.equal(read(v_codes, v_blocks, v_scale, torch.bfloat16), values)
 
 
 def test_ranks_that_differ_are_named(results: Any) -> None:
