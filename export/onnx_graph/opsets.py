@@ -65,39 +65,40 @@ def register_schemas() -> None:
     from onnx import TensorProto
     from onnx.defs import OpSchema, register_schema
 
-    kind, parameter, option = OpSchema.AttrType, OpSchema.FormalParameter, OpSchema.FormalParameterOption
-    fp4, fp8, byte, float32 = "tensor(float4e2m1)", "tensor(float8e4m3fn)", "tensor(uint8)", "tensor(float)"
+    kinds = OpSchema.AttrType
+    kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
+    kind_of |= {"plugin_version": kinds.STRING, "plugin_namespace": kinds.STRING}  # all others are INT
+
+    def parameters(text: str) -> list[Any]:
+        """`x:T mask?:bool`: names and types of inputs or outputs; `?` marks an optional one."""
+        option, found = OpSchema.FormalParameterOption, []
+        for name, _, type in (part.partition(":") for part in text.split()):
+            needed = option.Optional if name.endswith("?") else option.Single
+            type = type if type == "T" else f"tensor({type})"
+            found.append(OpSchema.FormalParameter(name.rstrip("?"), type, param_option=needed))
+        return found
 
     def register(
-        name: str,
-        inputs: dict[str, str],
-        outputs: dict[str, str],
-        attributes: dict[str, Any],
-        infer: Callable[[Any], None],
-        domain: str = TRT_DOMAIN,
+        name: str, inputs: str, outputs: str, attributes: str, infer: Callable[[Any], None], domain: str = TRT_DOMAIN
     ) -> None:
-        def parameters(given: dict[str, str]) -> list[Any]:
-            return [
-                parameter(
-                    key.removesuffix("?"), value, param_option=option.Optional if key.endswith("?") else option.Single
-                )
-                for key, value in given.items()
-            ]
-
         schema = OpSchema(
             name,
             domain,
             1,
             inputs=parameters(inputs),
             outputs=parameters(outputs),
-            type_constraints=[("T", [float32, "tensor(float16)", "tensor(bfloat16)"], "precision of the layer")],
-            attributes=[OpSchema.Attribute(key, value, "", required=False) for key, value in attributes.items()],
+            type_constraints=[
+                ("T", [f"tensor({t})" for t in ("float", "float16", "bfloat16")], "the layer's precision")
+            ],
+            attributes=[
+                OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
+            ],
         )
         schema.set_type_and_shape_inference_function(infer)
         register_schema(schema)
 
     def like_input(attribute: str | None) -> Callable[[Any], None]:
-        """One output, of the shape of the first input and of the type that an attribute names, or the input's."""
+        """One output of the first input's shape; its type is named by an attribute, or is the input's."""
 
         def infer(context: Any) -> None:
             type = context.get_input_type(0)
@@ -108,7 +109,7 @@ def register_schemas() -> None:
         return infer
 
     def codes_and_scales(codes: int, scale: int) -> Callable[[Any], None]:
-        """Codes of the shape of the first input, and a scale for each block of its last axis."""
+        """Codes of the first input's shape, and a scale for each block of its last axis."""
 
         def infer(context: Any) -> None:
             type = context.get_input_type(0)
@@ -122,49 +123,32 @@ def register_schemas() -> None:
 
         return infer
 
-    blocks = {"axis": kind.INT, "block_size": kind.INT}
-    output = {"output_dtype": kind.INT}
+    wide = like_input("output_dtype")
+    fp4 = codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN)
+    mxfp8 = codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
+    blocks, codes = "axis block_size", "codes:float8e4m3fn"
     register(
         "TRT_FP4DynamicQuantize",
-        {"x": "T", "global_scale": float32},
-        {"codes": fp4, "scale": fp8},
-        {**blocks, "scale_type": kind.INT},
-        codes_and_scales(TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN),
+        "x:T global_scale:float",
+        "codes:float4e2m1 scale:float8e4m3fn",
+        f"{blocks} scale_type",
+        fp4,
     )
-    register(
-        "TRT_MXFP8DynamicQuantize",
-        {"x": "T"},
-        {"codes": fp8, "scale": byte},
-        {**blocks, **output},
-        codes_and_scales(TensorProto.FLOAT8E4M3FN, TensorProto.UINT8),
-    )
-    wide = like_input("output_dtype")
-    register("TRT_MXFP8DequantizeLinear", {"codes": fp8, "scale": byte}, {"x": "T"}, {**blocks, **output}, wide)
-    register(
-        "TRT_BlockDequantize",
-        {"codes": fp8, "scale": float32},
-        {"x": "T"},
-        {"block_shape": kind.INTS, **output},
-        wide,
-    )
+    register("TRT_MXFP8DynamicQuantize", "x:T", f"{codes} scale:uint8", f"{blocks} output_dtype", mxfp8)
+    register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
+    register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
     register(
         "TRT_QuantizedAttention",
-        {"q": "T", "k": "T", "v": "T", "mask?": "tensor(bool)", "normalization_quantize_scale": float32},
-        {"y": "T"},
-        {"scale": kind.FLOAT, "is_causal": kind.INT, "normalization_quantize_to_type": kind.INT},
+        "q:T k:T v:T mask?:bool normalization_quantize_scale:float",
+        "y:T",
+        "scale is_causal normalization_quantize_to_type",
         like_input(None),
     )
     register(
         PLUGIN,
-        {"q": fp8, "k": fp8, "v": fp8, "scales": float32},
-        {"out": "T"},
-        {
-            "causal": kind.INT,
-            "softmax_scale": kind.FLOAT,
-            "output_type": kind.INT,
-            "plugin_version": kind.STRING,
-            "plugin_namespace": kind.STRING,
-        },
+        "q:float8e4m3fn k:float8e4m3fn v:float8e4m3fn scales:float",
+        "out:T",
+        "causal softmax_scale output_type plugin_version plugin_namespace",
         like_input("output_type"),
         PLUGIN_DOMAIN,
     )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from attention_operators import attention_operators
 from torch import nn
 
 from quant.api.quantize import quantize
@@ -55,7 +56,7 @@ def ids(rows: int, tokens: int) -> torch.Tensor:
 def run(path: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     model = onnx.load(path)
     names = [value.name for value in model.graph.output]
-    found = evaluator(model).run(None, {name: to_numpy(x) for name, x in inputs.items()})
+    found = evaluator(model, attention_operators()).run(None, {name: to_numpy(x) for name, x in inputs.items()})
     return {name: torch.from_numpy(np.asarray(y, dtype=np.float32)) for name, y in zip(names, found, strict=True)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention_operators import plugin_attention, quantized_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -15,13 +16,7 @@ from quant.kernels.attention_reference import fp8_attention_reference
 
 pytest.importorskip("onnx", reason="needs the extra onnx")
 
-from quant.export.onnx_graph.reference import (
-    dequantize_blocks,
-    operators,
-    quantize_mxfp8,
-    quantize_nvfp4,
-    quantized_attention,
-)
+from quant.export.onnx_graph.reference import dequantize_blocks, quantize_mxfp8, quantize_nvfp4
 
 VALUES = arrays(np.float32, (3, 64), elements=st.floats(-1e4, 1e4, width=32))
 
@@ -93,12 +88,11 @@ def test_a_mask_hides_keys() -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_plugin_is_its_kernel_s_oracle(causal: bool) -> None:
-    (plugin,) = (operator for operator in operators() if operator.__name__ == "QuantFp8Attention")
     q, k, v = (torch.randn(2, heads, 40, 64).to(torch.float8_e4m3fn) for heads in (4, 2, 2))
     scales = torch.tensor([0.5, 0.25, 2.0])
     expected = fp8_attention_reference(q, k, v, scales, causal=causal, dtype=torch.float16)
     codes = [x.view(torch.uint8).numpy().view(_e4m3()) for x in (q, k, v)]
-    (found,) = plugin._run(None, *codes, scales.numpy(), causal=int(causal), output_type=10)
+    (found,) = plugin_attention(*codes, scales.numpy(), causal=int(causal), softmax_scale=0.0, output_type=10)
     # Sums in another order: one unit of FP16, and here and there a probability rounds the other way.
     difference = np.linalg.norm(found.astype(np.float64) - expected.double().numpy())
     assert difference / np.linalg.norm(expected.double().numpy()) < 2e-3
