@@ -45,7 +45,7 @@ from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import LINEAR
 
 _ATTENTION = "quant::fp8_attention"
-EXPORTED_ATTENTION = "quant::onnx_attention"
+_EXPORTED_ATTENTION = "quant::onnx_attention"
 
 Dims = Mapping[str, Mapping[int, str]]
 
@@ -92,7 +92,7 @@ def export_aoti(
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder,
-        visible({_ATTENTION: _attention}),
+        _visible({_ATTENTION: _attention}),
     ):
         try:
             made = torch._inductor.aoti_compile_and_package(
@@ -118,34 +118,48 @@ def lowered(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The exported graph that the package is compiled from: without our linear ops; arguments as for `export_aoti`.
+    """The exported graph, without our linear ops, that the package is compiled from; arguments as for `export_aoti`."""
+    _warm_tables()
+    with _scales_as_matrices(model):
+        program = traced(model, inputs, {LINEAR: _linear}, dims=dims, ranges=ranges, attention_scales=attention_scales)
+    _share_input_scales(program)
+    return program
+
+
+def traced(
+    model: nn.Module,
+    inputs: Mapping[str, torch.Tensor],
+    bodies: Mapping[str, Callable[..., torch.Tensor]],
+    *,
+    dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None,
+    attention_scales: Mapping[str, AttentionScales] | None = None,
+) -> torch.export.ExportedProgram:
+    """The model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch's.
 
     Raises:
         ValueError: the model does not export with these dimensions.
     """
-    _warm_tables()
+    ranges = ranges or {}
     names = {name for axes in (dims or {}).values() for name in axes.values()}
-    sizes = {name: torch.export.Dim(name, **_bounds((ranges or {}).get(name))) for name in names}
+    sizes = {
+        name: torch.export.Dim(name, **dict(zip(("min", "max"), ranges.get(name, ()), strict=False))) for name in names
+    }
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
-    with (
-        torch.no_grad(),
-        _scales_as_matrices(model),
-        traceable(model, inputs, (ranges or {}).get("sequence"), attention_scales) as graph,
-    ):
+    with torch.no_grad(), _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph:
         try:
             program = torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)
         except (torch._dynamo.exc.UserError, RuntimeError) as error:
             text = " ".join(str(error).split())
             raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        with visible({LINEAR: _linear, EXPORTED_ATTENTION: exported_attention}):
-            program = program.run_decompositions({})
-    _share_input_scales(program)
-    return program
+        with _visible({**bodies, _EXPORTED_ATTENTION: _exported_attention}):
+            made: torch.export.ExportedProgram = program.run_decompositions({})
+    return made
 
 
 def load_aoti(path: str | Path) -> Callable[..., Any]:
     """A package as a function of the model's inputs."""
-    return torch._inductor.aoti_load_package(str(path))  # type: ignore[no-any-return]
+    return torch._inductor.aoti_load_package(str(path))
 
 
 def _check_library(made: Path, path: Path) -> None:
@@ -178,10 +192,6 @@ def _settings(device: torch.device) -> dict[str, Any]:
     """
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
     return settings if device.type == "cpu" else {**settings, "cpp.vec_isa_ok": False}
-
-
-def _bounds(limits: tuple[int, int] | None) -> dict[str, int]:
-    return {} if limits is None else {"min": limits[0], "max": limits[1]}
 
 
 @contextlib.contextmanager
@@ -307,7 +317,7 @@ class _Named(nn.Module):
 
 
 @contextlib.contextmanager
-def traceable(
+def _traceable(
     model: nn.Module,
     inputs: Mapping[str, torch.Tensor],
     sequence: tuple[int, int] | None,
@@ -326,7 +336,7 @@ def traceable(
         yield _Named(Graph(model, function), inputs)
 
 
-def exported_attention(
+def _exported_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -348,7 +358,7 @@ def exported_attention(
 
 
 @contextlib.contextmanager
-def visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
+def _visible(bodies: Mapping[str, Callable[..., torch.Tensor]]) -> Iterator[None]:
     """While graphs are traced, ops of these names are replaced by what their bodies do."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 

@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.export.aoti import EXPORTED_ATTENTION, exported_attention, traceable, visible
+from quant.export.aoti import traced
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -73,14 +73,8 @@ def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> tor
         ValueError: see `lower`.
     """
     require_ops()
-    with torch.no_grad(), _lowered_linears(model), traceable(model, inputs, None, None) as graph:
-        try:
-            program = torch.export.export(graph, (), dict(inputs), strict=False)
-        except (torch._dynamo.exc.UserError, RuntimeError) as error:
-            text = " ".join(str(error).split())
-            raise ValueError(f"{type(model).__name__} does not export: {text[:400]}") from error
-        with visible({EXPORTED_ATTENTION: exported_attention}):
-            return program.run_decompositions({})
+    with _lowered_linears(model):
+        return traced(model, inputs, {})
 
 
 def require_ops() -> None:

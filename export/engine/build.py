@@ -1,13 +1,13 @@
-"""TensorRT engines: build, prove what is in them, and say so in a receipt.
+"""An engine is built here, compared with its plan, and described in a receipt.
 
     model ──export_onnx──▶ ONNX ──checks, profiles──▶ builder in a process of its own ──▶ engine ──audit──▶ receipt
 
-One path serves TensorRT-RTX, which needs no GPU, and TensorRT, which needs the GPU it builds for (`engine_targets`).
-The engine and its receipt appear when the audit has passed, and not before: a layer that the plan quantizes and that
-TensorRT left in half precision is an error that names it.
+One path serves TensorRT-RTX, which needs no GPU, and TensorRT, which needs the GPU it builds for (`targets`). The
+engine and its receipt are written only if the audit passes: a layer that the plan quantizes and that TensorRT left in
+half precision is an error that names it.
 
-TensorRT accepts some graphs that it then compiles wrongly. `check_graph` refuses those, and what the target has no
-hardware for, before anything is built.
+TensorRT compiles some graphs wrongly. `check_graph` refuses those, and graphs that need hardware that the target lacks,
+before anything is built.
 """
 
 from __future__ import annotations
@@ -50,29 +50,29 @@ PLUGIN_MODULE = "quant.export.engine.plugin_tensorrt"  # loads torch, and so is 
 
 @dataclass(frozen=True)
 class Built:
-    """An engine file and how it came about.
+    """An engine file; all other fields are copied to the receipt.
 
     Attributes:
         path: of the engine.
-        target: compute capability it is for, as `sm120`.
+        warnings: of the builder, each message once.
+        target: compute capability, such as `sm120`.
         backend: `tensorrt_rtx` or `tensorrt`, and its version.
-        reason: why that backend.
-        profiles: ranges of shapes it takes, as `--shapes` writes them.
-        layers: the quantized layers in its graph; empty where the graph does not name them.
+        reason: for choosing that backend.
+        profiles: ranges of shapes, as `--shapes` writes them.
+        layers: the quantized layers in its graph; empty if the graph does not name them.
         attention_nodes: names of the attention nodes of its graph.
-        warnings: what the builder warned of, each message once.
-        seconds: the build took.
-        peak_rss_bytes: of the process that built it.
+        seconds: duration of the build.
+        peak_rss_bytes: of the build process.
     """
 
     path: Path
+    warnings: list[str]
     target: str
     backend: str
     reason: str
-    profiles: tuple[str, ...]
-    layers: tuple[str, ...]
-    attention_nodes: tuple[str, ...]
-    warnings: tuple[str, ...]
+    profiles: list[str]
+    layers: list[str]
+    attention_nodes: list[str]
     seconds: float
     peak_rss_bytes: int
 
@@ -98,7 +98,7 @@ def export_engine(
         out: the engine file.
         target: key of `TARGETS`, or "local".
         plan: what the model follows; the engine is compared with it.
-        shapes: range of every dynamic dimension, see `engine_shapes`; several texts make several profiles.
+        shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
         attention: "native", "plugin" or "none": what runs FP8 attention where the plan has it.
         allow_fallback: lets layers that run in half precision pass; the receipt still names them.
         backend: insists on "tensorrt_rtx" or "tensorrt".
@@ -168,7 +168,7 @@ def build_engine(
     check_graph(model, chosen_target)
     profiles = make_profiles(model, shapes)
     attends = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
-    layers = tuple(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
+    layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
     attention_nodes = label_nodes(model)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
@@ -191,28 +191,22 @@ def build_engine(
         os.replace(engine, out)
     return Built(
         path=out,
+        warnings=warnings,
         target=chosen_target.sm,
         backend=f"{chosen.module} {built['version']}",
         reason=chosen.reason,
-        profiles=tuple(format_profile(profile) for profile in profiles),
+        profiles=[format_profile(profile) for profile in profiles],
         layers=layers,
-        attention_nodes=tuple(attention_nodes),
-        warnings=tuple(warnings),
-        seconds=seconds,
+        attention_nodes=attention_nodes,
+        seconds=round(seconds, 2),
         peak_rss_bytes=built["peak_rss_bytes"],
     )
 
 
 def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> list[Finding]:
     """The audit of an engine just built, its attention nodes known."""
-    wanted = "half" if attention == "none" else None
-    return audit(
-        built.path,
-        plan,
-        attention=wanted,
-        attention_nodes=built.attention_nodes,
-        exported=built.layers or None,
-    )
+    wanted, layers = "half" if attention == "none" else None, built.layers or None
+    return audit(built.path, plan, attention=wanted, attention_nodes=built.attention_nodes, exported=layers)
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
@@ -242,25 +236,14 @@ def _receipt(
 ) -> dict[str, Any]:
     with built.path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
+    engine = {key: value for key, value in vars(built).items() if key not in ("path", "warnings")}
     return {
         "schema_version": RECEIPT_VERSION,
         "passed": not problems and all(layer["passed"] for layer in layers),
         "layers": [dict(layer) for layer in layers],
         "audit": [dataclasses.asdict(finding) for finding in findings],
         "fallbacks": list(problems),
-        "warnings": list(built.warnings),
+        "warnings": built.warnings,
         "plan": plan.digest() if plan else None,
-        "engine": {
-            "file": out.name,
-            "bytes": built.path.stat().st_size,
-            "sha256": digest,
-            "target": built.target,
-            "backend": built.backend,
-            "reason": built.reason,
-            "profiles": list(built.profiles),
-            "layers": list(built.layers),
-            "attention_nodes": list(built.attention_nodes),
-            "seconds": round(built.seconds, 2),
-            "peak_rss_bytes": built.peak_rss_bytes,
-        },
+        "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": digest, **engine},
     }

@@ -1,21 +1,20 @@
-"""Transformers models as graphs: what goes in, what comes out, and one op where they attend.
+"""A transformers model becomes a graph with these inputs and outputs, and one op for each attention.
 
     prefill    input_ids [batch, sequence]                         -> logits [batch, sequence, vocabulary]
     decode     input_ids [batch, 1], past_key.N, past_value.N      -> logits [batch, 1, vocabulary],
                    [batch, kv_heads, past, dim] for each layer N      new_key.N, new_value.N [batch, kv_heads, 1, dim]
     encoder    input_ids, attention_mask [batch, sequence],        -> last_hidden_state and pooler_output, or logits
-                   token_type_ids where the model knows several
+                   and token_type_ids if the model has several
     images     pixel_values [batch, channels, height, width]       -> likewise
 
-A graph has no hidden state, so the KV cache is the caller's: decoding takes the keys and values of all tokens before
-and gives those of the new token alone, which the caller appends; nothing is copied. Prefill gives the same outputs
-for all of its tokens when `cache` is asked for. Keys are as attention uses them, after RoPE. The cache is in the
-model's dtype, or in E4M3 with the scales that the plan calibrated; the new token is rounded before it is attended to,
-so that a token looks the same to itself and to all later ones.
+A graph has no hidden state, so the caller keeps the KV cache: decoding takes the keys and values of all earlier tokens
+and returns those of the new token, which the caller appends; nothing is copied. With `cache`, prefill returns the keys
+and values of its tokens too. Keys are stored after RoPE. The cache is in the model's dtype, or in E4M3 with the scales
+that the plan calibrated; a new token is rounded before it is attended to, so that all queries see the same key.
 
-In transformers 5 every model asks `AttentionInterface` for the function that attends. While a graph is traced it gets
-ours, which puts one `quant::onnx_attention` op in place of masks and softmax. Without a mask function under our name,
-transformers builds no masks either; causality is an attribute of the op, which is what fused kernels take.
+In transformers 5 every model looks its attention function up by name in `AttentionInterface`. While a graph is traced,
+the name stands for our function, which puts one `quant::onnx_attention` op in place of masks and softmax. Without a
+mask function of that name transformers builds no masks; causality is an attribute of the op, as fused kernels take it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from quant.export.onnx_graph.limits import check_attention
 ATTENTIONS = ("native", "plugin", "none")
 Dims = tuple[str | int, ...]
 _TOKENS = 64  # in the example that a graph is traced with
-_CAUSAL, _MASKED = "quant_onnx", "quant_onnx_masked"
+_NAME = "quant_onnx"  # of our attention in transformers' registries
 
 
 @dataclass(frozen=True)
@@ -133,16 +132,18 @@ def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterat
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    AttentionMaskInterface.register(_MASKED, _key_mask)
     config: Any = model.config
-    original, before = AttentionInterface.get_interface, config._attn_implementation
-    AttentionInterface.get_interface = lambda self, *args, **kwargs: attention
-    config._attn_implementation = _MASKED if masked else _CAUSAL
+    before = config._attn_implementation
+    AttentionInterface.register(_NAME, attention)
+    if masked:
+        AttentionMaskInterface.register(_NAME, _key_mask)
+    config._attn_implementation = _NAME
     try:
         yield
     finally:
-        AttentionInterface.get_interface = original
         config._attn_implementation = before
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(_NAME, None)  # there is no opposite of `register`
 
 
 def _key_mask(
