@@ -38,6 +38,7 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E4M3, Number
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.hardware import current, has_triton
 
 TILE = 64
 # Bit of the half word that holds bit 0, 1, 2 (magnitude) and 3 (sign) of its codes 0 to 3.
@@ -53,7 +54,13 @@ _ROWS_AT_ONCE = 1024
 # exponent of the global scale is less than the code of the E8M0 scale that would be stored as zero.
 _SPAN = 29
 _BASE = 105
-_WIDENED = ("mxfp6", "mxfp6_e3m2")
+WIDENED = ("mxfp6", "mxfp6_e3m2")
+"""Formats whose codes become E4M3."""
+
+
+def is_wanted(device: torch.device) -> bool:
+    """Whether the kernels for `device` are fastest with weights in this layout: those for Hopper."""
+    return device.type == "cuda" and has_triton() and current(device.index or 0).has_wgmma
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
@@ -67,17 +74,17 @@ def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def _is_widened(weight: BlockScaledTensor) -> bool:
-    return weight.format.name in _WIDENED and weight.codes.dtype is torch.float8_e4m3fn
+    return weight.format.name in WIDENED and weight.codes.dtype is torch.float8_e4m3fn
 
 
 def why_not(weight: BlockScaledTensor) -> str:
     """Why `prepack` would refuse `weight`, or nothing."""
-    if weight.format.name not in ("nvfp4", "mxfp4", *_WIDENED):
+    if weight.format.name not in ("nvfp4", "mxfp4", *WIDENED):
         return f"{weight.format} has no kernel layout"
     rows, columns = weight.shape[-2:]
     if len(weight.shape) > 2 and weight.format.name != "nvfp4":
         return f"experts in {weight.format} have no kernel layout"
-    if weight.format.name in _WIDENED:
+    if weight.format.name in WIDENED:
         return ""
     if not 2 <= len(weight.shape) <= 3 or rows % TILE or columns % TILE:
         return f"the shape {list(weight.shape)} is no multiple of [{TILE}, {TILE}]"
@@ -109,7 +116,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     reason = why_not(weight)
     if reason:
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
-    if weight.format.name in _WIDENED:
+    if weight.format.name in WIDENED:
         return _widened(weight)
     rows, columns = _tall(weight)
     flat = weight.codes.reshape(rows, -1)

@@ -10,11 +10,18 @@ Four ways to multiply by a quantized weight:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
+
 from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import Hardware
+
+Launch = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None], torch.Tensor]
+"""`x @ weight.T + bias` for arguments of the shapes, dtypes and strides that it was prepared for."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _PUBLIC = {
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
     "quant.kernels.linear.modules": ("QuantExperts", "QuantLinear"),
-    "quant.kernels.linear.ops": ("set_weight_cache",),
+    "quant.kernels.linear.oracle": ("set_weight_cache",),
     "quant.runtime.kv_cache": ("QuantizedKVCache",),
     "quant.models.open": ("Source", "open_model"),
     "quant.page.render": ("render_html",),

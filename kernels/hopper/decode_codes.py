@@ -25,8 +25,9 @@ for 2^-8 of a unit in the last place.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -206,11 +207,15 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
 
 def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
     """What is fetched at once: 64 columns of so many rows, even ones and then odd ones, by pairs of codes."""
-    codes = weight.codes.view(torch.uint8)
-    pairs = codes if weight.format.element.bits == 4 else codes.view(torch.int16)
+    pairs = code_pairs(weight)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
     return TensorDescriptor(pairs, [2, N // 2, pitch], [pitch, 2 * pitch, 1], [2, rows // 2, 32], layout)
+
+
+def code_pairs(weight: BlockScaledTensor) -> torch.Tensor:
+    """The codes `[out, in / 2]` by pairs of neighbours in a row: a byte of two of 4 bits, or int16."""
+    return weight.codes if weight.format.element.bits == 4 else weight.codes.view(torch.int16)
 
 
 def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
@@ -226,20 +231,24 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
     codes, least = weight.codes, _NO_NUMBER.get(weight.format.element.name)
     if least is None:
         return True
+    version = 0 if codes.is_inference() else codes._version
     # An expert's part of a stack is a new view at each call: what is known is kept with the stack.
     owner = codes if codes._base is None else codes._base
-    known = _known.setdefault(owner, {})
-    place = (codes.storage_offset(), *codes.shape)
-    version = 0 if codes.is_inference() else codes._version
-    if place not in known or known[place][0] != version:
+    found = _known.get(id(owner))
+    if found is None or found[0]() is not owner:
+        number = id(owner)
+        found = _known[number] = (weakref.ref(owner, lambda _: _known.pop(number, None)), {})
+    place = (codes.data_ptr(), version)
+    if place not in found[1]:
         if codes.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         parts = codes.view(torch.uint8).split(_ROWS_AT_ONCE)
-        known[place] = (version, all(int((part & 0x7F).amax()) < least for part in parts))
-    return known[place][1]  # type: ignore[no-any-return]
+        found[1][place] = all(int((part & 0x7F).amax()) < least for part in parts)
+    return found[1][place]
 
 
 # The least code without its sign that is an infinity or a NaN.
 _NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
 _ROWS_AT_ONCE = 4096
-_known = WeakIdKeyDictionary()
+_known: dict[int, tuple[weakref.ref[torch.Tensor], dict[tuple[int, int], bool]]] = {}
+"""By the id of codes: a reference that says whether they live, and by address and version whether all are numbers."""

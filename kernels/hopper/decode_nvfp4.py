@@ -4,7 +4,7 @@ A thread holds four words of a tile, 32 codes, and the scales of the two rows th
 instructions and four products of two turn a word into eight BF16 values, exact but for a factor of 2^7, which no
 product of an element and a block scale is rounded by. `decode` leaves each value with the thread that multiplies it.
 
-    dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight
+    dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight (FP16 and FP32 too)
     requantize   words, scales ─▶ E4M3 [out, in], row scale  one pass, 1.6 bytes a weight, after one over the scales
 
 A row's E4M3 scale comes from its largest block scale: no element is larger than 6 times that, so nothing is clipped
@@ -101,10 +101,10 @@ def _tiles(words, scales, K, tiles: gl.constexpr):
 
 @gluon.jit
 def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
-    """64 rows by 64 · tiles columns of W in BF16."""
+    """64 rows by 64 · tiles columns of W in the dtype of `out`."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles).to(gl.float32) * (gl.load(global_scale).to(gl.float32) * DECODED)
-    value = gl.convert_layout(value.to(gl.bfloat16), layout)
+    value = gl.convert_layout(value.to(out.dtype.element_ty), layout)
     row = gl.arange(0, 64 * tiles, gl.SliceLayout(1, layout))
     column = (gl.program_id(0) * tiles + row // 64)[:, None] * 64 + gl.arange(0, 64, gl.SliceLayout(0, layout))[None]
     n = gl.program_id(1) * 64 + row % 64
@@ -148,10 +148,10 @@ def row_unit_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr,
     tl.store(scale + tl.program_id(0) * 64 + n, value * tl.load(global_scale).to(tl.float32))
 
 
-def dequantize(weight: BlockScaledTensor) -> torch.Tensor:
-    """`[out, in]` of a prepacked weight in BF16, each value rounded once."""
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
-    out = torch.empty(N, K, dtype=torch.bfloat16, device=weight.codes.device)
+    out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
     tiles = _tiles_of(K)
     dequantize_kernel[K // 64 // tiles, N // 64](
         weight.codes, weight.scale, weight.global_scale, out, K, tiles=tiles, num_warps=4

@@ -39,7 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
-from quant.kernels.tiles import GluonTiles
+from quant.kernels.tiles import GluonTiles, Launch
 
 # Triton 3.6 calls it thread_barrier.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -402,39 +402,73 @@ def linear(
     Returns:
         `[tokens, out]`, or `[tokens, out / 2]` where `gated`, BF16.
     """
-    M, K = x.shape
-    N = weight.shape[0]
-    y = x.new_empty(M, N // 2 if gated else N)
+    return prepare(x, weight, bias, tiles, gated=gated)(x, weight, bias)
+
+
+def prepare(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: GluonTiles, *, gated: bool = False
+) -> Launch:
+    """`linear` for arguments like these, with everything decided that does not depend on their values."""
+    (M, K), N = x.shape, weight.shape[0]
+    width = N // 2 if gated else N
     if not M:
-        return y
+        return lambda x, weight, bias: x.new_empty(0, width)
     rows, block_m, depth = 16 * tiles.warps, tiles.block_m, tiles.depth
     count, steps = triton.cdiv(N, rows) * triton.cdiv(M, block_m), triton.cdiv(K // 64, depth)
     # No more than the longest span needs: spans that are alike begin and end with output tiles more often.
     units = count * steps
     programs = triton.cdiv(units, triton.cdiv(units, min(tiles.programs, units)))
     split = units % (programs * steps) != 0
-    partial = counter = y
-    if split:
-        partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(x, count)
-    linear_kernel[(programs,)](
-        *descriptors(x, weight, block_m, depth),
-        weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units,
-        has_bias=bias is not None, gated=gated, stages=tiles.stages, depth=depth, split=split, overlap=tiles.overlap,
-        **registers(tiles), num_warps=tiles.warps, launch_pdl=tiles.overlap,
-    )  # fmt: skip
-    return y
+    x_fields, w_fields, s_fields = descriptors(x, weight, block_m, depth)
+    constants = {
+        "has_bias": bias is not None, "gated": gated, "stages": tiles.stages, "depth": depth, "split": split,
+        "overlap": tiles.overlap, **registers(tiles), "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
+    }  # fmt: skip
+    launch = linear_kernel[(programs,)]
+
+    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = x.new_empty(M, width)
+        partial = counter = y
+        if split:
+            partial = torch.empty(2 * programs * rows * block_m, dtype=torch.float32, device=x.device)
+            counter = arrival_counters(x, count)
+        sides = []
+        for fields, tensor in ((x_fields, x), (w_fields, weight.codes), (s_fields, weight.scale)):
+            # Checked when it was prepared; the constructor takes as long as a launch.
+            sides.append(object.__new__(TensorDescriptor))
+            vars(sides[-1]).update(fields, base=tensor)
+        sides[0].strides = [x.stride(0), 1]
+        launch(
+            *sides, weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64,
+            units, **constants,
+        )  # fmt: skip
+        return y
+
+    return run
 
 
-def descriptors(x: torch.Tensor, weight: BlockScaledTensor, block_m: int, depth: int) -> tuple[TensorDescriptor, ...]:
+Fields = dict[str, object]
+
+
+def descriptors(x: torch.Tensor, weight: BlockScaledTensor, block_m: int, depth: int) -> tuple[Fields, ...]:
     """What is fetched at once of x, words and scales: `block_m` rows by 64 columns, and `depth` tiles of the weight."""
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    x_layout = gl.NVMMASharedLayout.get_default_for([block_m, 64], gl.bfloat16)
     return (
-        TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [block_m, 64], x_layout),
-        TensorDescriptor(weight.codes, [weight.codes.numel() // 256, 256], [256, 1], [2 * depth, 256], flat),
-        TensorDescriptor(weight.scale, [weight.scale.numel() // 64, 64], [64, 1], [depth, 64], flat),
+        tile_fields(x, block_m, 64),
+        fields_of(TensorDescriptor(weight.codes, [weight.codes.numel() // 256, 256], [256, 1], [2 * depth, 256], flat)),
+        fields_of(TensorDescriptor(weight.scale, [weight.scale.numel() // 64, 64], [64, 1], [depth, 64], flat)),
     )
+
+
+def tile_fields(matrix: torch.Tensor, rows: int, columns: int) -> Fields:
+    """The fields of a descriptor of a matrix in BF16, of which so many rows and columns are fetched at once."""
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
+    return fields_of(TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout))
+
+
+def fields_of(descriptor: TensorDescriptor) -> Fields:
+    """The fields of a descriptor that has checked them, without its tensor."""
+    return {name: value for name, value in vars(descriptor).items() if name != "base"}
 
 
 def registers(tiles: GluonTiles) -> dict[str, int]:

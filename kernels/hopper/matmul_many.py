@@ -60,6 +60,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hardware import Hardware, current
 from quant.kernels.hopper.decode_codes import (
+    code_pairs,
     codes_descriptor,
     codes_operand,
     load_scales,
@@ -82,9 +83,11 @@ from quant.kernels.hopper.matmul_few import (
     _store,
     _weight_rings,
     descriptors,
+    fields_of,
+    tile_fields,
 )
 from quant.kernels.layout import is_prepacked
-from quant.kernels.tiles import PrefillTiles, deal, prefill_tiles
+from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
 _REGISTERS = gl.constexpr(232)
@@ -646,67 +649,86 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     Returns:
         `[tokens, out]`, BF16.
     """
-    y = x.new_empty(len(x), weight.shape[0])
-    if len(x):
-        count = triton.cdiv(y.shape[1], 128 * tiles.halves) * triton.cdiv(len(x), tiles.block_m)
-        programs = min(tiles.programs, current(x.device.index or 0).sms)
-        _launch(x, weight, bias, y, None, tiles, deal(count, programs, triton.cdiv(x.shape[1], tiles.step)))
-    return y
+    return prepare(x, weight, bias, tiles)(x, weight, bias)
 
 
 def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:
     """As `matmul_grouped.grouped_linear`, for BF16 rows and a prepacked weight `[experts, out, in]`."""
-    y = x.new_empty(len(x), weight.shape[1])
-    if len(x):
-        tiles = grouped_tiles(len(x), len(offsets) - 1, y.shape[1], current(x.device.index or 0))
-        _launch(x, weight, None, y, offsets, tiles, (tiles.programs, 0, 0, 1))
-    return y
+    if not len(x):
+        return x.new_empty(0, weight.shape[1])
+    tiles = grouped_tiles(len(x), len(offsets) - 1, weight.shape[1], current(x.device.index or 0))
+    return prepare(x, weight, None, tiles, offsets)(x, weight, None)
 
 
-def _launch(
+def prepare(
     x: torch.Tensor,
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
-    y: torch.Tensor,
-    offsets: torch.Tensor | None,
     tiles: PrefillTiles,
-    dealt: tuple[int, int, int, int],
-) -> None:
-    (M, K), N = x.shape, y.shape[1]
-    programs, full, cut, parts = dealt
+    offsets: torch.Tensor | None = None,
+) -> Launch:
+    """`linear` for arguments like these, with everything decided that does not depend on their values.
+
+    With `offsets`, int32 `[experts + 1]`, rows are those of experts, and the launch is for these offsets.
+    """
+    (M, K), N = x.shape, weight.shape[-2]
+    if not M:
+        return lambda x, weight, bias: x.new_empty(0, N)
     rows, block_m, depth = 128 * tiles.halves, tiles.block_m, tiles.depth
     tiles_m, tiles_n, steps = triton.cdiv(M, block_m), triton.cdiv(N, rows), triton.cdiv(K, tiles.step)
-    partial = counter = y
-    if cut:
-        partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(x, tiles.groups * cut)
+    if offsets is None:
+        experts, most = 1, min(tiles.programs, current(x.device.index or 0).sms)
+        programs, full, cut, parts = deal(tiles_m * tiles_n, most, steps)
+    else:
+        experts, programs, full, cut, parts = len(offsets) - 1, tiles.programs, 0, 0, 1
     wide = 1 << block_m.bit_length() - 1
     tail = block_m - wide
-    form, block_scale = "words", weight.scale
-    if is_prepacked(weight):
-        x_desc, w_desc, s_desc = descriptors(x, weight, wide, depth)
+    form = "words" if is_prepacked(weight) else weight.format.name
+    if form == "words":
+        x_fields, w_fields, s_fields = descriptors(x, weight, wide, depth)
     else:
-        form, block_scale, x_desc = weight.format.name, stored_scales(weight), _tile_of(x, wide, 64)
-        w_desc = s_desc = codes_descriptor(weight, rows)
-    y_desc = _tile_of(y, wide, 128 // tiles.groups)
-    prefill_kernel[(programs,)](
-        x_desc, _tile_of(x, tail, 64) if tail else x_desc, w_desc, s_desc, y_desc,
-        _tile_of(y, tail, 128 // tiles.groups) if tail else y_desc,
-        y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
-        x if bias is None else bias, y, partial, counter, y if offsets is None else offsets,
-        1 if offsets is None else len(offsets) - 1, M, N, full, cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
-        has_bias=bias is not None, groups=tiles.groups, halves=tiles.halves, tail=tail, stages=tiles.stages,
-        depth=depth,
-        width=0 if offsets is None else triton.next_power_of_2(max(len(offsets) - 1, 32)), split=cut > 0,
-        overlap=tiles.overlap, form=form, unroll=tiles.unroll, ahead=tiles.ahead, early=tiles.early,
-        num_warps=8 // tiles.groups, maxnreg=None if tiles.groups == 2 and tiles.ahead else 168,
-        launch_pdl=tiles.overlap,
-    )  # fmt: skip
+        pairs, scale_type = code_pairs(weight).dtype, stored_scales(weight).dtype
+        x_fields, w_fields = tile_fields(x, wide, 64), fields_of(codes_descriptor(weight, rows))
+        s_fields = w_fields
+    y, across = x.new_empty(M, N), 128 // tiles.groups
+    y_fields = tile_fields(y, wide, across)
+    x_tail, y_tail = (tile_fields(x, tail, 64), tile_fields(y, tail, across)) if tail else (x_fields, y_fields)
+    constants = {
+        "has_bias": bias is not None, "groups": tiles.groups, "halves": tiles.halves, "tail": tail,
+        "stages": tiles.stages, "depth": depth,
+        "width": 0 if offsets is None else triton.next_power_of_2(max(experts, 32)), "split": cut > 0,
+        "overlap": tiles.overlap, "form": form, "unroll": tiles.unroll, "ahead": tiles.ahead, "early": tiles.early,
+        "num_warps": 8 // tiles.groups, "maxnreg": None if tiles.groups == 2 and tiles.ahead else 168,
+        "launch_pdl": tiles.overlap,
+    }  # fmt: skip
+    launch, counters = prefill_kernel[(programs,)], tiles.groups * cut
 
+    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = x.new_empty(M, N)
+        partial = counter = y
+        if cut:
+            partial = torch.empty(cut * parts * rows * block_m, dtype=torch.float32, device=x.device)
+            counter = arrival_counters(x, counters)
+        words, block_scale = weight.codes, weight.scale
+        scales = block_scale
+        if form != "words":
+            words = scales = words.view(pairs)
+            block_scale = block_scale.view(scale_type)
+        sides = []
+        parts_of = (x_fields, x), (x_tail, x), (w_fields, words), (s_fields, scales), (y_fields, y), (y_tail, y)
+        for fields, tensor in parts_of:
+            # Checked when it was prepared; the constructor takes as long as a launch.
+            sides.append(object.__new__(TensorDescriptor))
+            vars(sides[-1]).update(fields, base=tensor)
+        sides[0].strides = sides[1].strides = [x.stride(0), 1]
+        launch(
+            *sides, y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
+            x if bias is None else bias, y, partial, counter, y if offsets is None else offsets, experts, M, N, full,
+            cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64, **constants,
+        )  # fmt: skip
+        return y
 
-def _tile_of(matrix: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], gl.bfloat16)
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)
+    return run
 
 
 def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:

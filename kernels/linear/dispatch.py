@@ -1,7 +1,9 @@
 """Which kernel multiplies by a quantized weight on a GPU, and the checks that come before any launch.
 
-    x ──checks──▶ rounded to the activation format ──▶ choose(format, tokens, shape) ──▶ kernel
-         both sides in a format of the tensor cores ──▶ fp8_gemm.py, matmul_fp8_block.py, matmul_scaled.py
+    check ──▶ layout ──▶ architecture ──▶ launch        all but the last is done once for arguments of the same shapes
+
+    x rounded to the activation format, if any, then a kernel by (format, tokens, shape)
+    both sides in a format of the tensor cores: fp8_gemm.py, matmul_fp8_block.py, matmul_scaled.py
 
 The choice is a look-up: first what `quant tune` measured on this machine, then the table that is shipped for the
 GPU, then the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first one is as fast as the rest
@@ -11,6 +13,9 @@ once its kernel is compiled.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.functional import linear as dense_linear
@@ -18,45 +23,134 @@ from torch.nn.functional import linear as dense_linear
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize, round_activation
 from quant.kernels import hardware, tiles
-from quant.kernels.layout import as_computed, is_prepacked, restore
-from quant.kernels.linear import tables
+from quant.kernels.layout import as_computed, is_prepacked
+from quant.kernels.linear import fp8_gemm, oracle, tables
 
 _FLOATS = (torch.float16, torch.bfloat16)
+# Absent where PyTorch is built without CUDA. The public name is several calls of Python deep, at every call.
+_current_device = getattr(torch._C, "_cuda_getDevice", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How arguments of certain shapes, dtypes and strides are multiplied.
+
+    Attributes:
+        format: that the codes are read in.
+        shape: of the weight, `[out, in]`.
+        launch: the kernel for 16-bit rows; None where `product` does it all.
+        rounds: format that x is rounded to before the launch.
+        plain: the launch for a weight of which `takes` is False.
+        takes: whether `launch` takes the codes of a weight, where that depends on them; None where it does not.
+        product: of (x `[tokens, in]`, weight, bias, input scale, activation), in place of a launch.
+        oracle: whether only the oracle can do it: FP32, or no Triton here.
+    """
+
+    format: Format
+    shape: tuple[int, int]
+    launch: tiles.Launch | None = None
+    rounds: Format | None = None
+    plain: tiles.Launch | None = None
+    takes: Callable[[BlockScaledTensor], bool] | None = None
+    product: Callable[..., torch.Tensor] | None = None
+    oracle: bool = False
+
+
+_ways: dict[Any, Way] = {}
+_MOST_WAYS = 1 << 15
 
 
 def linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+) -> torch.Tensor:
+    """The op `quant::linear` (`kernels/linear/ops.py`) on a GPU; the weight is in either layout.
+
+    Raises:
+        ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
+    """
+    index, columns = x.get_device(), x.shape[-1]
+    if index >= 0 and index != _current_device():  # type: ignore[misc]
+        with torch.cuda.device(index):
+            return linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
+    # In two dimensions, with rows contiguous, and 16-byte aligned where their length allows it.
+    rows = x if x.dim() == 2 else x.reshape(-1, columns)
+    if rows.stride(1) != 1 or rows.stride(0) < columns or (rows.data_ptr() | rows.stride(0) * rows.itemsize) % 16:
+        rows = _rows(rows)
+    key = (
+        weight_format, activation, x.dtype, rows.shape, x.device, codes.dtype, codes.shape, codes.device,
+        codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device, scale.is_contiguous(),
+        None if global_scale is None else (global_scale.shape, global_scale.device),
+        None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()), tables.edition,
+    )  # fmt: skip
+    way = _ways.get(key)
+    if way is None:
+        way = _decide(rows, codes, scale, global_scale, bias, weight_format, activation)
+        if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if len(_ways) >= _MOST_WAYS:
+                _ways.clear()
+            _ways[key] = way
+    if way.oracle:
+        return oracle.linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
+    weight = BlockScaledTensor(codes, scale, way.format, way.shape, global_scale)
+    if way.product is not None:
+        y = way.product(rows, weight, bias, input_scale, activation)
+    else:
+        if way.rounds is not None:
+            rows = _round(rows, way.rounds, input_scale)
+        launch = way.launch
+        if way.takes is not None and not way.takes(weight):
+            launch = way.plain
+        y = launch(rows, weight, bias)  # type: ignore[misc]
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], way.shape[0])
+
+
+def _decide(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+) -> Way:
+    """The way for arguments like these."""
+    shape, tokens = (codes.shape[0], x.shape[1]), len(x)
+    weight = as_computed(BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale))
+    check(x, weight, bias)
+    gpu = hardware.current(x.device.index or 0)
+    if x.is_cuda and gpu.has_fp8 and fp8_gemm.takes(weight.format, activation, shape, x.dtype):
+        return Way(weight.format, shape, product=_fp8_linear)
+    if x.dtype not in _FLOATS or not hardware.has_triton():
+        return Way(weight.format, shape, oracle=True)
+    if takes_prefill(weight, activation, tokens, x.dtype) and gpu.has_wgmma:
+        return Way(weight.format, shape, product=prefill_linear)
+    if activation and _is_native(weight, activation, tokens, x.device):
+        return Way(weight.format, shape, product=_native_linear)
+    rounds = FORMATS[activation] if activation else None
+    choice = _best(weight, x)
+    launch = prepare(x, weight, bias, choice)
+    if not _is_stored(choice, weight):
+        return Way(weight.format, shape, launch, rounds)
+    from quant.kernels.hopper.decode_codes import numbers_only
+
+    return Way(weight.format, shape, launch, rounds, prepare(x, weight, bias, _without_tma(weight, x)), numbers_only)
+
+
+def _fp8_linear(
     x: torch.Tensor,
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
     activation: str,
-) -> torch.Tensor | None:
-    """`x @ weight.T + bias` on a GPU, or None where only the oracle can do it (FP32, or no Triton here).
-
-    Args:
-        x: `[..., in]`.
-        weight: `[out, in]`, in the layout of a checkpoint or prepacked.
-        bias: `[out]`, or None.
-        input_scale: static scale of the activation format, or None.
-        activation: name of the format that x is rounded to first, or "".
-
-    Raises:
-        ValueError: an argument is on another device, strided, or of a wrong dtype or shape; nothing was launched.
-    """
-    weight = as_computed(weight)
-    check(x, weight, bias)
-    if x.dtype not in _FLOATS or not hardware.has_triton():
-        return None
-    tokens = x.numel() // x.shape[-1]
-    if takes_prefill(weight, activation, tokens, x.dtype) and hardware.current(x.device.index or 0).has_wgmma:
-        rows = _rows(x)
-        return prefill_linear(rows, weight, bias, input_scale, activation).view(*x.shape[:-1], weight.shape[0])
-    if activation and _is_native(weight, activation, tokens, x.device):
-        return _native_linear(x, weight, bias, input_scale).view(*x.shape[:-1], weight.shape[0])
-    if activation:
-        x = _round(x, FORMATS[activation], input_scale)
-    rows = _rows(x)
-    return run(rows, weight, bias, choose(weight, rows)).view(*x.shape[:-1], weight.shape[0])
+) -> torch.Tensor:
+    return fp8_gemm.fp8_linear_fused(x, weight.codes, weight.scale, bias, input_scale, activation)
 
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
@@ -92,55 +186,83 @@ def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None)
 
 
 def choose(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
-    """How to multiply x `[tokens, in]`, as `_rows` gives it, by `weight`."""
-    prepacked = is_prepacked(weight)
-    if prepacked and x.dtype is not torch.bfloat16:
-        return tiles.DENSE
-    gpu = hardware.current(x.device.index or 0)
-    shape = (weight.shape[0], weight.shape[1])
-    found = tables.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
-    choice = found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
-    if isinstance(choice, tiles.PrefillTiles) and not prepacked and not _takes_stored(weight, x):
-        return tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked, stored=False)
+    """How to multiply x `[tokens, in]`, in 16 bit with aligned rows, by `weight`."""
+    choice = _best(weight, x)
+    if _is_stored(choice, weight):
+        from quant.kernels.hopper.decode_codes import numbers_only
+
+        return choice if numbers_only(weight) else _without_tma(weight, x)
     return choice
 
 
-def _takes_stored(weight: BlockScaledTensor, x: torch.Tensor) -> bool:
-    """Whether Hopper's kernel multiplies by codes in the order of a checkpoint: BF16, aligned, and numbers only."""
-    from quant.kernels.hopper.decode_codes import numbers_only
+def _best(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+    """`choose`, for a weight whose codes are all numbers."""
+    prepacked = is_prepacked(weight)
+    if prepacked and x.dtype is not torch.bfloat16:
+        return tiles.DENSE
+    gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
+    found = tables.look_up(gpu, weight.format, x.shape[0], shape, prepacked)
+    choice = found or tiles.guess(weight.format, x.shape[0], shape, gpu, prepacked)
+    aligned = x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0
+    if _is_stored(choice, weight) and not aligned:
+        return _without_tma(weight, x)
+    return choice
 
-    return x.dtype is torch.bfloat16 and weight.codes.data_ptr() % 16 == 0 and numbers_only(weight)
+
+def _without_tma(weight: BlockScaledTensor, x: torch.Tensor) -> tiles.Choice:
+    """`choose`, for codes of a checkpoint that Hopper's kernel for many tokens does not take."""
+    gpu, shape = hardware.current(x.device.index or 0), (weight.shape[0], weight.shape[1])
+    return tiles.guess(weight.format, x.shape[0], shape, gpu, False, stored=False)
+
+
+def _is_stored(choice: tiles.Choice, weight: BlockScaledTensor) -> bool:
+    """Whether Hopper's kernel for many tokens reads codes in the order of a checkpoint."""
+    return isinstance(choice, tiles.PrefillTiles) and not is_prepacked(weight)
 
 
 def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice) -> torch.Tensor:
     """`x @ weight.T + bias` by `choice`; x `[tokens, in]`, FP16 or BF16, rows contiguous and aligned."""
+    return prepare(x, weight, bias, choice)(x, weight, bias)
+
+
+def prepare(
+    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, choice: tiles.Choice
+) -> tiles.Launch:
+    """`run` for arguments like these, with everything decided that does not depend on their values."""
     if isinstance(choice, tiles.Tiles):
         from quant.kernels.portable import matmul
 
-        return matmul.linear(x, weight, bias, choice)
+        return matmul.prepare(x, weight, bias, choice)
     if isinstance(choice, tiles.GluonTiles):
         from quant.kernels.hopper import matmul_few
 
-        return matmul_few.linear(x, weight, bias, choice)
+        return matmul_few.prepare(x, weight, bias, choice)
     if isinstance(choice, tiles.PrefillTiles):
         from quant.kernels.hopper import matmul_many
 
-        return matmul_many.linear(x, weight, bias, choice)
+        return matmul_many.prepare(x, weight, bias, choice)
+    return _by_library
+
+
+def _by_library(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
     return dense_linear(x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
-def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
-    """`[out, in]` of `weight`, on a GPU, in `dtype`."""
-    from quant.kernels.portable import matmul
+def can_dequantize(dtype: torch.dtype) -> bool:
+    """Whether `dequantize` gives this dtype here."""
+    return dtype in (*_FLOATS, torch.float32) and hardware.has_triton()
 
+
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, in]` of `weight`, on a GPU, in `dtype`: FP16, BF16 or FP32."""
     weight = as_computed(weight)
-    if not is_prepacked(weight):
-        return matmul.dequantize(weight, dtype)
-    if dtype is torch.bfloat16:
+    if is_prepacked(weight):
         from quant.kernels.hopper import decode_nvfp4
 
-        return decode_nvfp4.dequantize(weight)
-    return matmul.dequantize(restore(weight), dtype)
+        return decode_nvfp4.dequantize(weight, dtype)
+    from quant.kernels.portable import matmul
+
+    return matmul.dequantize(weight, dtype)
 
 
 def takes_prefill(weight: BlockScaledTensor, activation: str, tokens: int, dtype: torch.dtype) -> bool:
@@ -206,7 +328,7 @@ def _multiplies_right(format: str, activation: str, index: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
     weight = quantize(w, FORMATS[format])
-    y = _native_linear(x.bfloat16(), weight, None, None)
+    y = _native_linear(x.bfloat16(), weight, None, None, activation)
     rounded = fake_quantize(x.bfloat16().float(), FORMATS[activation])
     exact = rounded.double() @ weight.dequantize(torch.float64).T
     error = float((y.double() - exact).norm() / exact.norm())
@@ -221,7 +343,11 @@ def _multiplies_right(format: str, activation: str, index: int) -> bool:
 
 
 def _native_linear(
-    x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    x: torch.Tensor,
+    weight: BlockScaledTensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    activation: str,
 ) -> torch.Tensor:
     """`[tokens, out]`: x to codes, then codes by codes."""
     from quant.kernels.portable import casts, matmul_fp8_block, matmul_scaled

@@ -4,7 +4,8 @@
 
 An embedding of 128256 × 4096 is 1 GiB in BF16, of which a step reads a few rows: quantizing it saves memory, not
 time, and every error goes through the whole model. So recipes keep it in 16 bit, and a rule that names it opts in.
-Other runtimes may not read such a checkpoint; ours does. The output head is a linear, and has the kernels of one.
+There is no gradient: ids have none, and codes and scales want none. Other runtimes may not read such a checkpoint;
+ours does. The output head is a linear, and has the kernels of one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear.modules import _QuantModule
+from quant.kernels.linear.ops import register
 
 EMBEDDING = "quant::embedding"
 
@@ -55,6 +57,7 @@ class QuantEmbedding(_QuantModule):
     """
 
     _dtype: torch.Tensor
+    has_kernel_layout = False  # a look-up reads rows, which a checkpoint stores one after the other
 
     def __init__(self, weight: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(weight)
@@ -102,7 +105,8 @@ def _embedding(
     if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
         from quant.kernels.portable.embedding import look_up
 
-        return look_up(ids, weight, dtype)
+        with torch.cuda.device_of(ids):
+            return look_up(ids, weight, dtype)
     return _rows(ids, weight, dtype)
 
 
@@ -118,10 +122,10 @@ def _fake(
     return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
 
 
-torch.library.define(
+register(
     EMBEDDING,
     "(Tensor ids, Tensor codes, Tensor scale, Tensor? global_scale, str weight_format, int columns, "
     "ScalarType dtype) -> Tensor",
+    _fake,
+    default=_embedding,
 )
-torch.library.impl(EMBEDDING, "default", _embedding)
-torch.library.register_fake(EMBEDDING, _fake)

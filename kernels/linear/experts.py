@@ -8,6 +8,7 @@
 
 Where each expert's rows begin stays on the GPU, so nothing waits for the router and a decoding step can be captured
 in a graph. On a GPU the kernels of `matmul_grouped.py` run the op, on a CPU each expert runs through the oracle.
+Gradients are those of `quant::linear`, expert by expert; the backward pass waits for the offsets.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import current, has_triton
 from quant.kernels.layout import is_prepacked, restore
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.ops import below_autograd, input_gradient, quantized_linear, register
 
 GROUPED_LINEAR = "quant::grouped_linear"
 
@@ -111,7 +113,8 @@ def _grouped(
     given = FORMATS[activation] if activation else None
     in_16_bit = x.dtype in (torch.float16, torch.bfloat16)
     if x.is_cuda and in_16_bit and has_triton() and _rows_stand_alone(given, input_scale):
-        return _on_gpu(x, weight, offsets, input_scale, given)
+        with torch.cuda.device_of(x):
+            return _on_gpu(x, weight, offsets, input_scale, given)
     y = x.new_zeros(len(x), codes.shape[1])
     bounds = offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(bounds)):
@@ -156,14 +159,67 @@ def _on_gpu(
     return matmul_grouped.grouped_linear(dispatch._round(x, activation, input_scale), weight, offsets)
 
 
+def _gradient(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    offsets: torch.Tensor,
+    weight_format: str,
+    columns: int,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (*codes.shape[:2], columns), global_scale)
+    x = gradient.new_zeros(len(gradient), columns)
+    with torch.cuda.device_of(gradient):
+        for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+            if stop > start:
+                x[start:stop] = input_gradient(gradient[start:stop], weight.matrix(expert))
+    return x
+
+
+class _Grouped(torch.autograd.Function):
+    """`quant::grouped_linear` where the input needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        x, codes, scale, global_scale, _, offsets, ctx.weight_format, _ = args
+        ctx.columns = x.shape[1]
+        ctx.save_for_backward(codes, scale, global_scale, offsets)
+        return below_autograd(torch.ops.quant.grouped_linear.default, keyset, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x = torch.ops.quant.grouped_linear_input_gradient(gradient, *ctx.saved_tensors, ctx.weight_format, ctx.columns)
+        return None, x, *(None,) * 7
+
+
+def _with_gradients(keyset: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Grouped.apply(keyset, x, *rest)  # type: ignore[no-any-return]
+    return below_autograd(torch.ops.quant.grouped_linear.default, keyset, x, *rest)
+
+
 def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(x.shape[0], codes.shape[1])
 
 
-torch.library.define(
+def _fake_gradient(gradient: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return gradient.new_empty(gradient.shape[0], rest[-1])
+
+
+register(
     GROUPED_LINEAR,
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? input_scale, Tensor offsets, "
     "str weight_format, str activation) -> Tensor",
+    _fake,
+    autograd=_with_gradients,
+    default=_grouped,
 )
-torch.library.impl(GROUPED_LINEAR, "default", _grouped)
-torch.library.register_fake(GROUPED_LINEAR, _fake)
+register(
+    f"{GROUPED_LINEAR}_input_gradient",
+    "(Tensor gradient, Tensor codes, Tensor scale, Tensor? global_scale, Tensor offsets, str weight_format, "
+    "int columns) -> Tensor",
+    _fake_gradient,
+    default=_gradient,
+)

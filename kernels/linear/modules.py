@@ -8,11 +8,16 @@ Some solvers leave work for run time, which a linear does to its input x in this
 Both hold packed codes and scales as buffers and nothing else of the weight. `model.float()`, `.half()` and
 `.to(dtype)` cast a module's floating-point tensors, and FP8 counts as floating point, so both override `_apply`:
 codes and scales follow the module to a device and never change their dtype.
+
+On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/layout.py`): when the module arrives there by
+`.to` or `.cuda`, and else at its first forward, for tools such as accelerate put tensors on a device one by one. That
+layout is for inputs in BF16; a module that sees others returns to the layout of a checkpoint. `state_dict` has the
+checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +27,10 @@ from torch import nn
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
-from quant.kernels.layout import is_prepacked, prepack, restore, why_not
+from quant.kernels.layout import WIDENED, is_prepacked, is_wanted, prepack, restore, why_not
 from quant.kernels.linear import experts
 from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.oracle import as_stored
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
 
@@ -91,6 +97,7 @@ class _QuantModule(nn.Module):
     scale: torch.Tensor
     global_scale: torch.Tensor | None
     input_scale: torch.Tensor | None
+    has_kernel_layout = True
 
     def __init__(
         self,
@@ -108,6 +115,9 @@ class _QuantModule(nn.Module):
         # Those that are None come last: torch.export counts a module's buffers with them and names without.
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
+        # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
+        self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
+        self._stays_stored = False
 
     @property
     def stored_weight(self) -> BlockScaledTensor:
@@ -124,17 +134,75 @@ class _QuantModule(nn.Module):
         """The weight's values, `[..., out, in]`."""
         return self.quantized_weight.dequantize(dtype)
 
+    def arrange(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Puts the weight in the layout that is fastest for inputs of `dtype` where it is now.
+
+        Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
+        nor where accelerate copies it from the CPU anew for each forward.
+        """
+        codes = self.codes
+        if type(codes) is not torch.Tensor or codes.is_meta or torch.compiler.is_compiling():
+            return
+        if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+            weight = self.stored_weight
+            wanted = self.has_kernel_layout and is_wanted(codes.device)
+            wanted &= dtype is torch.bfloat16 or weight.format.name in WIDENED
+            if is_prepacked(weight) and not wanted:
+                self._store(restore(weight))
+                # A model that sees several dtypes does not change back and forth.
+                self._stays_stored = is_wanted(codes.device)
+            elif wanted and not (is_prepacked(weight) or self._stays_stored or _is_offloaded(self) or why_not(weight)):
+                self._store(prepack(weight))
+        self._arranged = (self.codes.device, self.codes.dtype, dtype)
+
+    def _store(self, weight: BlockScaledTensor) -> None:
+        self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _QuantModule:
         before = {name: getattr(self, name) for name in _EXACT}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             if buffer is not None and getattr(self, name).dtype != buffer.dtype:
                 setattr(self, name, buffer.to(getattr(self, name).device))
+        if before["codes"].device != self.codes.device:
+            self._stays_stored = False
+            self.arrange()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if is_prepacked(self.stored_weight):
+            weight = self.quantized_weight
+            destination[f"{prefix}codes"], destination[f"{prefix}scale"] = weight.codes, weight.scale
+            if weight.global_scale is None:
+                destination.pop(f"{prefix}global_scale", None)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        held = self.stored_weight
+        if is_prepacked(held):
+            self._store(restore(held))
+        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        self._arranged = None
+        if is_prepacked(held):
+            self.arrange()
+            now = self.stored_weight
+            if now.codes.shape == held.codes.shape and now.codes.device == held.codes.device:
+                # Into the same memory: captured graphs read it.
+                held.codes.copy_(now.codes)
+                held.scale.copy_(now.scale)
+                if held.global_scale is not None and now.global_scale is not None:
+                    held.global_scale.copy_(now.global_scale)
+                self._store(held)
 
     def extra_repr(self) -> str:
         activation = self.activation_format or "16 bit"
         return f"{list(self.weight_shape)}, weight={self.weight_format}, activation={activation}"
+
+
+def _is_offloaded(module: nn.Module) -> bool:
+    """Whether a hook of accelerate brings the weight to the device for each forward, and takes it away again."""
+    hook = getattr(module, "_hf_hook", None)
+    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
 
 
 class QuantLinear(_QuantModule):
@@ -170,7 +238,7 @@ class QuantLinear(_QuantModule):
         down, up = lowrank or (None, None)
         super().__init__(weight, activation, input_scale, pre_scale=pre_scale, lowrank_down=down, lowrank_up=up)
         self.out_features, self.in_features = weight.shape
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.hadamard = hadamard
 
     @property
@@ -183,10 +251,30 @@ class QuantLinear(_QuantModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, in the dtype of `x`."""
-        parts = self.parts
-        x = parts.input(x)
-        y = quantized_linear(x, self.stored_weight, self.bias, self.input_scale, self.activation_format)
-        branch = parts.branch(x)
+        # Every attribute that a module finds by `__getattr__` is one more call of Python before the launch.
+        buffers = self._buffers
+        codes = buffers["codes"]
+        assert codes is not None
+        if (codes.device, codes.dtype, x.dtype) != self._arranged:
+            self.arrange(x.dtype)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"input {list(x.shape)} does not fit a weight of {list(self.weight_shape)} [out, in]")
+        parts = None
+        if self.hadamard or buffers["pre_scale"] is not None or buffers["lowrank_down"] is not None:
+            parts = self.parts
+            x = parts.input(x)
+        activation = self.activation_format
+        y: torch.Tensor = torch.ops.quant.linear.default(
+            x,
+            buffers["codes"],
+            buffers["scale"],
+            buffers["global_scale"],
+            self._parameters["bias"],
+            buffers["input_scale"],
+            self.weight_format.name,
+            "" if activation is None else activation.name,
+        )
+        branch = None if parts is None else parts.branch(x)
         return y if branch is None else y + branch
 
     def extra_repr(self) -> str:
@@ -224,18 +312,24 @@ class QuantExperts(_QuantModule):
         super().__init__(weight, activation, input_scale)
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 
+    def _settle(self, x: torch.Tensor) -> None:
+        if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:
+            self.arrange(x.dtype)
+
     def __getitem__(self, index: int | torch.Tensor) -> torch.Tensor:
         """Dequantized `[out, in]` of one expert, or `[n, out, in]` for a vector of expert indices."""
         if isinstance(index, torch.Tensor) and index.dim():
             return torch.stack([self[int(i)] for i in index])
-        return self.quantized_weight.matrix(int(index)).dequantize(self.dtype)
+        return as_stored(self.stored_weight.matrix(int(index))).dequantize(self.dtype)
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        self._settle(x)
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
+        self._settle(x)
         return experts.grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
 
 
@@ -289,43 +383,3 @@ def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert:
         return projection(x, expert)  # type: ignore[no-any-return]
     assert isinstance(projection, torch.Tensor)
     return nn.functional.linear(x, projection[expert])
-
-
-def prepack_model(model: nn.Module) -> dict[str, str]:
-    """Prepacks what is quantized in `model` and has a kernel layout, in place; `state_dict` is as before.
-
-    Returns:
-        Why not, by the name of each linear or stack of experts that keeps the layout of a checkpoint.
-    """
-    skipped = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, QuantLinear | QuantExperts) or is_prepacked(module.stored_weight):
-            continue
-        reason = why_not(module.stored_weight)
-        if reason:
-            skipped[name] = reason
-            continue
-        _replace(module, prepack(module.stored_weight))
-        module.register_state_dict_post_hook(_save_restored)
-    return skipped
-
-
-def restore_model(model: nn.Module) -> None:
-    """Undoes `prepack_model`."""
-    for module in model.modules():
-        if isinstance(module, QuantLinear | QuantExperts) and is_prepacked(module.stored_weight):
-            _replace(module, restore(module.stored_weight))
-
-
-def _replace(module: QuantLinear | QuantExperts, weight: BlockScaledTensor) -> None:
-    module.codes, module.scale, module.global_scale = weight.codes, weight.scale, weight.global_scale
-
-
-def _save_restored(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: Any) -> None:
-    assert isinstance(module, QuantLinear | QuantExperts)
-    weight = module.stored_weight
-    if is_prepacked(weight):
-        weight = restore(weight)
-        state_dict[f"{prefix}codes"], state_dict[f"{prefix}scale"] = weight.codes, weight.scale
-        if weight.global_scale is None:
-            state_dict.pop(f"{prefix}global_scale", None)

@@ -4,37 +4,27 @@
 
 The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT all see the same
 node, and each has its own translation of it. `quant::grouped_linear` (experts.py) and `quant::embedding`
-(embedding.py) are its siblings. On a GPU, `kernels/linear/dispatch.py` picks a kernel. The body below is
-the oracle: it rounds the input to the activation format, dequantizes the weight exactly and calls a plain matmul. It
-runs anywhere.
+(embedding.py) are its siblings. On a GPU its body is `kernels/linear/dispatch.py`, which picks a kernel; anywhere else
+it is `kernels/linear/oracle.py`.
 
-On a CPU, dequantizing costs more than a one-token matmul, so the oracle keeps dequantized weights while they fit in
-2 GiB (`set_weight_cache`, or in bytes the environment variable `BLOCKSCALE_CPU_CACHE`); a weight beyond that is
-dequantized in slices of rows at every call. First come, first kept: a decoder uses its layers in turn, and turning the
-cache over would then miss every time.
+Gradients go straight through the rounding of the input, dX = dY · W with W dequantized, and to the bias; codes and
+scales have none. The input is not kept for the backward pass.
 """
 
 from __future__ import annotations
 
-import math
-import os
-import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch.nn.functional import linear
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.attention.forward import has_fp8_tensor_cores
-from quant.kernels.layout import is_prepacked, restore
-from quant.kernels.linear import dispatch
-from quant.kernels.linear.fp8_gemm import fp8_linear_fused, takes
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear import dispatch, oracle
+from quant.kernels.linear.oracle import row_slices
 
 LINEAR = "quant::linear"
-_SLICE_ELEMENTS = 1 << 23
+_GRADIENT = "quant::linear_input_gradient"
 
 
 def quantized_linear(
@@ -73,128 +63,115 @@ def quantized_linear(
     )
 
 
-def set_weight_cache(nbytes: int) -> None:
-    """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
-
-    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: memory
-    is then that of the codes, and each call dequantizes again.
-
-    Raises:
-        ValueError: `nbytes` is negative.
-    """
-    if nbytes < 0:
-        raise ValueError(f"weight cache of {nbytes} bytes; expected 0, which keeps none, or more")
-    _cache.clear()
-    _cache.budget = nbytes
+def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+    """`[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
+    if weight.codes.is_cuda and dispatch.can_dequantize(dtype):
+        return dispatch.dequantize(weight, dtype)
+    return oracle.as_stored(weight).dequantize(dtype)
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """A dequantized weight and what it was made of: the scales, and how often each tensor was written to."""
-
-    dense: torch.Tensor
-    versions: tuple[int, ...]
-    scales: tuple[weakref.ref[torch.Tensor], ...]
-
-    def is_of(self, codes: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-        """Whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
-        return (
-            self.dense.dtype is dtype
-            and self.versions == _versions(codes, scales)
-            and len(self.scales) == len(scales)
-            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
-        )
+def input_gradient(gradient: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
+    """dY · W, `[..., in]`; a large weight is dequantized in slices of rows, whose products are added in float32."""
+    rows = gradient.reshape(-1, weight.shape[0])
+    pieces = list(row_slices(weight))
+    if len(pieces) == 1:
+        return (rows @ dense(weight, rows.dtype)).view(*gradient.shape[:-1], weight.shape[1])
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = torch.zeros(len(rows), weight.shape[1], dtype=wide, device=rows.device)
+    for part, piece in pieces:
+        total += rows[:, part] @ dense(piece, rows.dtype)
+    return total.to(gradient.dtype).view(*gradient.shape[:-1], weight.shape[1])
 
 
-def _versions(codes: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return codes._version, *(scale._version for scale in scales)
+def _gradient(
+    gradient: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    weight_format: str,
+    columns: int,
+) -> torch.Tensor:
+    weight = BlockScaledTensor(codes, scale, FORMATS[weight_format], (codes.shape[0], columns), global_scale)
+    with torch.cuda.device_of(gradient):
+        return input_gradient(gradient, weight)
 
 
-class _Cache:
-    """Dequantized weights by identity of their codes, freed with them."""
+class _Linear(torch.autograd.Function):
+    """`quant::linear` where the input or the bias needs a gradient."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.entries = WeakIdKeyDictionary()
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        x, codes, scale, global_scale, bias, _, ctx.weight_format, _ = args
+        ctx.columns, ctx.bias_dtype = x.shape[-1], None if bias is None else bias.dtype
+        ctx.save_for_backward(codes, scale, global_scale)
+        return below_autograd(torch.ops.quant.linear.default, keyset, *args)
 
-    def clear(self) -> None:
-        self.entries = WeakIdKeyDictionary()
-
-    def get(self, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weight in `dtype`, or None where it does not fit."""
-        codes = weight.codes
-        scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
-        if codes.device.type != "cpu" or codes._base is not None or any(t.is_inference() for t in (codes, *scales)):
-            return None
-        entry = self.entries.get(codes)
-        if entry is None or not entry.is_of(codes, scales, dtype):
-            self.entries.pop(codes, None)
-            held = sum(entry.dense.nbytes for entry in self.entries.values())
-            if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
-                return None
-            refs = tuple(weakref.ref(scale) for scale in scales)
-            entry = _Entry(weight.dequantize(dtype), _versions(codes, scales), refs)
-            self.entries[codes] = entry
-        return entry.dense  # type: ignore[no-any-return]
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, for_x, _, _, _, for_bias, *_ = ctx.needs_input_grad
+        x = bias = None
+        if for_x:
+            x = torch.ops.quant.linear_input_gradient(gradient, *ctx.saved_tensors, ctx.weight_format, ctx.columns)
+        if for_bias:
+            bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
+        return None, x, None, None, None, bias, None, None, None
 
 
-def _budget(text: str | None) -> int:
-    """What the environment variable says, in bytes."""
-    if text is None:
-        return 2 << 30
-    if not text.isdecimal():
-        raise ValueError(f"BLOCKSCALE_CPU_CACHE={text!r}: expected a number of bytes; 0 keeps no dequantized weights")
-    return int(text)
+def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
+    """The op as it is for tensors that need no gradient."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 
 
-_cache = _Cache(_budget(os.environ.get("BLOCKSCALE_CPU_CACHE")))
-
-
-def _linear(
+def _with_gradients(
+    keyset: Any,
     x: torch.Tensor,
     codes: torch.Tensor,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    weight_format: str,
-    activation: str,
+    *rest: Any,
 ) -> torch.Tensor:
-    format = FORMATS[weight_format]
-    weight = BlockScaledTensor(codes, scale, format, (codes.shape[0], x.shape[-1]), global_scale)
-    if x.is_cuda and takes(format, activation, weight.shape, x.dtype) and has_fp8_tensor_cores(x.device):
-        return fp8_linear_fused(x, codes, scale, bias, input_scale, activation)
-    if x.is_cuda:
-        y = dispatch.linear(x, weight, bias, input_scale, activation)
-        if y is not None:
-            return y
-    if is_prepacked(weight):
-        weight = restore(weight)
-        codes, scale = weight.codes, weight.scale
-    if activation:
-        x = round_activation(x, FORMATS[activation], input_scale)
-    dense = _cache.get(weight, x.dtype)
-    if dense is not None:
-        return linear(x, dense, bias)
-    out = x.new_empty(*x.shape[:-1], codes.shape[0])
-    block_rows = format.block_shape(weight.shape)[0]
-    rows = max(_SLICE_ELEMENTS // x.shape[-1] // block_rows, 1) * block_rows
-    for start in range(0, codes.shape[0], rows):
-        stop = min(start + rows, codes.shape[0])
-        part = scale if format.per_tensor else scale[start // block_rows : -(-stop // block_rows)]
-        piece = replace(weight, codes=codes[start:stop], scale=part, shape=(stop - start, x.shape[-1]))
-        out[..., start:stop] = linear(x, piece.dequantize(x.dtype), None if bias is None else bias[start:stop])
-    return out
+    # `torch.library.register_autograd` does the same, in five calls of Python where this is one.
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Linear.apply(keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _REDISPATCH(keyset & torch._C._after_autograd_keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return]
 
 
 def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], codes.shape[0])
 
 
-torch.library.define(
+def _fake_gradient(gradient: torch.Tensor, codes: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return gradient.new_empty(*gradient.shape[:-1], rest[-1])
+
+
+def register(name: str, schema: str, fake: Any, *, autograd: Any = None, **bodies: Any) -> None:
+    """Defines an op with a body by device ("default" is any other), and what it does where gradients are wanted."""
+    torch.library.define(name, schema)
+    for device, body in bodies.items():
+        torch.library.impl(name, device, body)
+    torch.library.register_fake(name, fake)
+    if autograd is not None:
+        _LIBRARY.impl(name.removeprefix("quant::"), autograd, "Autograd", with_keyset=True)
+
+
+_LIBRARY = torch.library.Library("quant", "FRAGMENT")
+register(
     LINEAR,
     "(Tensor x, Tensor codes, Tensor scale, Tensor? global_scale, Tensor? bias, Tensor? input_scale, "
     "str weight_format, str activation) -> Tensor",
+    _fake,
+    autograd=_with_gradients,
+    default=oracle.linear,
+    cuda=dispatch.linear,
 )
-torch.library.impl(LINEAR, "default", _linear)
-torch.library.register_fake(LINEAR, _fake)
+register(
+    _GRADIENT,
+    "(Tensor gradient, Tensor codes, Tensor scale, Tensor? global_scale, str weight_format, int columns) -> Tensor",
+    _fake_gradient,
+    default=_gradient,
+)
+_REDISPATCH = torch.ops.quant.linear.default._handle.redispatch_boxed

@@ -22,6 +22,8 @@ from quant.kernels.hardware import Hardware
 # Up to so many tokens the time is that of reading the weight, and a launch for more serves fewer. Beyond, and up to
 # `tiles.FEW`, each power of two has its own tile.
 _SAME = 16
+edition = 0
+"""Counts the changes of this machine's tables in this process: a choice from an earlier one is out of date."""
 _SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
 
 
@@ -102,6 +104,8 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
     partial.write_text(json.dumps({"gpu": gpu.name, "entries": known}, indent=1, sort_keys=True) + "\n")
     partial.replace(path)
     _table.cache_clear()
+    global edition
+    edition += 1
     return path
 
 

@@ -29,7 +29,7 @@ import triton.language as tl
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
-from quant.kernels.tiles import Tiles
+from quant.kernels.tiles import Launch, Tiles
 
 
 @triton.jit
@@ -240,24 +240,37 @@ def linear(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None
     Returns:
         `[tokens, out]`, dtype of `x`.
     """
-    M, K = x.shape
-    N = weight.shape[0]
-    y = x.new_empty(M, N)
-    if not y.numel():
+    return prepare(x, weight, bias, tiles)(x, weight, bias)
+
+
+def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, tiles: Tiles) -> Launch:
+    """`linear` for arguments like these, with everything decided that does not depend on their values."""
+    (M, K), N, form = x.shape, weight.shape[0], weight.format
+    if not M * N:
+        return lambda x, weight, bias: x.new_empty(M, N)
+    tiles_n, tiles_m, splits = triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m), tiles.splits
+    codes_stride, scale_stride, codes_width = weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1]
+    constants = {
+        **layout(form), "has_global": weight.global_scale is not None, "has_bias": bias is not None,
+        "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
+        "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
+    }  # fmt: skip
+    launch = linear_kernel[tiles_n, tiles_m, splits]
+
+    def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+        y = x.new_empty(M, N)
+        partial = counter = y
+        if splits > 1:
+            partial = torch.empty(splits, M, N, dtype=torch.float32, device=x.device)
+            counter = arrival_counters(x, tiles_n * tiles_m)
+        launch(
+            x, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale,
+            x if bias is None else bias, y, partial, counter, M, N, K, x.stride(0), codes_stride, scale_stride,
+            codes_width, splits, **constants,
+        )  # fmt: skip
         return y
-    grid = (triton.cdiv(N, tiles.block_n), triton.cdiv(M, tiles.block_m), tiles.splits)
-    partial = counter = y
-    if tiles.splits > 1:
-        partial = torch.empty(tiles.splits, M, N, dtype=torch.float32, device=x.device)
-        counter = arrival_counters(x, grid[0] * grid[1])
-    linear_kernel[grid](
-        x, weight.codes, weight.scale, _or(weight.global_scale, weight.scale), _or(bias, x), y, partial, counter,
-        M, N, K, x.stride(0), weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
-        tiles.splits, **layout(weight.format), has_global=weight.global_scale is not None, has_bias=bias is not None,
-        split=tiles.splits > 1, swap=tiles.swap, block_m=tiles.block_m, block_n=tiles.block_n, block_k=tiles.block_k,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
-    return y
+
+    return run
 
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -39,7 +39,9 @@ def is_checkpoint(path: str | Path) -> bool:
     return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
-def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
+def load(
+    directory: str | Path, model: nn.Module | None = None, *, device: torch.device | str | None = None
+) -> nn.Module:
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
@@ -47,6 +49,8 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     Args:
         directory: the checkpoint.
         model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+        device: where the model goes, such as "cuda"; None leaves it on the CPU. On a Hopper GPU weights take the
+            layout of its kernels, there as after `.to("cuda")`; `state_dict` has that of the checkpoint.
 
     Raises:
         UserError: not a quantized checkpoint, or its tensors do not fit the model; the message names them.
@@ -69,7 +73,7 @@ def load(directory: str | Path, model: nn.Module | None = None) -> nn.Module:
     _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
     use_expert_modules(model, plan)
     protect(model)
-    return model.eval()
+    return model.eval().to(device)
 
 
 @dataclass(frozen=True, eq=False)

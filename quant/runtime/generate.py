@@ -22,8 +22,7 @@ from torch import nn
 
 from quant.errors import UserError, counted
 from quant.formats.format import is_16bit
-from quant.kernels.hardware import current, has_triton
-from quant.kernels.linear.modules import prepack_model
+from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 
@@ -99,7 +98,7 @@ def generate(
     if dtype is not None:
         _cast(model, dtype)
     model.eval().to(device)
-    kernels = _prepare(model, device)
+    kernels = _multiplies(device)
     ids = ids.to(device)
     cache = _cache(model, kv_cache)
     started = time.perf_counter()
@@ -213,15 +212,11 @@ def _cast(model: nn.Module, dtype: str) -> None:
         setattr(module, name, buffer)
 
 
-def _prepare(model: nn.Module, device: str) -> str:
-    """Puts weights in the layout of the kernels; says what will multiply by them."""
+def _multiplies(device: str) -> str:
+    """What multiplies by quantized weights on `device`."""
     if not device.startswith("cuda"):
         return "PyTorch reference"
-    if not has_triton():
-        return "PyTorch reference (Triton is not installed)"
-    if current(torch.device(device).index or 0).has_wgmma and next(model.parameters()).dtype is torch.bfloat16:
-        prepack_model(model)
-    return "Triton"
+    return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
 
 
 def _pad_token(model: nn.Module, tokenizer: Any) -> int | None:

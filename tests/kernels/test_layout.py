@@ -12,7 +12,6 @@ from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
-from quant.kernels.linear.modules import QuantExperts, QuantLinear, prepack_model, restore_model
 from quant.kernels.linear.ops import quantized_linear
 
 
@@ -132,32 +131,8 @@ def test_what_has_no_layout_says_why() -> None:
     assert "are more than 2^29 apart" in why_not(far)
 
 
-def test_a_prepacked_model_saves_and_computes_as_before() -> None:
-    model = torch.nn.Sequential(
-        QuantLinear(quantize(torch.randn(128, 128), FORMATS["nvfp4"])),
-        QuantLinear(quantize(torch.randn(32, 128), FORMATS["nvfp4"])),
-        QuantLinear(quantize(torch.randn(128, 32), FORMATS["nvfp4"])),
-        QuantLinear(quantize(torch.randn(64, 128), FORMATS["mxfp4"])),
-    )
-    x = torch.randn(3, 128)
-    y, saved = model(x), {name: value.clone() for name, value in model.state_dict().items()}
-    skipped = {
-        "1": "the shape [32, 128] is no multiple of [64, 64]",
-        "2": "the shape [128, 32] is no multiple of [64, 64]",
-    }
-    assert prepack_model(model) == skipped
-    assert is_prepacked(model[0].stored_weight)
-    assert torch.equal(model[0].quantized_weight.codes, saved["0.codes"])
-    assert torch.equal(model(x), y)
-    now = model.state_dict()
-    assert now.keys() == saved.keys()
-    assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
-    restore_model(model)
-    assert not is_prepacked(model[0].stored_weight) and torch.equal(model(x), y)
-
-
 def test_experts_are_laid_out_one_by_one() -> None:
-    """Each as it would be by itself; a stack of them computes, indexes and saves as before."""
+    """Each as it would be by itself."""
     weight = quantize(torch.randn(3, 128, 192) * torch.tensor([1.0, 30.0, 0.2])[:, None, None], FORMATS["nvfp4"])
     packed, back = prepack(weight), restore(prepack(weight))
     for expert in range(3):
@@ -166,18 +141,6 @@ def test_experts_are_laid_out_one_by_one() -> None:
         assert torch.equal(packed.matrix(expert).scale, alone.scale)
     assert torch.equal(back.codes, weight.codes) and back.shape == weight.shape
     assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
-    model = torch.nn.Sequential(QuantExperts(weight), QuantExperts(quantize(torch.randn(2, 64, 64), FORMATS["mxfp4"])))
-    x, offsets = torch.randn(7, 192), torch.tensor([0, 2, 2, 7], dtype=torch.int32)
-    y, saved = model[0].grouped(x, offsets), {name: value.clone() for name, value in model.state_dict().items()}
-    assert prepack_model(model) == {"1": "experts in mxfp4 have no kernel layout"}
-    assert is_prepacked(model[0].stored_weight)
-    assert torch.equal(model[0].grouped(x, offsets), y)
-    assert torch.equal(model[0][1], weight.dequantize(torch.float32)[1])
-    now = model.state_dict()
-    assert now.keys() == saved.keys()
-    assert all(torch.equal(now[n].flatten().view(torch.uint8), v.flatten().view(torch.uint8)) for n, v in saved.items())
-    restore_model(model)
-    assert torch.equal(model[0].codes, weight.codes)
 
 
 def test_row_scales_hold_the_largest_value_of_a_row() -> None:

@@ -11,9 +11,10 @@ from torch import nn
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.linear import ops
+from quant.kernels.linear import oracle
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.linear.ops import quantized_linear, set_weight_cache
+from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.oracle import set_weight_cache
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OUT, IN = 160, 256  # not a multiple of the 128 rows of a square block
@@ -26,7 +27,7 @@ PAIRS = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8", "fp
 
 @pytest.fixture(autouse=True)
 def _default_budget() -> Iterator[None]:
-    budget = ops._cache.budget
+    budget = oracle._cache.budget
     set_weight_cache(budget)
     yield
     set_weight_cache(budget)
@@ -86,11 +87,11 @@ def test_slices_of_rows_give_what_the_cached_weight_gives(
     """Slices of one square block, or of 32 rows: both end in a short one. Only the order of sums may differ."""
     weight, x, bias = weight_in(FORMATS[format], rows=150), inputs(4, IN, dtype=dtype), inputs(150, dtype=dtype)
     cached = quantized_linear(x, weight, bias)
-    assert len(ops._cache.entries) == 1
+    assert len(oracle._cache.entries) == 1
     set_weight_cache(0)
-    monkeypatch.setattr(ops, "_SLICE_ELEMENTS", 32 * IN)
+    monkeypatch.setattr(oracle, "_SLICE_ELEMENTS", 32 * IN)
     sliced = quantized_linear(x, weight, bias)
-    assert len(ops._cache.entries) == 0
+    assert len(oracle._cache.entries) == 0
     scale = float(cached.abs().max())
     torch.testing.assert_close(sliced, cached, rtol=0, atol=4 * torch.finfo(dtype).eps * scale)
 
@@ -240,10 +241,10 @@ def test_the_cache_lets_go_of_freed_weights() -> None:
     weights = [weight_in(FORMATS["nvfp4"], seed=seed) for seed in range(3)]
     for weight in weights:
         quantized_linear(inputs(1, IN), weight)
-    assert len(ops._cache.entries) == 3
+    assert len(oracle._cache.entries) == 3
     del weights, weight
     gc.collect()
-    assert len(ops._cache.entries) == 0
+    assert len(oracle._cache.entries) == 0
 
 
 def test_the_cache_stays_within_its_budget() -> None:
@@ -253,8 +254,8 @@ def test_the_cache_stays_within_its_budget() -> None:
     for _ in range(2):
         for weight in weights:
             assert_close_to_exact(quantized_linear(x, weight), x, weight.dequantize(torch.float64), None)
-        assert sum(entry.dense.nbytes for entry in ops._cache.entries.values()) == 2 * OUT * IN * 4
-        assert weights[2].codes not in ops._cache.entries
+        assert sum(entry.dense.nbytes for entry in oracle._cache.entries.values()) == 2 * OUT * IN * 4
+        assert weights[2].codes not in oracle._cache.entries
 
 
 def test_views_and_inference_tensors_are_not_cached() -> None:
@@ -265,13 +266,13 @@ def test_views_and_inference_tensors_are_not_cached() -> None:
     with torch.inference_mode():
         weight = weight_in(FORMATS["nvfp4"], 32, 64)
         quantized_linear(x, weight)
-    assert len(ops._cache.entries) == 0
+    assert len(oracle._cache.entries) == 0
 
 
 def test_the_cache_is_set_by_bytes_or_by_the_environment() -> None:
-    assert ops._budget(None) == 2 << 30 and ops._budget("0") == 0 and ops._budget("1048576") == 1 << 20
+    assert oracle._budget(None) == 2 << 30 and oracle._budget("0") == 0 and oracle._budget("1048576") == 1 << 20
     for text in ("2GiB", "-1", ""):
         with pytest.raises(ValueError, match=r"BLOCKSCALE_CPU_CACHE=.*: expected a number of bytes"):
-            ops._budget(text)
+            oracle._budget(text)
     with pytest.raises(ValueError, match="weight cache of -1 bytes"):
         set_weight_cache(-1)

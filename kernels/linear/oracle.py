@@ -1,0 +1,153 @@
+"""The linear that defines the right result: the input rounded, the weight dequantized exactly, a plain matmul.
+
+It runs anywhere. On a CPU, dequantizing costs more than a one-token matmul, so it keeps dequantized weights while they
+fit in 2 GiB (`set_weight_cache`, or in bytes the environment variable `BLOCKSCALE_CPU_CACHE`); a weight beyond that is
+dequantized in slices of rows at every call. First come, first kept: a decoder uses its layers in turn, and turning the
+cache over would then miss every time.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor, round_activation
+from quant.kernels.layout import TILE, as_computed, is_prepacked, restore
+
+_SLICE_ELEMENTS, _GPU_SLICE_ELEMENTS = 1 << 23, 1 << 26
+
+
+def linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+) -> torch.Tensor:
+    """The op `quant::linear` (`kernels/linear/ops.py`) on any device."""
+    shape = (codes.shape[0], x.shape[-1])
+    weight = as_stored(BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale))
+    if activation:
+        x = round_activation(x, FORMATS[activation], input_scale)
+    dense = _cache.get(weight, x.dtype)
+    if dense is not None:
+        return functional.linear(x, dense, bias)
+    out = x.new_empty(*x.shape[:-1], codes.shape[0])
+    for rows, piece in row_slices(weight):
+        part = None if bias is None else bias[rows]
+        out[..., rows] = functional.linear(x, piece.dequantize(x.dtype), part)
+    return out
+
+
+def as_stored(weight: BlockScaledTensor) -> BlockScaledTensor:
+    """`weight` in a layout that `BlockScaledTensor.dequantize` reads."""
+    weight = as_computed(weight)
+    return restore(weight) if is_prepacked(weight) else weight
+
+
+def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTensor]]:
+    """A weight `[out, in]`, in either layout, by slices of whole blocks of rows, of some dozen megabytes each."""
+    elements = _GPU_SLICE_ELEMENTS if weight.codes.is_cuda else _SLICE_ELEMENTS
+    rows, columns = weight.shape
+    block_rows = TILE if weight.codes.dtype is torch.int32 else weight.format.block_shape(weight.shape)[0]
+    whole = weight.format.block[0] == 0
+    step = max(elements // columns // block_rows, 1) * block_rows
+    for start in range(0, rows, step):
+        stop = min(start + step, rows)
+        scale = weight.scale
+        if weight.codes.dtype is torch.int32:
+            scale = scale[start:stop]
+        elif not whole:
+            scale = scale[start // block_rows : -(-stop // block_rows)]
+        yield (
+            slice(start, stop),
+            replace(weight, codes=weight.codes[start:stop], scale=scale, shape=(stop - start, columns)),
+        )
+
+
+def set_weight_cache(nbytes: int) -> None:
+    """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
+
+    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: memory
+    is then that of the codes, and each call dequantizes again.
+
+    Raises:
+        ValueError: `nbytes` is negative.
+    """
+    if nbytes < 0:
+        raise ValueError(f"weight cache of {nbytes} bytes; expected 0, which keeps none, or more")
+    _cache.clear()
+    _cache.budget = nbytes
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A dequantized weight and what it was made of: the scales, and how often each tensor was written to."""
+
+    dense: torch.Tensor
+    versions: tuple[int, ...]
+    scales: tuple[weakref.ref[torch.Tensor], ...]
+
+    def is_of(self, codes: torch.Tensor, scales: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
+        """Whether `dense` still is the weight that `codes` and `scales` say, in `dtype`."""
+        return (
+            self.dense.dtype is dtype
+            and self.versions == _versions(codes, scales)
+            and len(self.scales) == len(scales)
+            and all(ref() is scale for ref, scale in zip(self.scales, scales, strict=True))
+        )
+
+
+def _versions(codes: torch.Tensor, scales: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    return codes._version, *(scale._version for scale in scales)
+
+
+class _Cache:
+    """Dequantized weights by identity of their codes, freed with them."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.entries = WeakIdKeyDictionary()
+
+    def clear(self) -> None:
+        self.entries = WeakIdKeyDictionary()
+
+    def get(self, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """The weight in `dtype`, or None where it does not fit."""
+        codes = weight.codes
+        scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
+        if codes.device.type != "cpu" or codes._base is not None or any(t.is_inference() for t in (codes, *scales)):
+            return None
+        entry = self.entries.get(codes)
+        if entry is None or not entry.is_of(codes, scales, dtype):
+            self.entries.pop(codes, None)
+            held = sum(entry.dense.nbytes for entry in self.entries.values())
+            if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
+                return None
+            refs = tuple(weakref.ref(scale) for scale in scales)
+            entry = _Entry(weight.dequantize(dtype), _versions(codes, scales), refs)
+            self.entries[codes] = entry
+        return entry.dense  # type: ignore[no-any-return]
+
+
+def _budget(text: str | None) -> int:
+    """What the environment variable says, in bytes."""
+    if text is None:
+        return 2 << 30
+    if not text.isdecimal():
+        raise ValueError(f"BLOCKSCALE_CPU_CACHE={text!r}: expected a number of bytes; 0 keeps no dequantized weights")
+    return int(text)
+
+
+_cache = _Cache(_budget(os.environ.get("BLOCKSCALE_CPU_CACHE")))

@@ -1,0 +1,72 @@
+"""How many functions of Python a forward enters before it launches a kernel: they are most of a small matmul's time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from triton.runtime.jit import JITFunction
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels import hardware
+from quant.kernels.hardware import TARGETS
+from quant.kernels.linear import dispatch, modules
+from quant.kernels.linear.modules import QuantLinear
+
+MOST = 8
+
+
+@pytest.fixture
+def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This CPU is taken for an H100, whose launches do nothing."""
+    monkeypatch.setattr(hardware, "current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr("quant.kernels.hopper.matmul_many.current", lambda index=0: TARGETS["h100"])
+    monkeypatch.setattr(modules, "is_wanted", lambda device: True)
+    monkeypatch.setattr(dispatch, "_ways", {})
+    monkeypatch.setattr(JITFunction, "run", lambda *args, **options: None)
+    with torch.library._scoped_library("quant", "IMPL") as library:
+        library.impl("linear", dispatch.linear, "CPU")
+        yield
+
+
+def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
+    """The functions of Python from `forward` to the first of Triton, by name."""
+    names: list[str] = []
+    launched = False
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal launched
+        if event == "call" and not launched:
+            launched = f"{'/'}triton{'/'}" in frame.f_code.co_filename and bool(names)
+            if not launched and (names or frame.f_code.co_name == "forward"):
+                names.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        module(x)
+    finally:
+        sys.setprofile(None)
+    assert launched
+    return names
+
+
+@pytest.mark.usefixtures("_h100")
+@pytest.mark.parametrize("tokens", [1, 16, 300])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_block", "int8", "int4"])
+def test_few_functions_before_the_launch(format: str, tokens: int) -> None:
+    module = QuantLinear(quantize(torch.randn(512, 1024), FORMATS[format]), torch.randn(512).bfloat16())
+    x = torch.randn(tokens, 1024).bfloat16()
+    with torch.no_grad():
+        module(x)
+        names = entered(module, x)
+    assert names[0] == "forward" and len(names) <= MOST, names
+    with torch.inference_mode():
+        assert len(entered(module, x)) <= MOST - 1
