@@ -15,7 +15,6 @@ from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import own_text
 from quant.errors import UserError
 from quant.evaluation import run_probe
-from quant.models.huggingface import load_tokenizer
 from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
 from quant.planning import make_plan
@@ -33,17 +32,8 @@ def open_runnable(
     if is_checkpoint(name):
         path = Path(name)
         model = load(path, call_factory(model_factory) if model_factory else None)
-        source = Source(
-            name=name,
-            kind="huggingface",
-            model=model,
-            state_dict=None,
-            config=getattr(model, "config", None),
-            path=path,
-            load_tokenizer=lambda: load_tokenizer(path),
-            dtype=next((p.dtype for p in model.parameters()), torch.float32),
-        )
-        return source, model
+        dtype = next((p.dtype for p in model.parameters()), torch.float32)
+        return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model
     source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
     if source.model is None:
         raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")

@@ -21,10 +21,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,9 +44,7 @@ class Source:
         kind: "huggingface", "gguf", "safetensors", "torch", "exported" or "module".
         model: the module; None for a bare state dict without a factory.
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
-        config: transformers config, or None.
-        path: directory or file it came from.
-        load_tokenizer: makes the transformers tokenizer; raises UserError with the way out where there is none.
+        path: directory or file it came from, where that is known.
         dtype: that most of the weights have.
     """
 
@@ -54,10 +52,13 @@ class Source:
     kind: str
     model: nn.Module | None
     state_dict: Mapping[str, torch.Tensor] | None
-    config: Any = None
     path: Path | None = None
-    load_tokenizer: Callable[[], Any]
     dtype: torch.dtype
+
+    @property
+    def config(self) -> Any:
+        """The model's transformers config, or None."""
+        return getattr(self.model, "config", None)
 
     @property
     def layers(self) -> list[Layer]:
@@ -79,6 +80,21 @@ class Source:
 
         names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
         return any(c.__name__ in names for c in type(self.model).__mro__)
+
+    def load_tokenizer(self) -> Any:
+        """The transformers tokenizer.
+
+        Raises:
+            UserError: there is none; the message says the way out.
+        """
+        if self.path is not None and self.kind == "gguf":
+            return gguf.load_tokenizer(self.path)
+        if self.path is not None and self.kind in ("huggingface", "module"):
+            return huggingface.load_tokenizer(self.path)
+        raise UserError(
+            f"{self.path or self.name}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory "
+            "of the model"
+        )
 
 
 def open_model(
@@ -111,7 +127,7 @@ def open_model(
     kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
     if kind not in ("safetensors", "torch"):
         _refuse_factory(model_factory, f"{path} ({kind})")
-    model, tensors, config = None, None, None
+    model, tensors = None, None
     if kind == "huggingface":
         model = huggingface.load(path, wanted, meta)
     elif kind == "gguf":
@@ -124,55 +140,18 @@ def open_model(
         model, tensors = torch_files.load(path, wanted, unsafe_load, meta)
     if tensors is not None and model_factory is not None:
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
-    if model is not None:
-        config = getattr(model, "config", None)
-        found = _main_dtype(model.parameters())
-    else:
-        # With a dtype to cast to, asking the tensors would read them all.
-        found = wanted or _main_dtype((tensors or {}).values())
-    return Source(
-        name=name,
-        kind=kind,
-        model=model,
-        state_dict=tensors,
-        config=config,
-        path=path,
-        load_tokenizer=_tokenizer_loader(kind, path),
-        dtype=found,
-    )
+    # With a dtype to cast to, asking the tensors of a state dict would read them all.
+    found = _main_dtype(model.parameters()) if model is not None else wanted or _main_dtype((tensors or {}).values())
+    return Source(name=name, kind=kind, model=model, state_dict=tensors, path=path, dtype=found)
 
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:
-    found = _main_dtype(model.parameters())
+    name, found = type(model).__name__, _main_dtype(model.parameters())
     if dtype not in (None, found):
-        raise UserError(f"{type(model).__name__} is in {found}; cast it with model.to({dtype}) before opening it")
-    config = getattr(model, "config", None)
-    directory = Path(getattr(config, "_name_or_path", None) or "")
+        raise UserError(f"{name} is in {found}; cast it with model.to({dtype}) before opening it")
+    directory = Path(getattr(getattr(model, "config", None), "_name_or_path", None) or "")
     home = directory if (directory / "config.json").is_file() else None
-    return Source(
-        name=type(model).__name__,
-        kind="module",
-        model=model,
-        state_dict=None,
-        config=config,
-        path=home,
-        load_tokenizer=_tokenizer_loader("huggingface" if home else "module", home or type(model).__name__),
-        dtype=found,
-    )
-
-
-def _tokenizer_loader(kind: str, path: Path | str) -> Callable[[], Any]:
-    if kind == "huggingface":
-        return lambda: huggingface.load_tokenizer(Path(path))
-    if kind == "gguf":
-        return lambda: gguf.load_tokenizer(Path(path))
-
-    def refuse() -> NoReturn:
-        raise UserError(
-            f"{path}: no tokenizer comes with it; pass token ids, or open the Hugging Face directory of the model"
-        )
-
-    return refuse
+    return Source(name=name, kind="module", model=model, state_dict=None, path=home, dtype=found)
 
 
 def _refuse_factory(model_factory: str | None, what: str) -> None:
