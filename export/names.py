@@ -47,20 +47,12 @@ class StoredNames:
 
     def stored(self, name: str) -> str:
         """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
-        stem, _, suffix = name.rpartition(".")
-        # Rules speak of weights; what stands for a quantized one goes where the weight would.
-        weight = suffix.startswith(("weight_", "input_"))
-        found = f"{stem}.weight" if weight else name
-        found = _apply(self.renamings, _swap(found, self.experts))
-        return f"{found.removesuffix('.weight')}.{suffix}" if weight else found
+        return _as_weight(name, lambda found: _apply(self.renamings, _swap(found, self.experts)))
 
     def of_model(self, name: str) -> str:
         """The inverse of `stored`; a name of the model's own stays."""
-        stem, _, suffix = name.rpartition(".")
-        weight = suffix.startswith(("weight_", "input_"))
-        found = _apply(self.back, f"{stem}.weight" if weight else name)
-        found = _swap(found, {theirs: ours for ours, theirs in self.experts.items()})
-        return f"{found.removesuffix('.weight')}.{suffix}" if weight else found
+        ours = {theirs: ours for ours, theirs in self.experts.items()}
+        return _as_weight(name, lambda found: _swap(_apply(self.back, found), ours))
 
     def both(self, layer: str) -> list[str]:
         """A layer's name as transformers knows it, and, where that differs, as the files have it."""
@@ -145,6 +137,14 @@ def _fused(rules: Iterable[Any]) -> dict[str, tuple[str, ...]]:
         if len(names) == len(EXPERT_PARTS.get(last, (last,))):
             found[last] = names
     return found
+
+
+def _as_weight(name: str, rename: Rename) -> str:
+    """`name` renamed; parts of a quantized weight go where the weight would, for rules speak of weights alone."""
+    stem, _, suffix = name.rpartition(".")
+    if not suffix.startswith(("weight_", "input_")):
+        return rename(name)
+    return f"{rename(f'{stem}.weight').removesuffix('.weight')}.{suffix}"
 
 
 def _apply(renamings: Iterable[Rename], name: str) -> str:

