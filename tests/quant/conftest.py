@@ -1,4 +1,4 @@
-"""Two reports: one with every section and made-up scores that add up, one of real quantizations with hostile names."""
+"""Reports, one with every section and one of real quantizations with hostile names, and the golden model's plan."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from samples import BASE
 
 from quant.allocation_record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
@@ -15,6 +16,8 @@ from quant.evaluation import Evaluation
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
 from quant.layer_result import LayerResult, layer_result
+from quant.models.open import open_model
+from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 from quant.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
@@ -178,3 +181,11 @@ def make(names: int = 24, formats: tuple[str, ...] = ("nvfp4", "mxfp8", "fp8_cha
 def make_report() -> Callable[..., tuple[Report, Plan]]:
     """Makes a report over real quantizations, without an allocation, for numbers of layers and formats."""
     return make
+
+
+@pytest.fixture(scope="module")
+def golden() -> Plan:
+    """The golden model in NVFP4."""
+    model = open_model(BASE, meta=True).model
+    assert model is not None
+    return make_plan(model, "nvfp4")

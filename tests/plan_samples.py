@@ -1,0 +1,36 @@
+"""Small plans by hand, for the tests of what works on plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quant.formats.format import get_format
+from quant.plan_check import Problem
+from quant.recipes.layers import Layer
+from quant.recipes.plan import LayerPlan, Plan
+
+NVFP4, FP8C, TOKEN = get_format("nvfp4"), get_format("fp8_channel"), get_format("fp8_token")
+ATTENTION = "model.layers.{}.self_attn.{}_proj"
+
+
+def block(i: int, weight: str | None = "nvfp4", activation: str | None = None, group: bool = True) -> list[LayerPlan]:
+    """q, k, v in one group, and down, of one block."""
+    formats = (get_format(weight) if weight else None, get_format(activation) if activation else None)
+    name = f"model.layers.{i}.self_attn.(q_proj|k_proj|v_proj)" if group else None
+    qkv = [LayerPlan(ATTENTION.format(i, p), "linear", (64, 128), *formats, group=name) for p in "qkv"]
+    return [*qkv, LayerPlan(f"model.layers.{i}.mlp.down_proj", "linear", (128, 256), *formats)]
+
+
+def plan_of(*layers: LayerPlan, **fields: Any) -> Plan:
+    embedding = LayerPlan("model.embed_tokens", "embedding", (512, 128), reason="looked up")
+    head = LayerPlan("lm_head", "head", (512, 128), tied_to="model.embed_tokens", reason="head")
+    norm = LayerPlan("model.norm", "norm", (128,), reason="norm")
+    return Plan((embedding, *layers, norm, head), **fields)
+
+
+def layers_of(plan: Plan) -> list[Layer]:
+    return [Layer(m.name, m.kind, m.shape, m.group, m.tied_to) for m in plan.layers]
+
+
+def where(problems: list[Problem]) -> list[str]:
+    return [problem.where for problem in problems]
