@@ -57,7 +57,8 @@ def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
     """Largest magnitude of each block of `x` `[..., rows, columns]`, in its dtype, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
     blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
-    return blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
+    amax: torch.Tensor = blocks.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows)).amax(dim=(-3, -1))
+    return amax
 
 
 def _watched(x: torch.Tensor, format: Format) -> torch.Tensor:

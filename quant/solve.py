@@ -18,9 +18,10 @@ from torch import nn
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.progress import Progress, reporter
+from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
-from quant.calibration.solvers.solver import check_solvers, get_solver, solve_group
+from quant.calibration.solvers.solver import check_solvers, get_solver
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.sequential import solve_sequentially

@@ -113,7 +113,7 @@ class Baseline:
         """Within it, the blocks before number `first` of the chain return at once what they gave."""
         skipped = [self.trial.model.get_submodule(name) for name in self.chain[:first]]
         for module, output in zip(skipped, outputs, strict=False):
-            module.forward = _giving(output)  # type: ignore[method-assign]
+            module.forward = _giving(output)
         try:
             yield
         finally:

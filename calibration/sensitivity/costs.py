@@ -30,8 +30,7 @@ import numpy as np
 
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
-from quant.kernels.hardware import TARGETS as GPUS
-from quant.kernels.hardware import Hardware
+from quant.kernels.hardware import TARGETS, Hardware
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -253,11 +252,13 @@ def get_timing(name: str) -> Timing:
     Raises:
         ValueError: neither; the message lists the GPUs.
     """
-    if name in GPUS:
-        return Roofline(GPUS[name])
+    if name in TARGETS:
+        return Roofline(TARGETS[name])
     if Path(name).suffix == ".json":
         return LatencyTable.load(name)
-    raise ValueError(f"unknown target {name!r}; known GPUs: {', '.join(GPUS)}; or a table of kernel times, FILE.json")
+    raise ValueError(
+        f"unknown target {name!r}; known GPUs: {', '.join(TARGETS)}; or a table of kernel times, FILE.json"
+    )
 
 
 _UNITS: dict[str, dict[str, float]] = {

@@ -52,7 +52,8 @@ class Problem:
     @property
     def allowed(self) -> np.ndarray:
         """Whether a group may take a format, bool `[G, F]`."""
-        return np.isfinite(self.scores)
+        allowed: np.ndarray = np.isfinite(self.scores)
+        return allowed
 
     def total(self, resource: str, choice: Sequence[int] | np.ndarray) -> float:
         """Sum of `resource` (a key of `costs`, or "score") over a choice."""
@@ -247,7 +248,8 @@ def _strongest_index(groups: int, rows: np.ndarray, weight: np.ndarray) -> np.nd
 
 
 def _strongest(groups: int, rows: np.ndarray, columns: np.ndarray, x: np.ndarray) -> np.ndarray:
-    return columns[_strongest_index(groups, rows, x)]
+    chosen: np.ndarray = columns[_strongest_index(groups, rows, x)]
+    return chosen
 
 
 def _run_milp(program: _Program) -> np.ndarray | None:

@@ -29,7 +29,9 @@ from torch import nn
 from quant.calibration.blocks import Stop
 from quant.calibration.cpu_matmul import quick_products
 from quant.calibration.sensitivity.candidates import Candidate
-from quant.calibration.solvers.solver import SAMPLED_TOKENS, GroupInputs, Pipeline, get_pipeline, solve_group, supports
+from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor

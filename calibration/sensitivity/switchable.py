@@ -34,7 +34,8 @@ from quant.calibration.blocks import block_names
 from quant.calibration.cpu_bf16 import fast_dtype
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.solved_groups import Form, Key
-from quant.calibration.solvers.solver import get_pipeline, get_solver, solve_group
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import get_pipeline, get_solver
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor, round_activation
@@ -117,7 +118,7 @@ class TrialLayer(nn.Module):
     def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
         """`[..., in]` to `[..., out]`; `index` is the expert's."""
         if torch.is_grad_enabled():
-            return _Probe.apply(x, self.trial.anchor, self, index)  # type: ignore[no-any-return]
+            return _Probe.apply(x, self.trial.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
         return self.compute(x, index)
 
     def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
@@ -219,7 +220,7 @@ class Trial:
                     setattr(parent, last, trial)
                 self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
         for module in experts:
-            module.forward = partial(experts_forward, module)  # type: ignore[method-assign]
+            module.forward = partial(experts_forward, module)
             self._undo.append(partial(delattr, module, "forward"))
         return self
 
@@ -377,7 +378,7 @@ def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Within it, backward passes run the blocks `names` again instead of remembering what happened inside them."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
-        block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     try:
         yield
     finally:

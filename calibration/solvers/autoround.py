@@ -203,7 +203,8 @@ def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
     rows, columns = x.shape
     block_rows, block_columns = format.block_shape((rows, columns))
     x = pad(x, (0, -columns % block_columns, 0, -rows % block_rows))
-    return x.unflatten(1, (-1, block_columns)).sum(-1).unflatten(0, (-1, block_rows)).sum(1)
+    sums: torch.Tensor = x.unflatten(1, (-1, block_columns)).sum(-1).unflatten(0, (-1, block_rows)).sum(1)
+    return sums
 
 
 class _Learned(nn.Module):
@@ -240,7 +241,7 @@ class _Learned(nn.Module):
     def weight(self) -> torch.Tensor:
         """Values on their grid, `[out, in]`, float32."""
         step = self._scale() * self.second if self.learns_scale else self.first_step
-        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return]
+        return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer.parts.input(x)
@@ -276,7 +277,7 @@ class _RoundedInput(torch.autograd.Function):
 def _rounded(x: torch.Tensor, layer: BlockLayer) -> torch.Tensor:
     if layer.activation is None:
         return x
-    return _RoundedInput.apply(x, layer.activation, layer.input_scale)  # type: ignore[no-any-return]
+    return _RoundedInput.apply(x, layer.activation, layer.input_scale)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.optim.Optimizer:

@@ -70,23 +70,11 @@ def search_block(
     return values.gather(1, place)[:, 0], errors.gather(1, place)[:, 0], scales.gather(0, best)[0]
 
 
-def local_scales(
-    block: torch.Tensor, inverse: torch.Tensor, format: Format, global_scale: torch.Tensor
-) -> torch.Tensor:
-    """Block scales `[n]` with the smallest loss when every value is rounded to nearest, no feedback."""
-    scales = block_scales(block, format, global_scale)
-    best = _losses(block, inverse, format, scales * global_scale).argmin(0, keepdim=True)
-    return scales.gather(0, best)[0]
-
-
 def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
     """Candidate scales of each row, `[candidates, n]`."""
     amax = block.abs().amax(0)
     if format.scale is E4M3:
-        grid = E4M3.grid().to(amax.device)
-        ideal = (amax / (format.element.max * global_scale)).clamp_(max=E4M3.max)
-        first = (torch.searchsorted(grid, ideal) - 8).clamp_(1, E4M3.max_code - 15)
-        return grid[first + torch.arange(16, device=amax.device)[:, None]]
+        return torch.stack(candidate_scales(amax, format, global_scale))
     nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
     others = candidate_scales(amax.view_as(nearest), format, global_scale)
     return torch.stack([scale.view(-1) for scale in (nearest, *others)])
@@ -95,7 +83,8 @@ def block_scales(block: torch.Tensor, format: Format, global_scale: torch.Tensor
 def to_errors(inverse: torch.Tensor) -> torch.Tensor:
     """U⁻ᵀ, which maps w - q to the errors e."""
     eye = torch.eye(len(inverse), dtype=inverse.dtype, device=inverse.device)
-    return torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
+    errors: torch.Tensor = torch.linalg.solve_triangular(inverse.t(), eye, upper=False)
+    return errors
 
 
 def _losses(block: torch.Tensor, inverse: torch.Tensor, format: Format, step: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ Everything is laid out [in, out], so that a column of the weight is contiguous a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,8 +30,9 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
+from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, to_errors
-from quant.calibration.statistics import diagonal_blocks
+from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
@@ -46,6 +48,45 @@ _SolveWindow = Callable[
 ]
 # Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
 _SolveBlock = Callable[[torch.Tensor, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Second-order rounding. See the module docstring.
+
+    Attributes:
+        damping: added to the diagonal of the second moment, as a fraction of its mean.
+        correction: how much of the input error that earlier layers left is made up for, where inputs stay in 16 bit;
+            0 for none, 1 for all.
+        sweeps: rounds of coordinate descent.
+        shortlist: scales of a block that are tried with feedback.
+    """
+
+    damping: float = 0.01
+    correction: float = 0.5
+    sweeps: int = 1
+    shortlist: int = 4
+    rule: str = "mse"
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        stats: LayerStats | None,
+        format: Format,
+        *,
+        global_scale: torch.Tensor | None,
+        name: str,
+    ) -> BlockScaledTensor:
+        stats = required_stats(stats, name, "gptq")
+        assert stats.second_moment is not None
+        try:
+            factor = factorize(stats.second_moment, self.damping)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        if factor.damping > self.damping:
+            warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=2)
+        target = corrected_weight(weight.float(), stats.drift, factor)
+        return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
 
 
 @dataclass(frozen=True)

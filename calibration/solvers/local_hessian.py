@@ -2,31 +2,60 @@
 
 A block's error passes through the 16 × 16 block of the input second moment that belongs to it (for NVFP4; k × k in
 general). Choosing the scale by this error instead of the plain squared error is worth more than any other choice of
-scales, and the statistics are small: one k × k matrix for k inputs. With `feedback`, the values of a block are
-rounded in turn and make up for each other as in GPTQ, within the block alone, so that blocks stay independent.
+scales, and the statistics are small: one k × k matrix for k inputs. The values of a block are rounded in turn and make
+up for each other's errors as in GPTQ, within the block alone, so that blocks stay independent.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from quant.calibration.solvers.block_search import local_scales, search_block
+from quant.calibration.solvers.base import required_stats
+from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.gptq import block_factors
+from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 
 _DAMPING = 0.01
+# Scales of a block that are tried with feedback.
+_SHORTLIST = 4
+
+
+@dataclass(frozen=True)
+class LocalHessian:
+    """Block scales by the output error of their own block. See the module docstring."""
+
+    rule: str = "mse"
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        stats: LayerStats | None,
+        format: Format,
+        *,
+        global_scale: torch.Tensor | None,
+        name: str,
+    ) -> BlockScaledTensor:
+        moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
+        return local_hessian(weight.float(), moments, format, global_scale)
+
+
+def _block_width(format: Format, name: str) -> int:
+    rows, columns = format.block
+    if rows != 1 or columns == 0:
+        raise ValueError(
+            f"{name}: solver 'local_hessian' chooses the scales of blocks within a row, and {format.name} has none; "
+            "use 'gptq' or 'mse'"
+        )
+    return columns
 
 
 def local_hessian(
-    weight: torch.Tensor,
-    moments: torch.Tensor,
-    format: Format,
-    global_scale: torch.Tensor | None,
-    *,
-    feedback: bool = True,
-    shortlist: int = 4,
+    weight: torch.Tensor, moments: torch.Tensor, format: Format, global_scale: torch.Tensor | None
 ) -> BlockScaledTensor:
     """Rounds `weight` block by block.
 
@@ -35,15 +64,13 @@ def local_hessian(
         moments: diagonal blocks of the inputs' second moment, `[in / k, k, k]`.
         format: one scale for k neighbouring inputs of a row.
         global_scale: second-level scale, for formats that have one.
-        feedback: whether a block's values make up for each other's errors.
-        shortlist: how many scales of a block to try with feedback.
     """
     width = format.block[1]
     second = weight.new_ones(()) if global_scale is None else global_scale
     mean = nonzero(moments.diagonal(dim1=1, dim2=2).mean())
     _, uppers = block_factors(moments + _DAMPING * mean * torch.eye(width, device=moments.device))
     target = weight.t().contiguous()
-    if feedback and weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
+    if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
         from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks
 
         values, found = search_nvfp4_blocks(target, uppers, second)
@@ -52,9 +79,6 @@ def local_hessian(
     for index, start in enumerate(range(0, len(target), width)):
         block = target[start : start + width]
         upper = uppers[index, : len(block), : len(block)]
-        if feedback:
-            target[start : start + width], _, scale = search_block(block, upper, format, second, shortlist)
-        else:
-            scale = local_scales(block, upper, format, second)
+        target[start : start + width], _, scale = search_block(block, upper, format, second, _SHORTLIST)
         scales.append(scale)
     return quantize_with_scale(target.t().contiguous(), format, torch.stack(scales, dim=1), global_scale)

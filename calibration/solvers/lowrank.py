@@ -65,9 +65,11 @@ def _output_directions(weight: torch.Tensor, moment: torch.Tensor, rank: int) ->
     """Left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
     rows, columns = weight.shape
     if rows <= columns:
-        return torch.linalg.eigh(weight @ moment @ weight.t())[1][:, -rank:].flip(1)
+        directions: torch.Tensor = torch.linalg.eigh(weight @ moment @ weight.t())[1][:, -rank:].flip(1)
+        return directions
     # More outputs than inputs: with M = L Lᵀ from its eigenvectors, Lᵀ Wᵀ W L is the smaller matrix.
     values, vectors = torch.linalg.eigh(moment)
     half = weight @ (vectors * values.clamp(min=0).sqrt())
     strongest = torch.linalg.eigh(half.t() @ half)[1][:, -rank:].flip(1)
-    return torch.linalg.qr(half @ strongest)[0]
+    directions = torch.linalg.qr(half @ strongest)[0]
+    return directions

@@ -11,15 +11,37 @@ global scale, which it keeps as a reciprocal. It picks MX exponents by the `even
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
+from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.number import E4M3, E8M0, FP32
 from quant.formats.rounding import round_to
 from quant.formats.scaling import amax_over_blocks, global_scale_of
-from quant.formats.tensor import BlockScaledTensor, quantize, quantize_with_scale
+from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize, quantize_with_scale
+
+
+@dataclass(frozen=True)
+class Peer:
+    """What another toolkit writes for the same weight, byte for byte."""
+
+    quantize: Callable[[torch.Tensor, Format, torch.Tensor | None], BlockScaledTensor]
+    rule: str = "max"
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        stats: LayerStats | None,
+        format: Format,
+        *,
+        global_scale: torch.Tensor | None,
+        name: str,
+    ) -> BlockScaledTensor:
+        checked_amax(weight, name)
+        return self.quantize(weight, format, global_scale)
 
 
 def quantize_like_modelopt(weight: torch.Tensor, format: Format, amax: torch.Tensor | None) -> BlockScaledTensor:

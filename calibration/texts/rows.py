@@ -184,7 +184,8 @@ def _read_safetensors(name: str) -> torch.Tensor:
             if key not in names:
                 held = ", ".join(names) or "none"
                 raise ValueError(f"{path}: name one of its tensors as {path}:NAME; it holds {held}")
-            return file.get_tensor(key)
+            tensor: torch.Tensor = file.get_tensor(key)
+            return tensor
     except SafetensorError as error:
         raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
 

@@ -20,25 +20,17 @@ from torch import nn
 from quant.calibration.blocks import Call, Stop, in_float64, output_of
 from quant.calibration.cpu_matmul import quick_products
 from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
+from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
-from quant.calibration.solvers.gptq import corrected_weight, factorize
+from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
+from quant.calibration.solvers.group import solve_stacked
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
-from quant.calibration.solvers.solver import (
-    SAMPLED_TOKENS,
-    Gptq,
-    GroupInputs,
-    Solver,
-    get_pipeline,
-    solve_group,
-    with_supported_solver,
-)
+from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved, StandIn, set_module, weight_of
 from quant.calibration.walk.guard import promote, relative_error
-from quant.formats.format import Format
-from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
 
 
@@ -331,7 +323,7 @@ class BlockWork:
         for name in group.names:
             original = self.stand_ins.pop(name).original
             if name in self.biases:
-                original.bias.data = self.biases.pop(name)  # type: ignore[union-attr]
+                original.bias.data = self.biases.pop(name)
             set_module(self.block, name, original)
             self.targets[name] = targets[name]
         if group.members[0].weight is not None:
@@ -496,28 +488,6 @@ class BlockWork:
             experts.solve(partial(self._outputs, calls))
 
 
-def solve_stacked(
-    weights: Mapping[str, torch.Tensor],
-    stats: LayerStats | None,
-    format: Format,
-    solver: Solver,
-    stored: torch.dtype | None = None,
-) -> dict[str, BlockScaledTensor]:
-    """`solve_group` for layers with one input: where the format allows it, as one tall weight, solved once."""
-    if format.block[0] != 1 or len(weights) == 1:
-        return solve_group(weights, dict.fromkeys(weights, stats), format, solver, stored)
-    name = "|".join(weights)
-    tall = solve_group({name: torch.cat(list(weights.values()))}, {name: stats}, format, solver, stored)[name]
-    parts, start = {}, 0
-    for member, weight in weights.items():
-        rows = slice(start, start + len(weight))
-        start = rows.stop
-        parts[member] = replace(
-            tall, codes=tall.codes[rows].clone(), scale=tall.scale[rows].clone(), shape=tuple(weight.shape)
-        )
-    return parts
-
-
 def _dots(name: str) -> list[int]:
     """Where the names of a module's parents end."""
     return [place for place, letter in enumerate(name) if letter == "."]
@@ -541,7 +511,7 @@ def _token_count(hidden: torch.Tensor) -> int:
 
 
 def _is_vector(module: nn.Module) -> bool:
-    return module.weight.dim() == 1  # type: ignore[union-attr,operator,no-any-return]
+    return module.weight.dim() == 1  # type: ignore[operator,no-any-return]
 
 
 @contextmanager

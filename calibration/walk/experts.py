@@ -17,7 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.solvers.solver import Gptq, LocalHessian, get_pipeline, solve_group
+from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.local_hessian import LocalHessian
+from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings, Solved
 from quant.formats.tensor import BlockScaledTensor

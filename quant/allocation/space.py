@@ -19,11 +19,12 @@ from torch import nn
 
 from quant.allocation_record import Budget
 from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
-from quant.calibration.sensitivity.costs import GPUS, Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
+from quant.calibration.sensitivity.costs import Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
 from quant.formats.format import is_16bit
+from quant.kernels.hardware import TARGETS as GPUS
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe

@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from quant.calibration.solvers.solver import get_solver, solve_group
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import get_solver
 from quant.export.checkpoint import checkpoint_tensors, layer_weights, split_rows, write_tensors
 from quant.export.checkpoint_reader import TensorFiles, join_rows, layer_tensor_names, plan_of_checkpoint, read_layer
 from quant.export.compressed_tensors import compress, quantization_config

@@ -9,7 +9,8 @@ import pytest
 import torch
 from samples import GOLDENS
 
-from quant.calibration.solvers.solver import get_solver, solve_group
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import get_solver
 from quant.export.compressed_tensors import (
     activation_format_of,
     check_plan,

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.solvers.solver import SOLVERS, get_solver, shared_global_scale, solve_group
+from quant.calibration.solvers.base import shared_global_scale
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import SOLVERS, get_solver
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 

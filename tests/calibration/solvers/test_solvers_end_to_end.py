@@ -18,7 +18,8 @@ from torch import nn
 from quant.api.load import load
 from quant.api.quantize import quantize
 from quant.calibration.observers import get_observer
-from quant.calibration.solvers.solver import get_pipeline, solve_group
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import MomentSum, round_activation
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS

@@ -14,8 +14,10 @@ from torch import nn
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.cpu_matmul import quick_products
 from quant.calibration.solvers.awq import channel_scale, search_scale
+from quant.calibration.solvers.base import GroupInputs
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
-from quant.calibration.solvers.solver import TRANSFORMS, GroupInputs, get_pipeline, solve_group
+from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.solver import TRANSFORMS, get_pipeline
 from quant.calibration.statistics import LayerStats, static_input_scale
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.sequential import solve_sequentially

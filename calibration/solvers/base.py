@@ -1,0 +1,115 @@
+"""The shapes of a solver's parts, so that each part has a file of its own and one dict lists them (`solver.py`).
+
+A rounding solver gives codes and scales for a weight. A transform scales input channels before that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quant.calibration.statistics import LayerStats
+from quant.formats.format import Format
+from quant.formats.scaling import global_scale_of
+from quant.formats.tensor import BlockScaledTensor
+
+# Transforms look at about this many tokens of a group's inputs.
+SAMPLED_TOKENS = 1024
+
+
+class Solver(Protocol):
+    """Quantizes one weight.
+
+    Attributes:
+        rule: the scale rule whose headroom a shared global scale needs.
+    """
+
+    @property
+    def rule(self) -> str: ...
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        stats: LayerStats | None,
+        format: Format,
+        *,
+        global_scale: torch.Tensor | None,
+        name: str,
+    ) -> BlockScaledTensor:
+        """Codes and scales for `weight`.
+
+        Args:
+            weight: `[..., out, in]`.
+            stats: statistics of the layer's inputs, or None.
+            format: the target.
+            global_scale: second-level scale that the layer's fusion group shares; None for formats without one.
+            name: how errors call the layer.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class GroupInputs:
+    """The original inputs of a fusion group, as transforms see them.
+
+    Attributes:
+        sample: some tokens, `[tokens, in]`, float32.
+        mean_abs: mean magnitude of each channel over all tokens, `[in]`.
+        amax: largest magnitude of each channel, `[in]`.
+    """
+
+    sample: torch.Tensor
+    mean_abs: torch.Tensor
+    amax: torch.Tensor
+
+    def divided(self, divisor: torch.Tensor) -> GroupInputs:
+        """The same inputs divided by `divisor` `[in]`."""
+        return GroupInputs(self.sample / divisor, self.mean_abs / divisor, self.amax / divisor)
+
+
+class Transform(Protocol):
+    """Chooses an input scale s for a fusion group: its weights become W diag(s) and its inputs x / s."""
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        inputs: GroupInputs,
+        format: Format,
+        activation: Format | None,
+        owner: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """The scale `[in]`.
+
+        Args:
+            weight: of the whole group, `[out, in]`, float32.
+            inputs: what the group reads.
+            format, activation: of weights and inputs.
+            owner: which row of the producer feeds each channel, int64 `[in]`: channels of one row must share their
+                scale. None leaves all free.
+        """
+        ...
+
+
+def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerStats:
+    """`stats`, which a solver cannot do without.
+
+    Raises:
+        ValueError: there are none; the message names the way out.
+    """
+    if stats is None:
+        raise ValueError(
+            f"{name}: solver {solver!r} needs calibration data; pass a text, or use 'mse', which needs none"
+        )
+    return stats
+
+
+def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:
+    """Second-level scale of a fusion group whose largest magnitude is `amax`, float32 of the shape of `amax`.
+
+    One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once
+    (at most one unit in the last place) gives a value that survives both, so what is solved is what is loaded.
+    """
+    scale = global_scale_of(amax, format, rule)
+    return 1 / (1 / scale)
