@@ -40,7 +40,7 @@ lint: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-bench: .venv/.bench  ## every measurement that the README quotes, with its peers
+bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers
 	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; .venv/bin/python $$script; done
 
 clean:

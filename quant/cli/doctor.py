@@ -23,7 +23,6 @@ _EXTRAS = {
     "onnxscript": ("onnx", "ONNX export"),
     "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
     "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
-    "transformer_engine": ("te", "FP8 training"),
     "modelopt": ("modelopt", "comparisons with ModelOpt"),
     "triton": ("", "GPU kernels; comes with a CUDA build of torch"),
 }
