@@ -313,7 +313,7 @@ class _Named(nn.Module):
 
         # torch.export asks the signature which inputs there are, and models differ in theirs.
         forward.__signature__ = signature  # type: ignore[attr-defined]
-        self.forward = forward  # type: ignore[method-assign]
+        self.forward = forward
 
 
 @contextlib.contextmanager

@@ -121,8 +121,9 @@ def _read_linear(
     tensors: Mapping[str, torch.Tensor], name: str, format: Any
 ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     local = {key: tensors[f"{name}.{key}"] for key in _NAMES if f"{name}.{key}" in tensors}
+    decompress = modelopt.decompress if modelopt.holds(local) else layout.decompress
     try:
-        return (modelopt if modelopt.holds(local) else layout).decompress(local, format)
+        return decompress(local, format)
     except KeyError as error:
         raise ValueError(f"{name}: the checkpoint has no tensor {name}.{error.args[0]} for format {format}") from None
 

@@ -1,19 +1,19 @@
-"""A model repository for Triton Inference Server around an engine.
+"""`publish` puts an engine into a model repository for Triton Inference Server.
 
     REPOSITORY/
       NAME/config.pbtxt     the tensors with the engine's names, types and shapes, and which versions are served
       NAME/1/model.plan     an engine of TensorRT, for the server's own backend
       NAME/1/model.engine   or one of TensorRT-RTX, with `model.py`, which runs it (`triton_model`)
-      NAME/1/receipt.json   what was found in this engine
+      NAME/1/receipt.json   the engine's receipt
       NAME/2/               the next export of the same model
       serve.md              how to start the server (`serving_guide`)
 
-A second export into a repository becomes a further version, and the server's two newest are served side by side:
-that is the canary. Requests choose with `/versions/2/`; without a version they get the newest. A version must take
-and give the same tensors in the same shapes as those before, for all of them share `config.pbtxt`.
+A second export into a repository becomes the next version. The server serves the two newest versions side by side, for
+a canary: requests choose with `/versions/2/`, and get the newest without a version. All versions share `config.pbtxt`,
+so they must have the same tensors in the same shapes.
 
-The server adds the batch to every shape where a model has `max_batch_size`, so the first dimension is left out there.
-FP8 tensors, such as a KV cache, have no type in the server. The schema is that of `model_config.proto`.
+If a model has `max_batch_size`, the server adds the batch to every shape, so the first dimension is left out there. The
+server has no type for FP8 tensors such as a KV cache. The schema is `model_config.proto`.
 """
 
 from __future__ import annotations
@@ -46,15 +46,8 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class Word:
-    """A value that is written without quotes: a name of an enumeration."""
-
-    name: str
-
-
-@dataclass(frozen=True)
 class Bundle:
-    """What was published: the repository, the model's name in it, its version, and whether a schema was there."""
+    """A published version; `checked` says whether its config was compared with the server's schema."""
 
     repository: Path
     name: str
@@ -76,20 +69,17 @@ def publish(
     Args:
         engine: the engine file; it is moved.
         receipt: of `export_engine`.
-        onnx_path: what it was built from; says names, types and shapes of the tensors.
-        repository: made where it does not exist.
+        onnx_path: file that it was built from, for names, types and shapes of the tensors.
+        repository: is made if it does not exist.
         name: of the model in it.
         overwrite: drops the versions that are there.
-
-    Returns:
-        Where it is.
 
     Raises:
         ValueError: a tensor that the server has no type for, or an earlier version takes other tensors. Nothing is
             written.
     """
     repository = Path(repository)
-    config = to_pbtxt(model_config(name, onnx_path, receipt))
+    config = model_config(name, onnx_path, receipt)
     checked = check_config(config)
     home = repository / name
     taken = [int(folder.name) for folder in home.glob("[0-9]*") if folder.is_dir()] if not overwrite else []
@@ -118,8 +108,8 @@ def publish(
     return Bundle(repository, name, version, checked)
 
 
-def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """`config.pbtxt` as nested dicts and lists; the same for every version of a model.
+def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -> str:
+    """The text of `config.pbtxt`, in protobuf's text format; the same for every version of a model.
 
     Raises:
         ValueError: see `publish`.
@@ -127,61 +117,49 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
     import onnx
 
     model = onnx.load(onnx_path, load_external_data=False)
-    inputs = graph_inputs(model)
-    profiles = [parse_profile(text, inputs, {}) for text in receipt["engine"]["profiles"]]
-    outputs = [_output(value) for value in model.graph.output]
+    inputs, outputs = graph_inputs(model), [_output(value) for value in model.graph.output]
+    texts = receipt["engine"]["profiles"]
+    profiles = [parse_profile(text, inputs, {}) for text in texts]
     batch = _batch(inputs, outputs)
     largest = max((profile[inputs[0].name][2][0] for profile in profiles), default=0) if batch else 0
     kinds = {value.name: _type(value, onnx) for value in (*model.graph.input, *model.graph.output)}
 
-    def tensors(listed: Sequence[Input]) -> list[dict[str, Any]]:
+    def tensors(field: str, listed: Sequence[Input]) -> list[str]:
+        # A shape of no dimension left would be written [1] with a reshape; no exported model has one.
+        shapes = [[dim if isinstance(dim, int) else -1 for dim in item.dims[1 if batch else 0 :]] for item in listed]
         return [
-            {"name": item.name, "data_type": Word(kinds[item.name]), "dims": _dims(item, from_axis=1 if batch else 0)}
-            for item in listed
+            f"{field} {{ name: {json.dumps(item.name)} data_type: {kinds[item.name]} dims: {shape} }}"
+            for item, shape in zip(listed, shapes, strict=True)
         ]
 
     backend = built_by(receipt)
-    config: dict[str, Any] = {"name": name}
-    config |= {"platform": "tensorrt_plan"} if backend == "tensorrt" else {"backend": "python"}
-    config |= {
-        "default_model_filename": ENGINE_FILES[backend] if backend == "tensorrt" else "model.py",
-        "max_batch_size": largest,
-        "input": tensors(inputs),
-        "output": tensors(outputs),
-        "version_policy": {"latest": {"num_versions": _SERVED}},
-        "instance_group": [{"count": 1, "kind": Word("KIND_GPU")}],
-    }
     if backend == "tensorrt":
-        if len(profiles) > 1:
-            config["instance_group"][0]["profile"] = [str(index) for index in range(len(profiles))]
-        if largest > 1:
-            config["dynamic_batching"] = {}
-    ranges = {f"profile_{index}": text for index, text in enumerate(receipt["engine"]["profiles"])}
-    stated = {"target": receipt["engine"]["target"], "runtime": receipt["engine"]["backend"], **ranges}
-    config["parameters"] = [{"key": key, "value": {"string_value": value}} for key, value in stated.items()]
-    return config
-
-
-def to_pbtxt(message: Mapping[str, Any], indent: str = "") -> str:
-    """A message in protobuf's text format: dicts are messages, lists repeat their field."""
-    lines = []
-    for key, value in message.items():
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, Mapping):
-                inner = to_pbtxt(item, indent + "  ")
-                lines.append(f"{indent}{key} {{\n{inner}{indent}}}\n" if inner else f"{indent}{key} {{ }}\n")
-            elif isinstance(item, Word):
-                lines.append(f"{indent}{key}: {item.name}\n")
-            else:
-                lines.append(f"{indent}{key}: {json.dumps(item)}\n")
-    return "".join(lines)
+        server = ['platform: "tensorrt_plan"', f'default_model_filename: "{ENGINE_FILES[backend]}"']
+        which = f" profile: {json.dumps([str(index) for index in range(len(profiles))])}" if len(profiles) > 1 else ""
+        batching = ["dynamic_batching { }"] if largest > 1 else []
+    else:
+        server, which, batching = ['backend: "python"', 'default_model_filename: "model.py"'], "", []
+    stated = {"target": receipt["engine"]["target"], "runtime": receipt["engine"]["backend"]}
+    stated |= {f"profile_{index}": text for index, text in enumerate(texts)}
+    lines = [
+        f"name: {json.dumps(name)}",
+        *server,
+        f"max_batch_size: {largest}",
+        *tensors("input", inputs),
+        *tensors("output", outputs),
+        f"version_policy {{ latest {{ num_versions: {_SERVED} }} }}",
+        f"instance_group {{ count: 1 kind: KIND_GPU{which} }}",
+        *batching,
+        *(
+            f"parameters {{ key: {json.dumps(key)} value {{ string_value: {json.dumps(value)} }} }}"
+            for key, value in stated.items()
+        ),
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def check_config(text: str) -> bool:
-    """Reads a `config.pbtxt` with the server's own schema, where the package tritonclient is here to bring it.
-
-    Returns:
-        Whether it was.
+    """Reads a `config.pbtxt` with the server's own schema, and returns False without tritonclient, which has it.
 
     Raises:
         ValueError: the schema refuses it.
@@ -207,7 +185,7 @@ def check_config(text: str) -> bool:
 
 
 def built_by(receipt: Mapping[str, Any]) -> str:
-    """What built the engine of a receipt: `tensorrt` or `tensorrt_rtx`."""
+    """The library that built the engine of a receipt: `tensorrt` or `tensorrt_rtx`."""
     return str(receipt["engine"]["backend"]).partition(" ")[0]
 
 
@@ -220,11 +198,6 @@ def _batch(inputs: Sequence[Input], outputs: Sequence[Input]) -> bool:
     """Whether the first dimension of everything is one dynamic dimension, which the server may then batch over."""
     first = {item.dims[0] if item.dims else None for item in (*inputs, *outputs)}
     return len(first) == 1 and all(isinstance(dim, str) and dim != "?" for dim in first)
-
-
-def _dims(item: Input, from_axis: int) -> list[int]:
-    # A shape of no dimension left is written [1] with a reshape; no exported model has one.
-    return [dim if isinstance(dim, int) else -1 for dim in item.dims[from_axis:]]
 
 
 def _type(value: Any, onnx: Any) -> str:

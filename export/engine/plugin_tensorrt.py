@@ -1,8 +1,7 @@
-"""The plugin `QuantFp8Attention` as TensorRT and TensorRT-RTX want it.
+"""This file wraps the plugin `QuantFp8Attention` in the classes of TensorRT and TensorRT-RTX.
 
-What it takes, gives and launches is said by `plugin`, in plain functions; here are the objects of the two libraries
-around them. Full TensorRT gets a quick-deployable plugin: three functions, and PTX that lies inside the engine.
-TensorRT-RTX gets an `IPluginV3`, which launches the same PTX when the engine runs.
+`plugin` has its shapes, types and launch as plain functions. Full TensorRT gets a quick-deployable plugin: three
+functions, and PTX inside the engine. TensorRT-RTX gets an `IPluginV3`, which launches the same PTX.
 """
 
 from __future__ import annotations
@@ -69,17 +68,29 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
     inputs = dict.fromkeys(INPUTS, tensor)
     attribute_types = {"causal": int, "softmax_scale": float, "output_type": int}
 
-    def describe(q, k, v, scales, causal, softmax_scale, output_type):
+    def describe(q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any) -> Any:
         attributes = Attributes(causal, softmax_scale, output_type)
         output = q.like()
         output.dtype = _data_type(trt, attributes.io_types[-1])
         return output
 
-    def autotune(q, k, v, scales, causal, softmax_scale, output_type, outputs):
+    def autotune(
+        q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any, outputs: Any
+    ) -> Any:
         types = Attributes(causal, softmax_scale, output_type).io_types
         return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
-    def implement(q, k, v, scales, causal, softmax_scale, output_type, outputs, tactic):
+    def implement(
+        q: Any,
+        k: Any,
+        v: Any,
+        scales: Any,
+        causal: Any,
+        softmax_scale: Any,
+        output_type: Any,
+        outputs: Any,
+        tactic: Any,
+    ) -> Any:
         attributes = Attributes(causal, softmax_scale, output_type)
         shapes = [[_constant(size) for size in x.shape_expr] for x in (q, k, v, scales)]
         compiled = compile_attention(check_shapes(shapes), attributes, arch)
@@ -119,7 +130,7 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
     engine needs neither Triton nor a compiler, only this creator (or one in C++ that launches the same PTX).
     """
 
-    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]
         def __init__(self, attributes: Attributes, kernels: dict[int, CompiledKernel]) -> None:
             for base in Plugin.__bases__:
                 base.__init__(self)
@@ -129,37 +140,39 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             self.loaded: dict[int, LoadedKernel] = {}
             self.kept: list[Any] = []
 
-        def get_capability_interface(self, kind):
+        def get_capability_interface(self, kind: Any) -> Any:
             return self
 
-        def get_output_data_types(self, input_types):
+        def get_output_data_types(self, input_types: Any) -> Any:
             names = [_type_name(trt, type_) for type_ in input_types]
             return [_data_type(trt, infer_types(names, self.attributes))]
 
-        def get_output_shapes(self, inputs, shape_inputs, builder):
+        def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
             output = trt.DimsExprs(4)
             for axis in range(4):
                 output[axis] = inputs[0][axis]
             return [output]
 
-        def supports_format_combination(self, position, in_out, num_inputs):
+        def supports_format_combination(self, position: Any, in_out: Any, num_inputs: Any) -> Any:
             described = in_out[position].desc
             expected = _data_type(trt, self.attributes.io_types[position])
             return described.type == expected and described.format == trt.TensorFormat.LINEAR
 
-        def configure_plugin(self, inputs, outputs):
+        def configure_plugin(self, inputs: Any, outputs: Any) -> None:
             dim = check_shapes([tuple(x.desc.dims) for x in inputs])
             self.kernels = {arch: compile_attention(dim, self.attributes, arch) for arch in archs}
 
-        def get_fields_to_serialize(self):
+        def get_fields_to_serialize(self) -> Any:
             values = {**self.attributes.to_fields(), **kernel_fields(self.kernels)}
             self.kept.append(collection := _field_collection(trt, values, self.kept))
             return collection
 
-        def on_shape_change(self, inputs, outputs):
+        def on_shape_change(self, inputs: Any, outputs: Any) -> None:
             check_shapes([tuple(x.dims) for x in inputs])
 
-        def enqueue(self, inputs, outputs, input_addresses, output_addresses, workspace, stream):
+        def enqueue(
+            self, inputs: Any, outputs: Any, input_addresses: Any, output_addresses: Any, workspace: Any, stream: Any
+        ) -> None:
             arch = _local_arch()
             if arch not in self.loaded:
                 if arch not in self.kernels:
@@ -168,28 +181,28 @@ def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
             shapes = [tuple(x.dims) for x in inputs[:2]]
             launch(self.loaded[arch], shapes, [*input_addresses, *output_addresses], stream)
 
-        def attach_to_context(self, context):
+        def attach_to_context(self, context: Any) -> Any:
             return self.clone()
 
-        def clone(self):
+        def clone(self) -> Any:
             twin = Plugin(self.attributes, self.kernels)
             _kept.append(twin)
             return twin
 
-        def get_valid_tactics(self):
+        def get_valid_tactics(self) -> Any:
             return []
 
-        def set_tactic(self, tactic):
+        def set_tactic(self, tactic: Any) -> None:
             pass
 
-    class Creator(trt.IPluginCreatorV3One):  # type: ignore
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_namespace, self.plugin_version = PLUGIN, PLUGIN_DOMAIN, PLUGIN_VERSION
             self.kept: list[Any] = []
             self.field_names = _field_collection(trt, Attributes().to_fields(), self.kept)
 
-        def create_plugin(self, name, collection, phase):
+        def create_plugin(self, name: Any, collection: Any, phase: Any) -> Any:
             given = {field.name: field.data for field in collection}
             plugin = Plugin(Attributes.from_fields(given), kernels_from_fields(given))
             _kept.append(plugin)

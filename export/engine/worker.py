@@ -103,7 +103,7 @@ def _load_timing_cache(config: Any, path: Path) -> Any:
 
 
 def _logger(trt: Any, out: TextIO) -> Any:
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+    class Logger(trt.ILogger):  # type: ignore[misc]
         """Passes messages on, and remembers what a failed build is to be blamed on."""
 
         def __init__(self) -> None:
@@ -126,7 +126,7 @@ def _logger(trt: Any, out: TextIO) -> Any:
 
 
 def _monitor(trt: Any, out: TextIO) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         """Sums up nested phases as one percentage."""
 
         def __init__(self) -> None:
@@ -166,7 +166,7 @@ def _monitor(trt: Any, out: TextIO) -> Any:
 
 
 def _writer(trt: Any, file: BinaryIO) -> Any:
-    class Writer(trt.IStreamWriter):  # type: ignore[misc, name-defined]
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
         """Takes the engine piece by piece, so that it is never in memory as a whole."""
 
         def __init__(self) -> None:

@@ -60,7 +60,8 @@ def attention(
         scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
         kind: "native" or "plugin".
     """
-    return torch.ops.quant.onnx_attention(q, k, v, mask, scale, causal, list(scales), kind)
+    out: torch.Tensor = torch.ops.quant.onnx_attention(q, k, v, mask, scale, causal, list(scales), kind)
+    return out
 
 
 def _attention_body(

@@ -47,7 +47,7 @@ def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> 
     smallest = np.float32(2.0**-9)
     scale = np.clip(amax / (_E2M1_MAX * global_scale), smallest, _E4M3_MAX).astype(ml_dtypes.float8_e4m3fn)
     step = scale.astype(np.float32) * global_scale
-    codes = np.clip(blocks / step[..., None], -_E2M1_MAX, _E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
+    codes: np.ndarray = np.clip(blocks / step[..., None], -_E2M1_MAX, _E2M1_MAX).astype(ml_dtypes.float4_e2m1fn)
     return codes.reshape(x.shape), scale
 
 

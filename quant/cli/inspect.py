@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -58,7 +59,7 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
 @JSON
 def formats_command(as_json: bool) -> None:
     """List the presets for --format, and the number formats that recipes and plans can name."""
-    tables = {
+    tables: dict[str, dict[str, dict[str, Any]]] = {
         "presets": {
             name: {"weight": r.weight, "activation": r.activation, "solver": r.solver, "description": r.description}
             for name, r in presets().items()

@@ -117,10 +117,11 @@ class Job:
         else:
             assert self.format_name is not None
             recipe = get_recipe(self.format_name)
-        return replace(recipe, kv_cache=self.kv_cache_name()) if self.kv_cache else recipe
+        kv_cache = self.kv_cache_name()
+        return recipe if kv_cache is None else replace(recipe, kv_cache=kv_cache)
 
     def kv_cache_name(self) -> str | None:
-        """--kv-cache as recipes spell it."""
+        """--kv-cache as recipes spell it; None if it was not given."""
         if self.kv_cache is None:
             return None
         chosen = set_kv_cache(Plan(()), self.kv_cache).kv_cache

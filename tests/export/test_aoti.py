@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -134,12 +135,14 @@ def test_graph_of_a_transformers_model(llama: nn.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "activation", "attends"), [("fp8", "fp8", True), ("nvfp4", None, False)])
-def test_package_computes_the_module(tmp_path: Path, weight: str, activation: str | None, attends: bool) -> None:
+def test_package_computes_the_module(
+    package: Callable[..., Path], tmp_path: Path, weight: str, activation: str | None, attends: bool
+) -> None:
     """A compiler keeps more precision between ops, so inputs near a tie of E4M3 may round the other way."""
     model = Gated(weight, activation, activation is not None, attends)
     example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
     ranges = {"sequence": (1, 512)}
-    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges=ranges, device="cpu")
+    path = package(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges=ranges, device="cpu")
     x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
     got, expected = load_aoti(path)(x=x).float(), model(x).float()
     assert float((got - expected).norm() / expected.norm()) < (0.04 if activation else 0.01)
@@ -149,13 +152,18 @@ def test_package_computes_the_module(tmp_path: Path, weight: str, activation: st
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
 def test_package_with_scaled_mm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weight: str, activation: str, static: bool
+    package: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weight: str,
+    activation: str,
+    static: bool,
 ) -> None:
     """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
     monkeypatch.setattr("quant.export.aoti.has_fp8_tensor_cores", lambda device: True)
     model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
     assert count(lowered(model, {"x": x}), "_scaled_mm") == 3
-    got = load_aoti(export_aoti(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()
+    got = load_aoti(package(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()
     expected = model(x).float()
     assert float((got - expected).norm() / expected.norm()) < 0.04
 
@@ -193,12 +201,12 @@ def test_a_compiler_with_a_static_cpp_library(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_package_with_fp8_matmul_and_attention(tmp_path: Path) -> None:
+def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path], tmp_path: Path) -> None:
     """On a GPU: `_scaled_mm` and our Triton kernel in the package, against the oracle on the CPU."""
     model = Gated("fp8", "fp8", True, attends=True)
     example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
     x = torch.randn(3, 33, 64, dtype=torch.bfloat16)
     expected = model(x).float()
-    path = export_aoti(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, device="cuda")
+    path = package(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, device="cuda")
     got = load_aoti(path)(x=x.cuda()).float().cpu()
     assert float((got - expected).norm() / expected.norm()) < 0.05

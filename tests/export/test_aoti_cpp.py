@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from samples import ROOT
 from torch import nn
 
-from quant.export.aoti import export_aoti, load_aoti
+from quant.export.aoti import load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
@@ -50,16 +51,16 @@ class Mlp(nn.Module):
         return self.down(h), h + y
 
 
-def test_the_program_computes_the_package(program: Path, tmp_path: Path) -> None:
+def test_the_program_computes_the_package(program: Path, package: Callable[..., Path], tmp_path: Path) -> None:
     inputs = {"x": torch.randn(5, 64, dtype=torch.bfloat16), "y": torch.randn(128, dtype=torch.bfloat16)}
-    package = export_aoti(Mlp(), tmp_path / "model.pt2", inputs, dims={"x": {0: "tokens"}}, device="cpu")
+    made = package(Mlp(), tmp_path / "model.pt2", inputs, dims={"x": {0: "tokens"}}, device="cpu")
     given = [torch.randn(9, 64, dtype=torch.bfloat16), inputs["y"]]
     torch.save(given, tmp_path / "in.pt")
-    files = [str(package), str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
+    files = [str(made), str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
     done = subprocess.run([program, *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "out.pt")
-    expected = load_aoti(package)(x=given[0], y=given[1])
+    expected = load_aoti(made)(x=given[0], y=given[1])
     assert len(found) == 2
     for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=0)

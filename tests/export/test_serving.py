@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from quant.export import triton_model
-from quant.export.serving import Bundle, Word, check_config, publish, to_pbtxt
+from quant.export.serving import Bundle, check_config, publish
 from quant.export.serving_guide import serving_text
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -110,9 +110,9 @@ def test_a_tensor_that_the_server_has_no_type_for(tmp_path: Path) -> None:
 def test_the_schema_is_asked(tmp_path: Path) -> None:
     if importlib.util.find_spec("tritonclient") is None:
         pytest.skip("needs the package tritonclient, which brings the schema")
-    assert check_config(to_pbtxt({"name": "a", "input": [{"name": "x", "data_type": Word("TYPE_FP16"), "dims": [1]}]}))
+    assert check_config('name: "a"\ninput { name: "x" data_type: TYPE_FP16 dims: [1] }\n')
     with pytest.raises(ValueError, match=r"does not follow the server's schema: .*colour"):
-        check_config(to_pbtxt({"name": "a", "colour": "red"}))
+        check_config('name: "a"\ncolour: "red"\n')
 
 
 def plan_of(weight: str, activation: str | None, **more: Any) -> Plan:
