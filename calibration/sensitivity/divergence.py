@@ -188,7 +188,7 @@ class NextToken:
         return self._logits(hidden).float().log_softmax(dim=-1)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden) if self.split else hidden  # type: ignore[no-any-return]
+        return self.head(hidden) if self.split else hidden
 
     def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
@@ -200,7 +200,7 @@ class NextToken:
 
     def _forward(self, rows: torch.Tensor) -> torch.Tensor:
         result = self.model(rows)
-        return result.logits if hasattr(result, "logits") else output_of(result)  # type: ignore[no-any-return]
+        return result.logits if hasattr(result, "logits") else output_of(result)
 
     def _before_head(self, rows: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
@@ -300,7 +300,7 @@ def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward
     try:
         yield
     finally:

@@ -306,7 +306,7 @@ def merge_head_rotation(block: nn.Module, call: Call, producer: str, reader: str
         The block size, from 128 down to 16; 0 where none leaves the block's output as it was, and nothing is changed.
     """
     first, second = block.get_submodule(producer), block.get_submodule(reader)
-    rows, columns = first.weight.shape[0], second.weight.shape[1]
+    rows, columns = first.weight.shape[0], second.weight.shape[1]  # type: ignore[index]
     size = min(rotation_block(int(rows)), rotation_block(int(columns)))
     with torch.no_grad():
         before = output_of(block(*call.args, **call.kwargs)).clone()

@@ -1,8 +1,7 @@
-"""One block from original to quantized: transforms, rounding group by group, guard, reconstruction.
+"""`BlockWork` quantizes one block: transforms, rounding group by group, guard, reconstruction.
 
-`sequential` walks the blocks and says what each step is for; this is what happens within one of them. A solved layer
-stands in its block as a `StandIn` until the block is finished, so that the groups behind it get the inputs that the
-quantized layers before them give.
+`sequential` walks the blocks and says what each step is for. Until the block is finished, a `StandIn` takes the place
+of each solved layer, so that the groups behind it get the inputs that the quantized layers before them give.
 """
 
 from __future__ import annotations
@@ -17,11 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, Stop, in_float64, output_of
+from quant.calibration.blocks import Call, Stop, output_of
 from quant.calibration.cpu_matmul import quick_products
 from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
-from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
-from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
 from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
 from quant.calibration.solvers.group import solve_stacked
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
@@ -29,8 +26,10 @@ from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 from quant.calibration.walk.experts import ExpertsWork
-from quant.calibration.walk.group import Group, Settings, Solved, StandIn, set_module, weight_of
+from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
+from quant.calibration.walk.scaling import InputScaling
+from quant.calibration.walk.stand_in import RememberedModules, StandIn, set_module, weight_of
 from quant.recipes.plan import LayerPlan
 
 
@@ -53,7 +52,7 @@ class BlockWork:
         self.rounded: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
         self.calls: Counter[str] = Counter()
-        self.remembering: list[nn.Module] = []
+        self.remembered = RememberedModules(self.clock)
 
     def solve(
         self, current: Sequence[Call], original: Sequence[Call], small: Call, *, needs_output: bool
@@ -75,26 +74,26 @@ class BlockWork:
             return outputs, outputs
         self.tokens = sum(_token_count(call.hidden) for call in original)
         reference = self._observe(original)
-        self._transform(small)
+        InputScaling(self.block, self.groups, self.targets, self.stored).choose(small)
         for group in self.groups:
             self._rotate(group)
             group.fix_input_scale(self.settings.observer, self.stored)
         for stage in self._stages():
             self._solve_stage(stage, current)
-            self._remember(len(current))
+            self._remember_finished(len(current))
         self._solve_experts(current)
         if any(group.pipeline.reconstruction for group in self.groups):
-            self._forget()
+            self.remembered.forget()
             self._reconstruct(current, reference)
         outputs = self._outputs(current) if needs_output else []
         return outputs, reference
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
-        """The layers as they were planned, or as the guard promoted them, and what became of them; None in 16 bit.
+        """Each layer as planned, or as the guard promoted it, with its solution; None for a layer kept in 16 bit.
 
-        The original modules are back in the block.
+        Puts the original modules back into the block.
         """
-        self._forget()
+        self.remembered.forget()
         for name, stand_in in self.stand_ins.items():
             set_module(self.block, name, stand_in.original)
         found = [self.solved[name] for group in self.groups for name in group.names]
@@ -107,8 +106,8 @@ class BlockWork:
                 out.append(output_of(self.block(*call.args, **call.kwargs)))
         return out
 
-    def _remember(self, batches: int) -> None:
-        """Modules in which all is solved give their output of the pass before: attention is not run again."""
+    def _remember_finished(self, batches: int) -> None:
+        """Modules in which every layer is solved are not run again."""
         unfinished = [work.module for work in self.experts if not work.solved]
         for name, calls in self.calls.items():
             module = self.block.get_submodule(name)
@@ -117,18 +116,10 @@ class BlockWork:
             once = calls == batches and all(group.calls == 1 for group in inside)
             if not solved or not once or "forward" in vars(module) or any(m in unfinished for m in module.modules()):
                 continue
-            module.forward = _once_a_batch(module.forward, self.clock)
-            self.remembering.append(module)
-            for group in inside:
-                for member in group.names:
-                    if member in self.stand_ins:
-                        self.stand_ins[member].keeps = False
-
-    def _forget(self) -> None:
-        """The modules of `_remember` work as they did."""
-        for module in self.remembering:
-            del module.forward
-        self.remembering.clear()
+            self.remembered.add(module)
+            for member in (member for group in inside for member in group.names):
+                if member in self.stand_ins:
+                    self.stand_ins[member].keeps = False
 
     def _observe(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """The reference pass: magnitudes, the inputs themselves, and the order in which groups are called."""
@@ -175,61 +166,8 @@ class BlockWork:
             row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
         raise ValueError(f"{group.members[0].name}: the input holds NaN or infinity on calibration row {row}")
 
-    def _transform(self, small: Call) -> None:
-        """Input scales, last group first, because a scale may go into a linear layer that is solved before."""
-        if not any(group.pipeline.transforms for group in self.groups):
-            return
-        folds = self._find_folds(small)
-        for group, found in zip(reversed(self.groups), reversed(folds), strict=True):
-            if not group.kept or not group.pipeline.transforms:
-                continue
-            assert group.total is not None and group.amax is not None
-            sample = torch.cat([x[:: max(group.tokens // SAMPLED_TOKENS, 1)].float() for x in group.kept])
-            for transform in group.pipeline.transforms:
-                weight = torch.cat([self.targets[name] for name in group.names])
-                divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
-                inputs = GroupInputs(sample, group.total / group.tokens, group.amax).divided(divisor)
-                owner = None if found is None else found.owner
-                scale = transform(weight, inputs, group.weight_format, group.activation, owner)
-                if found is not None:
-                    scale = self._fold(found, scale)
-                else:
-                    before = group.parts.pre_scale
-                    group.parts = replace(group.parts, pre_scale=1 / scale if before is None else before / scale)
-                group.divisor = divisor * scale
-                for name in group.names:
-                    self._set_target(name, self.targets[name] * scale)
-
-    def _find_folds(self, small: Call) -> list[Fold | None]:
-        """Where each group's input scale can go, tried in float64 on a few tokens."""
-        block = in_float64(self.block)
-        call = small.to(dtype=torch.float64)
-        order = modules_in_order(block, call)
-        folds = []
-        for group in self.groups:
-            first = min((order.index(name) for name in group.names if name in order), default=0)
-            producers = [n for n in reversed(order[:first]) if n in self.targets or _is_vector(block.get_submodule(n))]
-            folds.append(find_fold(block, call, group.names, producers) if group.pipeline.transforms else None)
-        return folds
-
-    def _fold(self, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
-        """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
-        module = self.block.get_submodule(fold.producer)
-        rows = len(module.weight)  # type: ignore[arg-type]
-        by = torch.ones(rows, device=scale.device).index_copy_(0, fold.owner, scale)
-        if fold.producer in self.targets:
-            self.targets[fold.producer] = self.targets[fold.producer] / by[:, None]
-            apply_fold(module, by, fold.style)
-            return scale
-        return apply_fold(module, by, fold.style, self.stored)[fold.owner]
-
-    def _set_target(self, name: str, target: torch.Tensor) -> None:
-        self.targets[name] = target
-        weight = weight_of(self.block, name)
-        weight.data = target.to(weight.dtype)
-
     def _rotate(self, group: Group) -> None:
-        """Rotates what is to be rounded. The block's own weight stays, for it still gets the input as it is."""
+        """Rotates the weights to be rounded. The block's own weights stay, because they still get unrotated inputs."""
         if group.pipeline.spec.rotation:
             block = rotation_block(group.members[0].shape[-1], group.pipeline.spec.rotation)
             group.parts = replace(group.parts, hadamard=block)
@@ -237,7 +175,7 @@ class BlockWork:
                 self.targets[name] = rotate_weight(self.targets[name], block)
 
     def _stages(self) -> list[list[Group]]:
-        """Groups that are collected in one pass: sibling experts, who get some tokens each; all others alone."""
+        """Groups whose statistics one pass collects: sibling experts together, all others one by one."""
         routed = {group.pattern for group in self.groups if group.tokens < self.tokens}
         stages: dict[str, list[Group]] = {}
         for index, group in enumerate(self.groups):
@@ -261,7 +199,7 @@ class BlockWork:
     def _collect(
         self, stage: list[Group], calls: Sequence[Call]
     ) -> tuple[list[LayerStats | None], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
-        """Statistics of each group; and for the guard its inputs on held-out rows, each with what it should be."""
+        """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
         sums = [MomentSum() for _ in stage]
         pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in stage]
         judged = self._held_out(len(calls))
@@ -290,11 +228,11 @@ class BlockWork:
         return [moment.stats() for moment in sums], pairs
 
     def _held_out(self, calls: int) -> range:
-        """The batches that only judge, where there is a guard: the last eighth, at least one."""
+        """Batches that only judge, where there is a guard: the last eighth, at least one."""
         return range(calls - max(calls // 8, 1), calls) if self.settings.guard else range(0)
 
     def _add(self, group: Group, moment: MomentSum, x: torch.Tensor, drift: torch.Tensor | None) -> None:
-        """Takes a batch of inputs into the group's statistics."""
+        """Adds a batch of inputs to the group's statistics."""
         if not group.pipeline.needs_moment:
             return
         if group.pipeline.spec.rank and group.activation is not None:
@@ -341,7 +279,7 @@ class BlockWork:
         return False
 
     def _solve_collected(self, stage: list[Group], found: list[LayerStats | None]) -> None:
-        """Solves groups of a kind; one that no token reached gets the statistics of all the others together."""
+        """Solves sibling groups; one that no token reached gets the pooled statistics of the others."""
         pooled = pooled_stats([stats for stats in found if stats is not None])
         for group, stats in zip(stage, found, strict=True):
             if self.settings.guard is None:
@@ -361,10 +299,10 @@ class BlockWork:
             self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
 
     def _drift(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
-        """What is to be made up for in the input: part of its way back to the original input; None for nothing.
+        """The part of the input error that the solver corrects for; None where it corrects nothing.
 
-        Where inputs are rounded, none is made up for: they differ from the originals by noise, against which the
-        least-squares answer is to shrink the weights, layer after layer, and the model loses more than it gains.
+        Rounded inputs are not corrected: they differ from the originals by noise, against which least squares shrinks
+        the weights, layer after layer, and the model loses more than it gains.
         """
         correction = group.pipeline.correction
         aligned = group.calls == 1 and group.tokens == self.tokens
@@ -396,7 +334,7 @@ class BlockWork:
     def _correct_bias(
         self, group: Group, name: str, stand_in: StandIn, target: torch.Tensor, stats: LayerStats
     ) -> None:
-        """Takes the mean output error into the bias, where there is one: it costs nothing at run time."""
+        """Adds the mean output error to the bias, where there is one: it costs nothing at run time."""
         bias = getattr(stand_in.original, "bias", None)
         if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.spec.rank:
             return
@@ -409,7 +347,7 @@ class BlockWork:
     def _take_branches(
         self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
     ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]], LayerStats | None]:
-        """Each weight's branch and what it leaves to be rounded. The inputs' drift is made up for in both together."""
+        """Each weight's rest to be rounded, and its branch. Both together correct the inputs' drift."""
         seen = stats if group.unrounded is None else group.unrounded.stats()
         assert stats is not None and seen is not None and seen.second_moment is not None
         factor = factorize(seen.second_moment)
@@ -437,7 +375,7 @@ class BlockWork:
             assert solved is not None
             layers[name] = BlockLayer(target, solved.weight, member.activation, solved.input_scale, solved.parts)
         for stand_in in self.stand_ins.values():
-            # What stands in beside the learned layers must no longer remember its outputs.
+            # Stand-ins beside the learned layers must no longer remember their outputs.
             stand_in.keeps = False
             stand_in.outputs.clear()
         found = reconstruct_block(self.block, calls, outputs, layers, settings)
@@ -449,7 +387,7 @@ class BlockWork:
             self.stand_ins[name].dense = weight.dequantize(self.stand_ins[name].dense.dtype)
 
     def _observe_at_once(self, calls: Sequence[Call]) -> list[torch.Tensor]:
-        """One pass for all groups, on original inputs, and then all are solved."""
+        """Solves all groups from one pass over the original inputs."""
         sums = {}
         keeps = self.settings.observer != "absmax"
 
@@ -474,16 +412,16 @@ class BlockWork:
             hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
-        likes: dict[str, list[Group]] = {}
+        siblings: dict[str, list[Group]] = {}
         for group in self.groups:
             group.fix_input_scale(self.settings.observer, self.stored)
-            likes.setdefault(group.pattern, []).append(group)
-        for stage in likes.values():
+            siblings.setdefault(group.pattern, []).append(group)
+        for stage in siblings.values():
             self._solve_collected(stage, [sums[group.names[0]].stats() for group in stage])
         return outputs
 
     def _solve_experts(self, calls: Sequence[Call]) -> None:
-        """Fused experts, with the rest of the block solved."""
+        """Solves fused experts, with the rest of the block quantized."""
         for experts in self.experts:
             experts.solve(partial(self._outputs, calls))
 
@@ -493,25 +431,9 @@ def _dots(name: str) -> list[int]:
     return [place for place, letter in enumerate(name) if letter == "."]
 
 
-def _once_a_batch(forward: Callable[..., Any], clock: list[int]) -> Callable[..., Any]:
-    """`forward`, that remembers what it gave for each batch."""
-    found: dict[int, Any] = {}
-
-    def remembered(*args: Any, **kwargs: Any) -> Any:
-        if clock[0] not in found:
-            found[clock[0]] = forward(*args, **kwargs)
-        return found[clock[0]]
-
-    return remembered
-
-
 def _token_count(hidden: torch.Tensor) -> int:
     """Tokens of a hidden state `[..., tokens, features]`, or of token ids `[..., tokens]`."""
     return hidden.numel() // hidden.shape[-1] if hidden.is_floating_point() else hidden.numel()
-
-
-def _is_vector(module: nn.Module) -> bool:
-    return module.weight.dim() == 1  # type: ignore[operator,no-any-return]
 
 
 @contextmanager

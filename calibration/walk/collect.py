@@ -1,4 +1,4 @@
-"""Watching a model run: the statistics of every layer's input."""
+"""This file watches a model run and collects the range of every layer's input."""
 
 from __future__ import annotations
 

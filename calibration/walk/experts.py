@@ -1,11 +1,11 @@
-"""Fused experts: one parameter `[experts, out, in]` a projection, every expert solved on the tokens that reach it.
+"""`ExpertsWork` solves fused experts: each expert on the tokens that reach it.
 
-A router sends each expert other tokens, so each has a second moment of its own. An expert that no calibration token
-reached would be rounded blindly; it gets the statistics of all tokens that the other experts saw, and the plan says
-so. Projections are solved in the order in which tokens pass them, with those before in place, quantized.
+A projection is one parameter `[experts, out, in]`. A router sends each expert different tokens, so each has a second
+moment of its own. An expert that no calibration token reached gets the pooled statistics of the others, and the plan
+says so. Projections are solved in the order in which tokens pass them, with the quantized ones before in place.
 
-Scaling, rotation and branches belong to linear layers: no runtime applies them expert by expert. Where a solver's
-name has such parts, experts get its rounding alone, and the plan says that too.
+Scaling, rotation and branches belong to linear layers, because no runtime applies them expert by expert. Where a
+solver's name has such parts, experts get its rounding alone, and the plan says that too.
 """
 
 from __future__ import annotations

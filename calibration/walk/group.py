@@ -1,4 +1,4 @@
-"""A fusion group while its block is worked on: what it reads, how its input is scaled, rotated and rounded.
+"""A `Group` is a fusion group while its block is worked on: its inputs, and how they are scaled, rotated and rounded.
 
 All members of a group read one input, so statistics, input scale, rotation and static scale belong to the group, and
 the members' weights are solved as one tall matrix where the format allows it.
@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
@@ -25,14 +24,14 @@ from quant.recipes.plan import LayerPlan
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """What became of one layer.
+    """The solution of one layer.
 
     Attributes:
         weight: codes and scales of `[out, in]`, or of `[experts, out, in]`.
         parts: what the layer does at run time beside its matmul; `weight` is rotated already.
         input_scale: static scale of the activation format, float32 scalar, where it has one.
-        tokens: how many calibration tokens reached the layer; 0 where it got the pooled statistics of its likes.
-        notes: what a reader of the report should know.
+        tokens: how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used.
+        notes: sentences for the report.
     """
 
     weight: BlockScaledTensor
@@ -44,7 +43,7 @@ class Solved:
 
 @dataclass(frozen=True)
 class Settings:
-    """How the walk is done.
+    """Settings of the walk.
 
     Attributes:
         batch: calibration rows in one forward pass.
@@ -73,7 +72,7 @@ class Group:
     Attributes:
         members: as planned; the guard may change their formats.
         names: of the members within the block.
-        pipeline: what their solver's name stands for.
+        pipeline: their solver.
         kept: original inputs by batch, `[tokens, in]`.
         calls: how often the group is called in one pass of the block.
         tokens: how many reached it in the original model.
@@ -154,61 +153,3 @@ def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
         Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
         for group in by_name.values()
     ]
-
-
-class StandIn(nn.Module):
-    """A solved layer while its block is being worked on: dense weights, and a memory of its outputs by batch.
-
-    Args:
-        original: the layer.
-        weight: what it became, dense.
-        group: how its input is treated.
-        clock: a cell with the number of the current batch.
-        parts: what it does at run time beside its matmul.
-    """
-
-    def __init__(
-        self,
-        original: nn.Module,
-        weight: torch.Tensor,
-        group: Group,
-        clock: list[int],
-        parts: RunTimeParts,
-    ) -> None:
-        super().__init__()
-        self.parts = parts
-        self.original = original
-        self.dense = weight
-        self.group = group
-        self.clock = clock
-        self.keeps = group.calls == 1
-        self.outputs: dict[int, torch.Tensor] = {}
-
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The output without its bias."""
-        out = nn.functional.linear(self.group.round_input(x), self.dense)
-        branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
-        return out if branch is None else out + branch
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.clock[0] in self.outputs:
-            return self.outputs[self.clock[0]] if self.keeps else self.outputs.pop(self.clock[0])
-        bias = getattr(self.original, "bias", None)
-        out = self.product(x)
-        out = out if bias is None else out + bias
-        if self.keeps:
-            self.outputs[self.clock[0]] = out
-        return out
-
-
-def set_module(block: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts `module` in the block under `name`."""
-    parent, _, last = name.rpartition(".")
-    setattr(block.get_submodule(parent), last, module)
-
-
-def weight_of(block: nn.Module, name: str) -> torch.Tensor:
-    """The weight of the module called `name`."""
-    weight = block.get_submodule(name).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight

@@ -1,7 +1,7 @@
-"""The guard: a layer whose quantized output strays too far from the original gets the next format in its list.
+"""A `Guard` gives a layer whose quantized output strays too far from the original the next format in its list.
 
-Pure functions over plans: whoever runs the layers measures, these decide and write down why. Recipes and the command
-line write a guard as its limit and the formats to try: `0.1 fp8_channel keep`.
+The walk measures; the functions here only decide, and write down why. Recipes and the command line write a guard as
+its limit and the formats to try: `0.1 fp8_channel keep`.
 """
 
 from __future__ import annotations

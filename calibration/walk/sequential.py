@@ -1,7 +1,7 @@
-"""Layer-by-layer calibration: every layer is solved on the inputs it will really get.
+"""`solve_sequentially` solves every layer on the inputs that it will really get.
 
-Rotations that are to be merged into the model are, before anything else. Then block by block, in order of execution,
-on all calibration rows at once:
+Rotations that can be merged into the model are merged first. Then come the blocks in order of execution, each with all
+calibration rows at once:
 
 1. *Reference.* The original block runs on the original hidden states. What its layers receive is kept.
 2. *Transforms* choose an input scale for each fusion group, fold it into its producer and scale the weights.
@@ -67,7 +67,8 @@ def solve_sequentially(
 
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
-            layer that no token reached and that has no likes; a solver that does not support a format.
+            layer that no token reached, with no sibling to borrow statistics from; a solver that does not support a
+            format.
     """
     check_solvers(plan)
     check_ids(rows, model)
