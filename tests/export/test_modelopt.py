@@ -27,6 +27,7 @@ from quant.export.checkpoint import SECOND_LEVEL, write_tensors
 from quant.export.checkpoint_reader import TensorFiles
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.linear.modules import QuantLinear
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import get_recipe
 
@@ -264,9 +265,10 @@ def test_transformers_unpacks_a_converted_checkpoint_to_the_same_weights(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype)
     with torch.no_grad():
         theirs(IDS)  # the library unpacks the weights at the first call
-    for name, module in quant.load(GOLDENS / "modelopt" / golden).named_modules():
-        if hasattr(module, "quantized_weight"):
-            assert torch.equal(module.dequantize(dtype), theirs.get_submodule(name).weight), name
+    ours = {n: m for n, m in quant.load(GOLDENS / "modelopt" / golden).named_modules() if isinstance(m, QuantLinear)}
+    assert len(ours) == 14
+    for name, module in ours.items():
+        assert torch.equal(module.dequantize(dtype), theirs.get_submodule(name).weight), name
 
 
 @pytest.mark.filterwarnings("default")
@@ -281,15 +283,16 @@ def test_modelopt_unpacks_what_is_written_to_the_same_weights(quantized: Callabl
     library = pytest.importorskip("modelopt.torch.quantization.qtensor", reason="needs the extra modelopt")
     convert(quantized("nvfp4a16"), tmp_path / "out", "modelopt")
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    for name, module in quant.load(tmp_path / "ours").named_modules():
-        if hasattr(module, "quantized_weight"):
-            packed = library.NVFP4QTensor(module.quantized_weight.shape, torch.float32, tensors[f"{name}.weight"])
-            scales = {
-                "scale": tensors[f"{name}.weight_scale"],
-                "double_scale": tensors[f"{name}.weight_scale_2"],
-                "block_sizes": {-1: 16},
-            }
-            assert torch.equal(packed.dequantize(torch.float32, **scales), module.dequantize(torch.float32)), name
+    ours = {n: m for n, m in quant.load(tmp_path / "ours").named_modules() if isinstance(m, QuantLinear)}
+    assert len(ours) == 14
+    for name, module in ours.items():
+        packed = library.NVFP4QTensor(module.quantized_weight.shape, torch.float32, tensors[f"{name}.weight"])
+        scales = {
+            "scale": tensors[f"{name}.weight_scale"],
+            "double_scale": tensors[f"{name}.weight_scale_2"],
+            "block_sizes": {-1: 16},
+        }
+        assert torch.equal(packed.dequantize(torch.float32, **scales), module.dequantize(torch.float32)), name
 
 
 @pytest.mark.slow

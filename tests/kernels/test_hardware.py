@@ -105,16 +105,15 @@ def test_a_measured_launch_is_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("tokens", [1, 16, 17, 100, 600, 5000])
-def test_a_guess_covers_the_shape(format: str, tokens: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 16, 17, 32])
+def test_a_guess_for_few_tokens_covers_the_shape(format: str, tokens: int) -> None:
     for shape in ((28672, 4096), (77, 203), (64, 64)):
-        first = tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
-        if isinstance(first, tiles.Tiles):
-            steps = -(-shape[1] // first.block_k)
-            assert first.splits == 1 or steps >= 2 * first.splits
-            # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
-            columns = FORMATS[format].block[1]
-            assert columns == 0 or first.block_k % columns == 0 or columns % first.block_k == 0
+        found = tiles.guess(FORMATS[format], tokens, shape, TARGETS["h100"], prepacked=False)
+        assert isinstance(found, tiles.Tiles) and found.block_m >= tokens
+        assert found.splits == 1 or -(-shape[1] // found.block_k) >= 2 * found.splits
+        # A tile of scales must be whole: the step holds whole blocks, or a block whole steps.
+        columns = FORMATS[format].block[1]
+        assert columns == 0 or found.block_k % columns == 0 or columns % found.block_k == 0
 
 
 def test_the_shipped_tables_can_be_launched() -> None:
