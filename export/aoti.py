@@ -293,9 +293,11 @@ def _attention(
         return fp8_attention_reference(
             q, k, v, scales, causal=causal, softmax_scale=softmax_scale, dtype=dtype, whole=True
         )
-    from quant.kernels.portable.attention import launch_in_graph
+    from quant.kernels.portable.attention import launch
 
-    return launch_in_graph(q.contiguous(), k.contiguous(), v.contiguous(), scales, causal, softmax_scale, dtype)
+    out = torch.empty(q.shape, dtype=dtype, device=q.device)
+    launch(q.contiguous(), k.contiguous(), v.contiguous(), scales, out, causal, softmax_scale, in_graph=True)
+    return out
 
 
 class _Named(nn.Module):

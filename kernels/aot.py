@@ -16,12 +16,9 @@ on GPUs of that compute capability and no others.
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = {89: "sm_89", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
@@ -54,14 +51,6 @@ class CompiledKernel:
     def threads(self) -> int:
         """Threads of a block."""
         return 32 * self.num_warps
-
-
-@dataclass(frozen=True)
-class Resources:
-    """The assembler's count of registers per thread, and of bytes per thread that spill out of them."""
-
-    registers: int
-    spilled: int
 
 
 def compile_kernel(
@@ -140,30 +129,3 @@ def without_scratch(ptx: str, keep: int) -> tuple[str, str]:
             raise ValueError(f"{name}: uses its scratch memory ({symbol}); it cannot be launched without Triton")
     kept = ",\n".join(f"\t{parameter}" for parameter in parameters[:keep])
     return name, _ENTRY.sub(lambda match: f".visible .entry {match[1]}(\n{kept}\n)", ptx)
-
-
-def assemble(compiled: CompiledKernel) -> Resources:
-    """Assembles the PTX with `ptxas`, which proves it valid and counts registers and spills.
-
-    Raises:
-        ValueError: the assembler refuses it; the message is the assembler's.
-    """
-    target = ARCHITECTURES[compiled.arch]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "kernel.ptx")
-        source.write_text(compiled.ptx)
-        command = [_ptxas(compiled.arch), "-v", f"--gpu-name={target}", str(source), "-o", str(Path(folder, "cubin"))]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ValueError(f"{compiled.name}: ptxas refuses the PTX for {target}: {' '.join(done.stderr.split())}")
-    registers = re.findall(r"Used (\d+) registers", done.stderr)
-    spilled = re.findall(r"(\d+) bytes spill stores", done.stderr)
-    return Resources(max(map(int, registers)), sum(map(int, spilled)))
-
-
-def _ptxas(arch: int) -> str:
-    """The assembler that Triton's wheel ships for `arch`."""
-    import triton
-
-    tools = triton.knobs.nvidia
-    return str((tools.ptxas_blackwell if arch >= 100 else tools.ptxas).path)

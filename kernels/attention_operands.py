@@ -163,17 +163,15 @@ class AttentionInputs:
     v: torch.Tensor
     rope: tuple[torch.Tensor, torch.Tensor] | None
     hadamard: bool
-    cu_seqlens_q: torch.Tensor | None
-    cu_seqlens_k: torch.Tensor | None
-    max_seqlen_q: int | None
     max_seqlen_k: int | None
-    laid_out: bool
+    options: AttentionOptions  # packed sequences, and whether V is to be laid out
     mean: torch.Tensor | None = None  # of K, float32 [sequences, kv_heads, dim]
 
     @property
     def sequences(self) -> int | None:
         """The number of packed sequences; None without packing."""
-        return None if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
+        cu = self.options.cu_seqlens_q
+        return None if cu is None else len(cu) - 1
 
     def blocks(self, x: torch.Tensor) -> int:
         """Scale blocks along the tokens of `x`."""

@@ -77,19 +77,9 @@ def fp8_attention_reference(
     dtype: torch.dtype = torch.bfloat16,
     whole: bool = False,
 ) -> torch.Tensor:
-    """`quant.kernels.attention.forward.fp8_attention` in plain PyTorch: one scale per tensor, no other options.
+    """`quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments.
 
-    Args:
-        q: `[batch, heads, seq_q, dim]`, E4M3 or any floating dtype.
-        k, v: `[batch, kv_heads, seq_kv, dim]`.
-        scales: of q, k and v, float32 `[3]`.
-        causal: query i sees the keys up to i + seq_kv − seq_q.
-        softmax_scale: None is 1/√dim.
-        dtype: of the output.
-        whole: whether all queries are taken at once, as a graph of dynamic size needs it; otherwise memory is bounded.
-
-    Returns:
-        `[batch, heads, seq_q, dim]`, zeros where a query sees no key.
+    `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
     """
     options = AttentionOptions(causal=causal, softmax_scale=softmax_scale)
     q_scale, k_scale, v_scale = scales.float().unbind()

@@ -78,11 +78,6 @@ class KVPages:
         """Whether every token of a head has its own scale."""
         return self.k_scale is not None and self.k_scale.dim() == 3
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a token in this layer: K and V of all heads with their scales."""
-        return 2 * self.kv_heads * token_bytes(self.format, self.dim)
-
     def read(self, pages: Sequence[int] | torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the first `length` tokens in `pages`, dequantized: float32 `[kv_heads, length, dim]`."""
         index = torch.as_tensor(pages, dtype=torch.int64, device=self.k.device)

@@ -129,8 +129,11 @@ def quantize_attention(
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         max_seqlen_q = int(cu_seqlens_q.diff().max()) if max_seqlen_q is None else max_seqlen_q
         max_seqlen_k = int(cu_seqlens_k.diff().max()) if max_seqlen_k is None else max_seqlen_k
-    laid_out = is_hopper(q.device) if laid_out is None else laid_out
-    work = AttentionInputs(q, k, v, rope, hadamard, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, laid_out)
+    options = AttentionOptions(
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
+        v_laid_out=is_hopper(q.device) if laid_out is None else laid_out,
+    )  # fmt: skip
+    work = AttentionInputs(q, k, v, rope, hadamard, max_seqlen_k, options)
     if q.is_cuda:
         from quant.kernels.portable.attention_quantize import key_means, measure, quantize
     else:
@@ -142,10 +145,7 @@ def quantize_attention(
         q_amax, k_amax, v_amax = (amax.amax(axes).div(E4M3.max).clamp_min(1e-30) for amax in measure(work))
         scales = q_amax, k_amax, v_amax
     (q, k, v), (q_scale, k_scale, v_scale), shift = quantize(work, scales)
-    options = AttentionOptions(
-        q_scale, k_scale, v_scale, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q,
-        v_laid_out=laid_out,
-    )  # fmt: skip
+    options = options._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     return AttentionOperands(q, k, v, options, shift)
 
 
@@ -185,9 +185,9 @@ def _rotated_by_position(x: torch.Tensor, rope: tuple[torch.Tensor, torch.Tensor
 
 def _key_means(work: AttentionInputs) -> torch.Tensor:
     key = _rotated_by_position(work.k, work.rope).float()
-    if work.cu_seqlens_k is None:
+    if work.options.cu_seqlens_k is None:
         return key.mean(2)
-    return torch.stack([key[0, :, a:b].sum(1) / max(1, b - a) for a, b in pairwise(work.cu_seqlens_k.tolist())])
+    return torch.stack([key[0, :, a:b].sum(1) / max(1, b - a) for a, b in pairwise(work.options.cu_seqlens_k.tolist())])
 
 
 def _prepared(work: AttentionInputs) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -195,8 +195,8 @@ def _prepared(work: AttentionInputs) -> tuple[list[torch.Tensor], torch.Tensor |
     q, k = (_rotated_by_position(x, work.rope) for x in (work.q, work.k))
     shift = None
     if work.mean is not None:
-        of_key = _mean_of_rows(work.mean, k, work.cu_seqlens_k)
-        of_query = _mean_of_rows(work.mean.repeat_interleave(q.shape[1] // k.shape[1], 1), q, work.cu_seqlens_q)
+        of_key = _mean_of_rows(work.mean, k, work.options.cu_seqlens_k)
+        of_query = _mean_of_rows(work.mean.repeat_interleave(q.shape[1] // k.shape[1], 1), q, work.options.cu_seqlens_q)
         shift = (q.float() * of_query).sum(-1)
         k = (k.float() - of_key).to(k.dtype)
     rows = [random_sign_rotation(x) if work.hadamard else x.float() for x in (q, k)]
@@ -218,7 +218,7 @@ def _amax_of_blocks(x: torch.Tensor, blocks: int, cu_seqlens: torch.Tensor | Non
 
 def _measure(work: AttentionInputs) -> list[torch.Tensor]:
     """The largest magnitude of each block of Q, K and V."""
-    cu = (work.cu_seqlens_q, work.cu_seqlens_k, work.cu_seqlens_k)
+    cu = (work.options.cu_seqlens_q, work.options.cu_seqlens_k, work.options.cu_seqlens_k)
     return [_amax_of_blocks(x, work.blocks(x), c) for x, c in zip(_prepared(work)[0], cu, strict=True)]
 
 
@@ -226,7 +226,7 @@ def _quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
     prepared, shift = _prepared(work)
     codes, steps = [], []
     for index, x in enumerate(prepared):
-        cu = work.cu_seqlens_q if index == 0 else work.cu_seqlens_k
+        cu = work.options.cu_seqlens_q if index == 0 else work.options.cu_seqlens_k
         if scales is None:
             # Zeros get the smallest scale: as V's they would otherwise outweigh the others' in Hopper's kernel.
             step = (_amax_of_blocks(x, work.blocks(x), cu) / E4M3.max).clamp_min(1e-30)
@@ -235,6 +235,6 @@ def _quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
         scaled = x * (1 / scale_of_rows(step, x.shape, cu))
         codes.append(scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn))
         steps.append(step)
-    if work.laid_out:
-        codes[2] = lay_out_v(codes[2], work.cu_seqlens_k)
+    if work.options.v_laid_out:
+        codes[2] = lay_out_v(codes[2], work.options.cu_seqlens_k)
     return codes, steps, shift

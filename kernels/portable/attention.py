@@ -275,37 +275,26 @@ def launch(
     out: torch.Tensor,
     causal: bool,
     softmax_scale: float,
+    *,
     arch: int | None = None,
+    in_graph: bool = False,
 ) -> None:
-    """Runs `attention_forward` on dense operands; `arch` chooses the tiles, by default that of the operands' GPU."""
-    if out.numel():
-        grid, arguments, constants = _launch_of(q, k, v, scales, out, causal, softmax_scale, arch)
-        attention_forward[grid](*arguments, **constants)
+    """Runs `attention_forward` on dense operands.
 
-
-def launch_in_graph(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: torch.Tensor,
-    causal: bool,
-    softmax_scale: float,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The same launch as a node that `torch.compile` and AOTInductor see and compile into their output."""
-    out = torch.empty(q.shape, dtype=dtype, device=q.device)
-    grid, arguments, constants = _launch_of(q, k, v, scales, out, causal, softmax_scale, None)
-    torch.library.wrap_triton(attention_forward)[grid](*arguments, **constants)
-    return out
-
-
-def _launch_of(q, k, v, scales, out, causal, softmax_scale, arch):
-    """Grid, run-time arguments and compile-time ones."""
+    Args:
+        q, k, v, scales, causal, softmax_scale: as `fp8_attention` takes them.
+        out: output.
+        arch: chooses the tiles, by default that of the operands' GPU.
+        in_graph: whether the launch is a node that `torch.compile` and AOTInductor see and compile into their output.
+    """
     batch, heads, seq_q, dim = q.shape
     tiles = tiles_for(dim, _arch_of(q) if arch is None else arch)
-    constants = {"softmax_scale": softmax_scale, "causal": causal, "dim": dim, **vars(tiles)}
-    arguments = (q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out)
-    return (triton.cdiv(seq_q, tiles.block_q), heads, batch), arguments, constants
+    kernel = torch.library.wrap_triton(attention_forward) if in_graph else attention_forward
+    if in_graph or out.numel():
+        kernel[triton.cdiv(seq_q, tiles.block_q), heads, batch](
+            q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out,
+            softmax_scale=softmax_scale, causal=causal, dim=dim, **vars(tiles),
+        )  # fmt: skip
 
 
 def _arch_of(x):

@@ -277,7 +277,7 @@ def quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
     padded = (*v.shape[:2], v.shape[3], work.blocks(v) * SCALE_BLOCK)
     codes = [
         torch.empty(shape, dtype=torch.float8_e4m3fn, device=q.device)
-        for shape in (q.shape, k.shape, padded if work.laid_out else v.shape)
+        for shape in (q.shape, k.shape, padded if work.options.v_laid_out else v.shape)
     ]
     steps = _new_scales(work) if scales is None else [_per_head(s, x) for s, x in zip(scales, (q, k, v), strict=True)]
     shift = None if work.mean is None else torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -301,13 +301,13 @@ def key_means(work: AttentionInputs) -> torch.Tensor:
     total = torch.empty(parts, sequences, k.shape[1], k.shape[3], dtype=torch.float32, device=k.device)
     cos, sin, cos_batch = _rope_of(work)
     key_sum_kernel[parts, k.shape[1], sequences](
-        k, cos, sin, total, work.cu_seqlens_k, k.shape[1], k.shape[2], cos_batch, *_eighths(k),
+        k, cos, sin, total, work.options.cu_seqlens_k, k.shape[1], k.shape[2], cos_batch, *_eighths(k),
         dim=k.shape[3], width=triton.next_power_of_2(k.shape[3] // 2), rows=64, span=_MEAN_ROWS,
-        rope=work.rope is not None, packed=work.cu_seqlens_k is not None,
+        rope=work.rope is not None, packed=work.options.cu_seqlens_k is not None,
     )  # fmt: skip
-    if work.cu_seqlens_k is None:
+    if work.options.cu_seqlens_k is None:
         return total.sum(0) / k.shape[2]
-    return total.sum(0) / work.cu_seqlens_k.diff().clamp_min(1)[:, None, None]
+    return total.sum(0) / work.options.cu_seqlens_k.diff().clamp_min(1)[:, None, None]
 
 
 def _new_scales(work: AttentionInputs) -> list[torch.Tensor]:
@@ -350,22 +350,22 @@ def _launch(
     measure: bool,
 ) -> None:
     q, k, v = (_aligned(x) for x in (work.q, work.k, work.v))
-    dim = q.shape[3]
+    options, dim = work.options, q.shape[3]
     half = dim // 2
     width = triton.next_power_of_2(half)
-    longest = [x if m is None else m for x, m in ((q.shape[2], work.max_seqlen_q), (k.shape[2], work.max_seqlen_k))]
-    grid = (triton.cdiv(max(longest), SCALE_BLOCK), q.shape[1] + 2 * k.shape[1], work.sequences or q.shape[0])
+    longest = max(options.max_seqlen_q or q.shape[2], work.max_seqlen_k or k.shape[2])
+    grid = (triton.cdiv(longest, SCALE_BLOCK), q.shape[1] + 2 * k.shape[1], work.sequences or q.shape[0])
     cos, sin, cos_batch = _rope_of(work)
     spare = scales[0]
     turns = sign_matrices(dim, q.dtype, q.device) if work.hadamard else q
     quantize_kernel[grid](
         q, k, v, cos, sin, spare if work.mean is None else work.mean.contiguous(), turns, *codes,
-        *scales, spare if shift is None else shift, work.cu_seqlens_q, work.cu_seqlens_k,
+        *scales, spare if shift is None else shift, options.cu_seqlens_q, options.cu_seqlens_k,
         q.shape[1], k.shape[1], q.shape[2], k.shape[2], work.blocks(q), work.blocks(k), cos_batch,
         *_eighths(q), *_eighths(k), *_eighths(v),
         dim=dim, width=width, rows=SCALE_BLOCK, rope=work.rope is not None, smooth=work.mean is not None,
-        hadamard=work.hadamard, root=(2 * hadamard_block(half)) ** -0.5,
-        packed=work.cu_seqlens_q is not None, static=static, laid_out=work.laid_out, measure=measure, num_warps=8,
+        hadamard=work.hadamard, root=(2 * hadamard_block(half)) ** -0.5, packed=options.cu_seqlens_q is not None,
+        static=static, laid_out=options.v_laid_out, measure=measure, num_warps=8,
         enable_fp_fusion=False,  # the oracle rounds every product
         maxnreg=128 if dim <= 128 else None,  # two programs on an SM
     )  # fmt: skip

@@ -7,9 +7,10 @@ import re
 
 import pytest
 import torch
+from assembler import assemble
 
 from quant.export.engine.plugin import Attributes, compile_attention, launch
-from quant.kernels.aot import ARCHITECTURES, CompiledKernel, assemble, compile_kernel, without_scratch
+from quant.kernels.aot import ARCHITECTURES, CompiledKernel, compile_kernel, without_scratch
 from quant.kernels.attention_tiles import HEAD_DIMS
 from quant.kernels.driver import LoadedKernel
 

@@ -63,7 +63,7 @@ def kernel(
 
     out = torch.full(q.shape, math.nan, dtype=dtype)
     with interpreted():
-        launch(q, k, v, scales, out, causal, softmax_scale, arch)
+        launch(q, k, v, scales, out, causal, softmax_scale, arch=arch)
     return out
 
 

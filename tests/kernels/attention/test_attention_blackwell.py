@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from assembler import assemble
 
-from quant.kernels.aot import CompiledKernel, assemble, compile_kernel
+from quant.kernels.aot import CompiledKernel, compile_kernel
 from quant.kernels.attention_tiles import tiles_for
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

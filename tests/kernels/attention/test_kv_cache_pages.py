@@ -11,7 +11,7 @@ from interpreter import interpreted
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import quantize
 from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.pages import encode_kv, first_scale, kv_format, round_kv, write_reference
+from quant.kernels.pages import encode_kv, first_scale, kv_format, round_kv, token_bytes, write_reference
 
 FORMAT_NAMES = (None, "fp8", "fp8_token", "nvfp4")
 
@@ -260,7 +260,7 @@ def test_pages_are_made_when_all_are_taken() -> None:
 def test_bytes_are_counted() -> None:
     for name, expected in ((None, 256), ("fp8", 128), ("fp8_token", 132), ("nvfp4", 72)):
         cache = cache_of(name, dim=128, layers=3, pages=2)
-        assert cache.layer(1).bytes_per_token == 2 * 2 * expected
+        assert token_bytes(cache.format, 128) == expected
         assert cache.nbytes == 3 * 2 * 16 * 2 * 2 * expected
 
 

@@ -6,12 +6,11 @@ Gluon has no interpreter; the values are those of `test_attention_options.py`, o
 from __future__ import annotations
 
 import re
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from assembler import messages
 from interpreter import interpreted
 
 from quant.kernels.attention_operands import lay_out_v, restore_v
@@ -56,14 +55,6 @@ def compiled(dim: int, fp8: bool = True, out: str = "bf16", **options: bool) -> 
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options_of_compiler), tiles
 
 
-def assembler_says(ptx: str, folder: Path) -> str:
-    """The messages of ptxas."""
-    source = folder / "kernel.ptx"
-    source.write_text(ptx)
-    command = [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", str(folder / "cubin")]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-
 @pytest.mark.parametrize(
     ("dim", "options"),
     [
@@ -81,7 +72,7 @@ def assembler_says(ptx: str, folder: Path) -> str:
         pytest.param(256, {"fp8": False, "packed": True, "causal": True}, marks=pytest.mark.slow),
     ],
 )
-def test_compiles_to_concurrent_wgmma_with_room_in_registers(dim: int, options: dict[str, Any], tmp_path: Path) -> None:
+def test_compiles_to_concurrent_wgmma_with_room_in_registers(dim: int, options: dict[str, Any]) -> None:
     kernel, tiles = compiled(dim, **options)
     ptx = kernel.asm["ptx"]
     width = triton.next_power_of_2(dim)
@@ -89,7 +80,7 @@ def test_compiles_to_concurrent_wgmma_with_room_in_registers(dim: int, options: 
     assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{tiles.block_kv}k\d+\.{kind}", ptx)
     assert re.search(rf"wgmma\.mma_async\.sync\.aligned\.m64n{width}k\d+\.{kind}", ptx)
     assert "cp.async.bulk.tensor.2d" in ptx and "setmaxnreg" in ptx
-    said = assembler_says(ptx, tmp_path)
+    said = messages(ptx, 90)
     # C7510 and its like: ptxas found that products may not overlap, and waits after each.
     assert "serialized" not in said
     # Around the loop over keys, not in it.

@@ -12,7 +12,9 @@ from index_arithmetic import run_in_torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
-from quant.kernels.aot import CompiledKernel, assemble
+from assembler import assemble
+
+from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS
 from quant.kernels.hopper import matmul_few
 from quant.kernels.tiles import GluonTiles, candidates, gluon_tiles, guess

@@ -12,9 +12,11 @@ from index_arithmetic import run_in_torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from assembler import assemble
+
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.aot import CompiledKernel
 from quant.kernels.hardware import TARGETS, current
 from quant.kernels.hopper import matmul_many
 from quant.kernels.layout import prepack

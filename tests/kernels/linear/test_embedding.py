@@ -84,7 +84,9 @@ def test_only_a_plain_look_up_is_replaced() -> None:
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp6", "fp8_block"])
 def test_compiles_without_spills(arch: int, format: str) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
-    from quant.kernels.aot import assemble, compile_kernel
+    from assembler import assemble
+
+    from quant.kernels.aot import compile_kernel
     from quant.kernels.portable.embedding import look_up_kernel
     from quant.kernels.portable.matmul import layout
 

@@ -9,13 +9,14 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 
 import triton
 import triton.language as tl
+from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E8M0
 from quant.formats.rounding import encode
 from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
-from quant.kernels.aot import assemble, compile_kernel
+from quant.kernels.aot import compile_kernel
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.portable import casts, fused
 from quant.kernels.portable.e2m1 import encode_e2m1

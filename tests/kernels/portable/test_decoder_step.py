@@ -7,9 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from assembler import assemble
 from interpreter import interpreted
 
-from quant.kernels.aot import assemble, compile_kernel
+from quant.kernels.aot import compile_kernel
 from quant.kernels.pages import KVPages
 from quant.kernels.portable import decoder_step as kernels
 

@@ -9,12 +9,13 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.aot import CompiledKernel
 from quant.kernels.counters import arrival_counters
 from quant.kernels.portable import matmul
 from quant.kernels.tiles import Tiles

@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.aot import CompiledKernel
 from quant.kernels.portable import matmul_grouped as kernels
 
 COUNTS = ((3, 0, 17, 1), (0, 0, 0, 40), (1, 1, 1, 1), (0, 0, 0, 0), (130, 2, 0, 33))

@@ -12,11 +12,12 @@ import torch
 
 pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
 
+from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.aot import CompiledKernel, assemble
+from quant.kernels.aot import CompiledKernel
 from quant.kernels.portable import matmul_scaled
 
 
