@@ -1,4 +1,4 @@
-"""Other projects' kernels for BF16 by NVFP4, for `gemm.py` to time beside ours where they are installed."""
+"""This file calls other projects' kernels for BF16 × NVFP4, so that `gemm.py` can time those that are installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Linear = Callable[[torch.Tensor], torch.Tensor]
 
 
 def humming(weight: BlockScaledTensor) -> Linear | None:
-    """humming's layer over the same codes and scales, launched as its own heuristics choose; None without the package.
+    """The layer of humming over the same codes and scales, launched as its heuristics choose; None without the package.
 
     Args:
         weight: NVFP4, `[out, in]`, in the checkpoint's layout, on a GPU.

@@ -1,13 +1,13 @@
-"""Other toolkits' quantization, each behind one function that `accuracy.py` can time.
+"""This file runs the quantization of other toolkits, each behind one function that `accuracy.py` can time.
 
-A configuration quantizes a model in place and says what it leaves for run time. Bits are counted by our formats:
-whoever chose the codes, NVFP4 takes 4.5 bits a weight.
+A configuration quantizes a model in place and says what remains to be done at run time. Bits are counted by our
+formats: NVFP4 takes 4.5 bits per weight, whichever toolkit chose the codes.
 
 ModelOpt and torchao simulate: their modules round on the way through, and are evaluated as they are. llm-compressor
 writes a compressed-tensors checkpoint, which is read back by `quant.load`, so what is measured is what is deployed.
 
 ModelOpt's NVFP4 and MX roundings are Triton and CUDA kernels. `modelopt_on_cpu` puts our PyTorch roundings in their
-place, its calibration and its search unchanged, for a machine without a GPU; a row that ran so says it.
+place for a machine without a GPU, and leaves its calibration and its search unchanged; such a row says so.
 """
 
 from __future__ import annotations

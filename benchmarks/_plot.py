@@ -1,4 +1,4 @@
-"""Draws a benchmark's rows as lines, one panel a case; needs matplotlib."""
+"""This file draws a benchmark's rows as lines, one panel for each case, with matplotlib."""
 
 from __future__ import annotations
 

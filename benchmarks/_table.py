@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine and the versions, then one table, as Markdown and on request as JSON.
+"""This file prints what every benchmark prints: the machine, the versions and a table, in Markdown or as JSON.
 
 A row is a dict from column title to value. Numbers are rounded for the table and left alone in the JSON.
 """

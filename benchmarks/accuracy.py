@@ -1,16 +1,18 @@
-"""What quantization costs a language model, ours beside ModelOpt, llm-compressor and torchao in the same run.
+"""This benchmark measures what quantization costs a language model, in Blockscale and in three other toolkits.
+
+The others are ModelOpt, llm-compressor and torchao, measured in the same run.
 
 Each configuration runs in a fresh process: it loads the model, quantizes it (timed; peak memory taken right after),
-then is compared with the unquantized model on text that no method has seen, both in FP32. So times and memory are a
-configuration's own, and imports, loading and evaluation are in neither. On a GPU the first compilation of a kernel
-is part of the time, for ours as for the peers', except for ModelOpt's CUDA extensions, which are built before.
+then compares it with the unquantized model on text that no method has seen, both in FP32. Times and memory are
+therefore those of one configuration, without imports, loading and evaluation. On a GPU the first compilation of a
+kernel is part of the time, except for ModelOpt's CUDA extensions, which are built before.
 
     perplexity, KL(base‖quantized) in nats, top-1 agreement      means over all next-token predictions
     bits    of a quantized weight, with every scale, input scale and low-rank branch; the head stays in 16 bit
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
-chooses among them, and `--only bars` takes those that the README's table is made of. Solvers come from the registry,
+chooses among them, and `--only bars` takes those of the table in docs/benchmarks.md. Solvers come from the registry,
 so a new one appears by itself; `--solver` adds a composition. llm-compressor needs an older transformers: run it in
 its own environment and pass what it wrote with `--checkpoint NAME=DIR`.
 """
@@ -87,7 +89,7 @@ COMPOSITIONS = (
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many as are worth their time, and their length.
 OWN_TEXT = (32, 128)
-# What issue and README set a bar for, in the order of their table: `--only bars` measures these.
+# The rows of the table in docs/benchmarks.md, in its order: `--only bars` measures these.
 BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq+gptq",

@@ -1,11 +1,11 @@
-"""Mixed precision at a budget of bits: our allocation beside ModelOpt's `auto_quantize`, at exactly counted bits.
+"""This benchmark compares our allocation of formats with ModelOpt's `auto_quantize`, at exactly counted bits.
 
 Every row gets the same model, text and formats: NVFP4 and FP8 per tensor, each with its inputs (W4A4, W8A8) or
 weights alone (W4A16, W8A16), and 16 bit. Bits are those of the formats that the finished model really has, every
 scale counted, over all linear layers but the output head; both toolkits are counted by the same code. `rtn` rows
-round both toolkits' weights to nearest with the plain `max` scale rule, so that the choice of formats is all they
-differ in: `scores` is the knapsack over scores alone, `search` what is chosen after measuring. The others are ours
-with the solver that is best for these formats, and each format for all layers.
+round the weights to nearest with the plain `max` rule for scales in both toolkits, so that they differ in the choice
+of formats alone: `scores` is the knapsack over scores, `search` what is chosen after measuring. The other rows are
+ours with the solver that is best for these formats, and each format for all layers.
 
     × ModelOpt    KL of a row over that of `auto_quantize` at the same budget
     solve         seconds of the knapsack at 1,000 groups and 6 formats
@@ -14,8 +14,8 @@ with the solver that is best for these formats, and each format for all layers.
 Each row runs in a fresh process. On a CPU, ModelOpt's GPU kernels are replaced by our roundings (see `_peers.py`),
 its scores and its search unchanged; it then gets 4 rows of text, for its passes take several times as long as ours.
 
-All rows take about two hours of one core. They may be run in parts, and where ModelOpt is installed apart, its own
-elsewhere: --json is written after every row, and --from takes rows of such a file as they are, and says so.
+All rows take about two hours of one core. They can be run in parts, and ModelOpt's rows in another environment: --json
+is written after every row, and --from takes the rows of such a file and says so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Prefill of a stack of 8B-shaped decoder blocks on one GPU: AOTInductor packages beside eager, FP8 beside BF16.
+"""This benchmark times a prefill through decoder blocks of an 8B model: AOTInductor and eager, in FP8 and BF16.
 
     python benchmarks/aoti.py [--layers 4] [--tokens 4096] [--packages FOLDER] [--json FILE]
 

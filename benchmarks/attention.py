@@ -1,4 +1,4 @@
-"""Times attention of one GPU over 16k tokens, in FP8 and in BF16, and says how far the results are from float64.
+"""This benchmark times attention on one GPU over 16k tokens, in FP8 and BF16, and measures errors against float64.
 
     python benchmarks/attention.py                   every section
     python benchmarks/attention.py --only speed      speed, quantize or error

@@ -1,4 +1,4 @@
-"""Times the kernels that quantize activations on one GPU, beside a copy in the same run.
+"""This benchmark times the kernels that quantize activations on one GPU, and a copy in the same run.
 
     python benchmarks/casts.py                          the table
     python benchmarks/casts.py --formats mxfp4,fp8      other formats

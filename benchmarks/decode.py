@@ -1,14 +1,14 @@
-"""Times one decoding step of a model of Llama 3 8B's shape, with 16-bit and with quantized linears, as a CUDA graph.
+"""This benchmark times a decoding step of a model of Llama 3 8B's shape, with 16-bit and with quantized linears.
 
     python benchmarks/decode.py                        batch 1, 8 and 64; BF16, NVFP4, MXFP8, FP8
     python benchmarks/decode.py --batch 1 --format nvfp4 --layers 8
 
 The model is its matmuls, norms, rotary embedding and attention over a cache of `--context` tokens, with random
 weights; the embedding stays in BF16, the output head has the format of the linears, or is in BF16 with `--head bf16`.
-Norms, rotation and attention run the same kernels in every row, on a cache in BF16. The graph of a step is replayed
-for about a second. The rate of bytes counts each weight and the cache once a step. Energy is NVML's counter over the
-replays, where there is one. The outputs are those of random weights: what is checked here is that they are finite,
-and elsewhere that each matmul is right.
+Norms, rotation and attention run the same kernels in every row, on a cache in BF16. A step is a CUDA graph, which is
+replayed for about a second. The rate of bytes counts each weight and the cache once a step. Energy is NVML's counter
+over the replays, where there is one. The weights are random, so outputs are only checked to be finite; tests compare
+each matmul with float64.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Memory that an export takes beside the model: ONNX file, checks and engine of a model of several gigabytes.
+"""This benchmark measures the memory that an export needs in addition to a model of several gigabytes.
 
     python benchmarks/engine_memory.py [--gigabytes 2.5] [--format fp8] [--no-checks] [--target sm120] [--json FILE]
 

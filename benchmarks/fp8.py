@@ -1,4 +1,4 @@
-"""Times FP8 × FP8 matmuls, plain and grouped by expert, on one GPU, beside the library's BF16.
+"""This benchmark times FP8 × FP8 matmuls on one GPU, plain and grouped by expert, and the library's BF16.
 
     python benchmarks/fp8.py                         both tables
     python benchmarks/fp8.py --json fp8.json

@@ -1,4 +1,4 @@
-"""Times multiplication by quantized weights, and the quantizers around it, on one GPU, against the library's BF16.
+"""This benchmark times matmuls by quantized weights and their quantizers on one GPU, and the library's BF16 matmul.
 
     python benchmarks/gemm.py                     every section
     python benchmarks/gemm.py --only nvfp4,casts  some of them

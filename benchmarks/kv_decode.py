@@ -1,4 +1,4 @@
-"""Times decode attention over a paged KV cache: ours in 16 bit, FP8 and NVFP4 beside what else there is in 16 bit.
+"""This benchmark times decode attention over a paged KV cache in 16 bit, FP8 and NVFP4, and other kernels in 16 bit.
 
     python benchmarks/kv_decode.py                                   batch 16, 32k tokens, 64 heads over 8 KV heads
     python benchmarks/kv_decode.py --batch 1 64 --context 4096 --heads 32 --dim 128

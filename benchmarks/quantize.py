@@ -1,4 +1,4 @@
-"""Quantizing one large weight: seconds, extra memory and error, beside ModelOpt in the same run.
+"""This benchmark quantizes one large weight: it measures seconds, extra memory and error, in ModelOpt as well.
 
 Each case runs in a fresh process with a BF16 weight in memory. A small weight warms up imports and threads, the
 first full run gives the memory (growth of the peak RSS, less the output itself), and all full runs give the median

@@ -1,4 +1,4 @@
-"""Times ring attention on the GPUs of one machine: scaling, and the bytes that are passed on.
+"""This benchmark times ring attention on the GPUs of one machine: how it scales, and how many bytes it sends.
 
     python benchmarks/ring.py                                  128k tokens, on 1, 2, 4, … GPUs, as many as there are
     python benchmarks/ring.py --tokens 32768 --world 1 2

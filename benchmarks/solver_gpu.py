@@ -1,4 +1,4 @@
-"""Solvers on one GPU: the loss that each leaves on a small model, and the time that large layers take.
+"""This benchmark measures solvers on one GPU: the loss of a small model, and the time that large layers take.
 
 First table: KL(base‖quantized) and perplexity of a small causal model after each solver, with the seconds of the
 quantization alone. The quantized model is run in FP32 over dequantized weights and rounded inputs, so no kernel of
