@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,10 @@ _FLOATS = (torch.float16, torch.bfloat16)
 _current_device = getattr(torch._C, "_cuda_getDevice", None)
 
 
+Rounding = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
+Product = Callable[[torch.Tensor, BlockScaledTensor, torch.Tensor | None, torch.Tensor | None], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True)
 class Way:
     """How arguments of certain shapes, dtypes and strides are multiplied.
@@ -39,20 +44,20 @@ class Way:
         format: that the codes are read in.
         shape: of the weight, `[out, in]`.
         launch: the kernel for 16-bit rows; None where `product` does it all.
-        rounds: format that x is rounded to before the launch.
+        rounds: what rounds x to the activation format before the launch, given its input scale.
         plain: the launch for a weight of which `takes` is False.
         takes: whether `launch` takes the codes of a weight, where that depends on them; None where it does not.
-        product: of (x `[tokens, in]`, weight, bias, input scale, activation), in place of a launch.
+        product: of (x `[tokens, in]`, weight, bias, input scale), in place of a launch.
         oracle: whether only the oracle can do it: FP32, or no Triton here.
     """
 
     format: Format
     shape: tuple[int, int]
     launch: tiles.Launch | None = None
-    rounds: Format | None = None
+    rounds: Rounding | None = None
     plain: tiles.Launch | None = None
     takes: Callable[[BlockScaledTensor], bool] | None = None
-    product: Callable[..., torch.Tensor] | None = None
+    product: Product | None = None
     oracle: bool = False
 
 
@@ -79,19 +84,19 @@ def linear(
     if index >= 0 and index != _current_device():  # type: ignore[misc]
         with torch.cuda.device(index):
             return linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
-    # In two dimensions, with rows contiguous, and 16-byte aligned where their length allows it.
     rows = x if x.dim() == 2 else x.reshape(-1, columns)
     if rows.stride(1) != 1 or rows.stride(0) < columns or (rows.data_ptr() | rows.stride(0) * rows.itemsize) % 16:
-        rows = _rows(rows)
+        rows = aligned_rows(rows)
     key = (
         weight_format, activation, x.dtype, rows.shape, x.device, codes.dtype, codes.shape, codes.device,
         codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device, scale.is_contiguous(),
         None if global_scale is None else (global_scale.shape, global_scale.device),
-        None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()), tables.edition,
+        None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()),
+        None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device), tables.edition,
     )  # fmt: skip
     way = _ways.get(key)
     if way is None:
-        way = _decide(rows, codes, scale, global_scale, bias, weight_format, activation)
+        way = _decide(rows, codes, scale, global_scale, bias, input_scale, weight_format, activation)
         if not (rows.is_cuda and torch.cuda.is_current_stream_capturing()):
             if len(_ways) >= _MOST_WAYS:
                 _ways.clear()
@@ -100,10 +105,10 @@ def linear(
         return oracle.linear(x, codes, scale, global_scale, bias, input_scale, weight_format, activation)
     weight = BlockScaledTensor(codes, scale, way.format, way.shape, global_scale)
     if way.product is not None:
-        y = way.product(rows, weight, bias, input_scale, activation)
+        y = way.product(rows, weight, bias, input_scale)
     else:
         if way.rounds is not None:
-            rows = _round(rows, way.rounds, input_scale)
+            rows = way.rounds(rows, input_scale)
         launch = way.launch
         if way.takes is not None and not way.takes(weight):
             launch = way.plain
@@ -117,6 +122,7 @@ def _decide(
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
     bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
     weight_format: str,
     activation: str,
 ) -> Way:
@@ -124,16 +130,16 @@ def _decide(
     shape, tokens = (codes.shape[0], x.shape[1]), len(x)
     weight = as_computed(BlockScaledTensor(codes, scale, FORMATS[weight_format], shape, global_scale))
     check(x, weight, bias)
-    gpu = hardware.current(x.device.index or 0)
+    gpu, given = hardware.current(x.device.index or 0), FORMATS[activation] if activation else None
     if x.is_cuda and gpu.has_fp8 and fp8_gemm.takes(weight.format, activation, shape, x.dtype):
-        return Way(weight.format, shape, product=_fp8_linear)
+        return Way(weight.format, shape, product=fp8_gemm.prepare(x, FORMATS[activation], input_scale))
     if x.dtype not in _FLOATS or not hardware.has_triton():
         return Way(weight.format, shape, oracle=True)
     if takes_prefill(weight, activation, tokens, x.dtype) and gpu.has_wgmma:
-        return Way(weight.format, shape, product=prefill_linear)
+        return Way(weight.format, shape, product=partial(_prefill, activation=activation))
     if activation and _is_native(weight, activation, tokens, x.device):
         return Way(weight.format, shape, product=_native_linear)
-    rounds = FORMATS[activation] if activation else None
+    rounds = None if given is None else prepare_rounding(x, given, input_scale)
     choice = _best(weight, x)
     launch = prepare(x, weight, bias, choice)
     if not _is_stored(choice, weight):
@@ -143,14 +149,15 @@ def _decide(
     return Way(weight.format, shape, launch, rounds, prepare(x, weight, bias, _without_tma(weight, x)), numbers_only)
 
 
-def _fp8_linear(
+def _prefill(
     x: torch.Tensor,
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
+    *,
     activation: str,
 ) -> torch.Tensor:
-    return fp8_gemm.fp8_linear_fused(x, weight.codes, weight.scale, bias, input_scale, activation)
+    return prefill_linear(x, weight, bias, input_scale, activation)
 
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
@@ -328,7 +335,7 @@ def _multiplies_right(format: str, activation: str, index: int) -> bool:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(size, 512, generator=generator).to(f"cuda:{index}") for size in (130, 200))
     weight = quantize(w, FORMATS[format])
-    y = _native_linear(x.bfloat16(), weight, None, None, activation)
+    y = _native_linear(x.bfloat16(), weight, None, None)
     rounded = fake_quantize(x.bfloat16().float(), FORMATS[activation])
     exact = rounded.double() @ weight.dequantize(torch.float64).T
     error = float((y.double() - exact).norm() / exact.norm())
@@ -347,7 +354,6 @@ def _native_linear(
     weight: BlockScaledTensor,
     bias: torch.Tensor | None,
     input_scale: torch.Tensor | None,
-    activation: str,
 ) -> torch.Tensor:
     """`[tokens, out]`: x to codes, then codes by codes."""
     from quant.kernels.portable import casts, matmul_fp8_block, matmul_scaled
@@ -358,24 +364,36 @@ def _native_linear(
     return matmul_scaled.scaled_linear(quantized, weight, bias, x.dtype)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """`[tokens, in]`, rows contiguous, and 16-byte aligned where their length allows it; a copy only where needed."""
-    rows = x.reshape(-1, x.shape[-1])
-    aligned = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.itemsize % 16 == 0
-    whole = rows.shape[1] * rows.itemsize % 16 == 0
-    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1] or (whole and not aligned):
+def aligned_rows(rows: torch.Tensor) -> torch.Tensor:
+    """`[tokens, in]`, rows contiguous, at multiples of 16 bytes where their length is one; a copy only where needed."""
+    length, stride = rows.shape[1] * rows.itemsize, rows.stride(0) * rows.itemsize
+    unit = 16 if length % 16 == 0 else 4
+    aligned = rows.data_ptr() % unit == 0 and (stride % unit == 0 or rows.is_contiguous())
+    if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1] or not aligned:
         return rows.clone(memory_format=torch.contiguous_format)
     return rows
 
 
-def _round(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
-    """`round_activation`, in two passes where there is a kernel: to codes, and back."""
+def round_rows(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """`round_activation` of x `[tokens, in]`, in two passes where there is a kernel: to codes, and back."""
+    x = aligned_rows(x)
+    return prepare_rounding(x, format, input_scale)(x, input_scale)
+
+
+def prepare_rounding(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> Rounding:
+    """`round_rows` for arguments like these, with everything decided that does not depend on their values."""
     from quant.kernels.portable import casts, matmul
 
     columns = x.shape[-1]
     whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
-    if format.name in casts.FORMATS_OUT and whole and columns <= casts.MAX_COLUMNS and x.numel():
-        first, second = (None, input_scale) if format.global_scale else (input_scale, None)
-        codes = casts.quantize(x, format, scale=first, global_scale=second)
-        return matmul.dequantize(codes, x.dtype).view(x.shape)
-    return round_activation(x, format, input_scale)
+    if not (format.name in casts.FORMATS_OUT and whole and columns <= casts.MAX_COLUMNS and x.numel()):
+        return lambda x, input_scale: round_activation(x, format, input_scale)
+    second = format.global_scale
+    casts.check_scales(x, format, *((None, input_scale) if second else (input_scale, None)))
+    cast = casts.prepare(x, format, contiguous=x.is_contiguous())
+
+    def run(x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
+        codes = cast(x, None, input_scale) if second else cast(x, input_scale)
+        return matmul.dequantize(codes, x.dtype)
+
+    return run

@@ -141,8 +141,8 @@ def _on_gpu(
     matmul_grouped.check(x, weight, offsets)
     if is_prepacked(weight):
         if x.dtype is torch.bfloat16:
-            rounded = x if activation is None else dispatch._round(x, activation, input_scale)
-            return matmul_many.grouped_linear(dispatch._rows(rounded), weight, offsets)
+            rounded = x if activation is None else dispatch.round_rows(x, activation, input_scale)
+            return matmul_many.grouped_linear(dispatch.aligned_rows(rounded), weight, offsets)
         weight = restore(weight)
     if activation is None:
         return matmul_grouped.grouped_linear(x, weight, offsets)
@@ -156,7 +156,7 @@ def _on_gpu(
     if whole and gpu.has_block_scales and matmul_scaled.takes(weight.format, activation):
         rows = casts.quantize(x, activation, global_scale=second)
         return matmul_scaled.scaled_linear(rows, weight, None, x.dtype, offsets=offsets)
-    return matmul_grouped.grouped_linear(dispatch._round(x, activation, input_scale), weight, offsets)
+    return matmul_grouped.grouped_linear(dispatch.round_rows(x, activation, input_scale), weight, offsets)
 
 
 def _gradient(

@@ -12,10 +12,13 @@ only. What does not fit is left to the general op: `takes` says which.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import scale_of
+from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import has_triton
 
 _STEP = 16
@@ -83,25 +86,40 @@ def fp8_linear(
     return _multiply(x8, sx, codes, scale, bias, x.dtype).reshape(*x.shape[:-1], codes.shape[0])
 
 
-def fp8_linear_fused(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    activation: str,
-) -> torch.Tensor:
-    """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass; it cannot be traced."""
-    form, columns = FORMATS[activation], x.shape[-1]
+def prepare(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> Callable[..., torch.Tensor]:
+    """`fp8_linear` in two launches, where there is a kernel that rounds x in one pass, for arguments like these.
+
+    Args:
+        x: `[tokens, in]`.
+        activation: format of the input.
+        input_scale: static scale of the input, or None.
+
+    Returns:
+        A function of (x, weight, bias, input scale), which cannot be traced.
+    """
+
+    def by_torch(
+        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        return fp8_linear(x, weight.codes, weight.scale, bias, input_scale, activation.name)
+
     if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
-        return fp8_linear(x, codes, scale, bias, input_scale, activation)
+        return by_torch
     from quant.kernels.portable import casts
 
-    if columns > casts.MAX_COLUMNS or form.name not in casts.FORMATS_OUT:
-        return fp8_linear(x, codes, scale, bias, input_scale, activation)
-    rows = casts.quantize(x, form, scale=input_scale)
-    sx = rows.scale.reshape(()) if _per_tensor(form) else rows.scale
-    return _multiply(rows.codes, sx, codes, scale, bias, x.dtype).reshape(*x.shape[:-1], codes.shape[0])
+    if x.shape[1] > casts.MAX_COLUMNS or activation.name not in casts.FORMATS_OUT:
+        return by_torch
+    casts.check_scales(x, activation, input_scale, None)
+    cast, per_tensor = casts.prepare(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
+
+    def run(
+        x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None, input_scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        rows = cast(x, input_scale)
+        sx = rows.scale.reshape(()) if per_tensor else rows.scale
+        return _multiply(rows.codes, sx, weight.codes, weight.scale, bias, x.dtype)
+
+    return run
 
 
 def _multiply(

@@ -19,6 +19,7 @@ follows it, from BF16 to four bits, is in `kernels/portable/e2m1.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -525,59 +526,94 @@ def quantize_rows(
 ) -> BlockScaledTensor:
     """One launch of the kernel for any `source`; `fused.py` and `quantize_swizzled` name its arguments."""
     _check(x, format, source, second, norm_weight, hadamard)
-    _check_scales(x, format, scale, global_scale)
+    check_scales(x, format, scale, global_scale)
     rows = _contiguous_rows(x)
     other = rows if second is None else _contiguous_rows(second)
-    tokens, columns = rows.shape
     unmeasured = scale is None if format.per_tensor else format.global_scale and global_scale is None
     if unmeasured and (source != "plain" or hadamard):
         raise ValueError(f"{source} to {format}: needs a static scale, for the tensor's amax is not known in one pass")
-    if format.per_tensor and scale is None:
-        amax = rows.abs().amax().float() if rows.numel() else rows.new_zeros((), dtype=torch.float32)
-        scale = scale_of(amax, format.element.max)
-    if format.global_scale and global_scale is None:
-        amax = rows.abs().amax() if rows.numel() else rows.new_zeros(())
-        global_scale = global_scale_of(amax, format)
-    codes = torch.empty(
-        format.codes_shape(rows.shape), dtype=format.element.torch_dtype or torch.uint8, device=x.device
-    )
-    if format.per_tensor:
-        assert scale is not None
-        scales = scale.reshape(1, 1).float()
-    elif swizzled:
-        down, across = format.scale_shape(rows.shape)
+    contiguous = rows.is_contiguous() and other.is_contiguous()
+    cast = prepare(rows, format, source, contiguous=contiguous, hadamard=hadamard, swizzled=swizzled)
+    norm = None if norm_weight is None else _contiguous_rows(norm_weight)
+    return cast(rows, scale, global_scale, other, norm, hidden, eps)
+
+
+Cast = Callable[..., BlockScaledTensor]
+"""Of (rows `[tokens, in]`, scale, global scale, second input, weight of a norm, its sum, eps): the rows as codes."""
+
+
+def prepare(
+    rows: torch.Tensor,
+    format: Format,
+    source: str = "plain",
+    *,
+    contiguous: bool = True,
+    hadamard: int = 0,
+    swizzled: bool = False,
+) -> Cast:
+    """`quantize_rows` for rows like these, checked, with everything decided that does not depend on their values."""
+    (tokens, columns), device = rows.shape, rows.device
+    codes_shape, codes_dtype = format.codes_shape(rows.shape), format.element.torch_dtype or torch.uint8
+    scale_shape, allocate = format.scale_shape(rows.shape), torch.empty
+    scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
+    if swizzled:
+        down, across = scale_shape
         allocate = torch.zeros if down % 128 or across % 4 else torch.empty
-        scales = allocate(-(-down // 128) * -(-across // 4) * 512, dtype=format.scale.torch_dtype, device=x.device)
-    else:
-        scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
-        scales = torch.empty(format.scale_shape(rows.shape), dtype=scale_dtype, device=x.device)
+        scale_shape = (-(-down // 128) * -(-across // 4) * 512,)
+    per_tensor, has_global, largest = format.per_tensor, format.global_scale, format.element.max
+    constants = {
+        "element": format.element.name, "largest": largest,
+        "kind": "wide" if format.scale.is_wide else format.scale.name, "block": format.block[1], "static": per_tensor,
+    }  # fmt: skip
+    kernel, width, by_threads = None, 0, False
     if tokens:
-        contiguous = rows.is_contiguous() and other.is_contiguous()
         launch = _launch(tokens, columns, format, source, hadamard, contiguous, swizzled)
-        tensors = (
-            rows, other, rows if norm_weight is None else _contiguous_rows(norm_weight),
-            rows if hidden is None else hidden,
-            codes, scales, scales if global_scale is None else global_scale,
-            launch.width if launch.flat else rows.stride(0), launch.width if launch.flat else other.stride(0),
-            launch.width if launch.flat else columns,
-        )  # fmt: skip
-        flat = launch.flat or columns == launch.width
-        meaning = {
-            "element": format.element.name,
-            "largest": format.element.max,
-            "kind": "wide" if format.scale.is_wide else format.scale.name,
-            "block": format.block[1],
-            "static": format.per_tensor,
-        }
-        shape = {"source": source, "flat": flat, "width": launch.width, "num_warps": launch.warps}
-        if launch.per:
-            quantize_threads_kernel[launch.programs,](
-                *tensors, columns, eps, hadamard=hadamard, root=hadamard**-0.5 if hadamard else 1.0, per=launch.per,
-                whole=columns % launch.per == 0, pairs=x.is_cuda, swizzled=swizzled, **meaning, **shape,
-            )  # fmt: skip
+        width, by_threads = launch.width if launch.flat else 0, launch.per > 0
+        constants |= {
+            "source": source, "flat": launch.flat or columns == launch.width, "width": launch.width,
+            "num_warps": launch.warps,
+        }  # fmt: skip
+        if by_threads:
+            constants |= {
+                "hadamard": hadamard, "root": hadamard**-0.5 if hadamard else 1.0, "per": launch.per,
+                "whole": columns % launch.per == 0, "pairs": rows.is_cuda, "swizzled": swizzled,
+            }  # fmt: skip
+        kernel = (quantize_threads_kernel if by_threads else quantize_rows_kernel)[launch.programs,]
+
+    def run(
+        rows: torch.Tensor,
+        scale: torch.Tensor | None,
+        global_scale: torch.Tensor | None = None,
+        other: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        hidden: torch.Tensor | None = None,
+        eps: float = 0.0,
+    ) -> BlockScaledTensor:
+        if per_tensor and scale is None:
+            amax = rows.abs().amax().float() if tokens else rows.new_zeros((), dtype=torch.float32)
+            scale = scale_of(amax, largest)
+        if has_global and global_scale is None:
+            global_scale = global_scale_of(rows.abs().amax() if tokens else rows.new_zeros(()), format)
+        codes = torch.empty(codes_shape, dtype=codes_dtype, device=device)
+        if per_tensor:
+            assert scale is not None
+            scales = scale.reshape(1, 1).float()
         else:
-            quantize_rows_kernel[launch.programs,](*tensors, eps, **meaning, **shape)
-    return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
+            scales = allocate(scale_shape, dtype=scale_dtype, device=device)
+        if kernel is not None:
+            other = rows if other is None else other
+            tensors = (
+                rows, other, rows if norm_weight is None else norm_weight, rows if hidden is None else hidden, codes,
+                scales, scales if global_scale is None else global_scale, width or rows.stride(0),
+                width or other.stride(0), width or columns,
+            )  # fmt: skip
+            if by_threads:
+                kernel(*tensors, columns, eps, **constants)
+            else:
+                kernel(*tensors, eps, **constants)
+        return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -649,7 +685,7 @@ def _check(
         raise ValueError(f"{what}: weight is not contiguous")
 
 
-def _check_scales(
+def check_scales(
     x: torch.Tensor, format: Format, scale: torch.Tensor | None, global_scale: torch.Tensor | None
 ) -> None:
     """The static scales, and whether the GPU can convert to E4M3."""

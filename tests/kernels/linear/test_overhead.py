@@ -58,11 +58,20 @@ def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
     return names
 
 
+PAIRS = {"nvfp4": "fp8_token", "mxfp8": "mxfp8", "fp8": "fp8", "fp8_channel": "fp8_token", "int8": "int8_token"}
+
+
 @pytest.mark.usefixtures("_h100")
 @pytest.mark.parametrize("tokens", [1, 16, 300])
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_block", "int8", "int4"])
-def test_few_functions_before_the_launch(format: str, tokens: int) -> None:
-    module = QuantLinear(quantize(torch.randn(512, 1024), FORMATS[format]), torch.randn(512).bfloat16())
+@pytest.mark.parametrize(
+    ("format", "activation"),
+    [*((f, "") for f in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_block", "int8", "int4")), *PAIRS.items()],
+)
+def test_few_functions_before_the_launch(format: str, activation: str, tokens: int) -> None:
+    form = FORMATS[activation] if activation else None
+    static = torch.tensor(0.01) if form is not None and form.is_static else None
+    weight = quantize(torch.randn(512, 1024), FORMATS[format])
+    module = QuantLinear(weight, torch.randn(512).bfloat16(), form, static)
     x = torch.randn(tokens, 1024).bfloat16()
     with torch.no_grad():
         module(x)
