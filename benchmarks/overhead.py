@@ -15,7 +15,6 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -75,7 +74,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
         weight = quantize(torch.randn(OUT, IN, device="cuda"), FORMATS[format])
         layers[f"{format} by {activation or 'BF16'}"] = QuantLinear(weight, bias, form, static)
     rows = []
-    modes: dict[str, type[AbstractContextManager[None]]] = {
+    modes: dict[str, Any] = {
         "no_grad": torch.no_grad,
         "inference_mode": torch.inference_mode,
     }

@@ -219,6 +219,7 @@ class QuantLinear(_QuantModule):
         ValueError: one of them does not fit the weight.
     """
 
+    bias: nn.Parameter | None
     pre_scale: torch.Tensor | None
     lowrank_down: torch.Tensor | None
     lowrank_up: torch.Tensor | None

@@ -554,7 +554,8 @@ def prepare(
     """`quantize_rows` for rows like these, checked, with everything decided that does not depend on their values."""
     (tokens, columns), device = rows.shape, rows.device
     codes_shape, codes_dtype = format.codes_shape(rows.shape), format.element.torch_dtype or torch.uint8
-    scale_shape, allocate = format.scale_shape(rows.shape), torch.empty
+    scale_shape = format.scale_shape(rows.shape)
+    allocate: Callable[..., torch.Tensor] = torch.empty
     scale_dtype = torch.float32 if format.scale.is_wide else format.scale.torch_dtype
     if swizzled:
         down, across = scale_shape
