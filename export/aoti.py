@@ -1,7 +1,7 @@
-"""AOTInductor packages: a quantized module compiled ahead of time into one `.pt2` file.
+"""A quantized module is compiled ahead of time into a `.pt2` package of AOTInductor.
 
     torch.export         the module as a graph; a quantized linear is one `quant::` op in it
-    here                 every such op becomes what a compiler can see through (the table below)
+    here                 every such op is replaced by PyTorch ops (the table below)
     AOTInductor          kernels for one device, compiled and tuned, with the weights, in a zip file
 
     op                                   on a GPU with FP8 tensor cores          elsewhere
@@ -10,11 +10,9 @@
     other linears                        weights decoded by integer arithmetic, then a plain matmul
     quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
 
-Nothing of `quant::` is left after that, so the package needs neither Python nor this library: C++ loads it with
-`torch::inductor::AOTIModelPackageLoader` (a whole program is in `export/cpp`), Python with `load_aoti`. Input scales
-that are equal (q, k and v share theirs) become one, so that their input is rounded once.
-
-A package is for the kind of GPU that made it. Making one for CUDA needs that GPU, for kernels are tuned on it.
+So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
+program is in `export/cpp`), Python with `load_aoti`. Input scales that are equal, as those of q, k and v, become one,
+so that their input is rounded once. A package runs on the kind of GPU that it was made on, for kernels are tuned there.
 """
 
 from __future__ import annotations
@@ -61,21 +59,18 @@ def export_aoti(
     device: torch.device | str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Compiles `model` into a `.pt2` package.
+    """Compiles `model` into a `.pt2` package and returns its path.
 
     Args:
         model: quantized or not. A transformers model gives its logits, or else its last hidden state; the outputs
-            of any other are tensors, in any nest of tuples and dicts. Moved to `device`.
+            of any other are tensors, in any nest of tuples and dicts. It is moved to `device`.
         path: of the package; ends in `.pt2`.
         inputs: an example of each input by the name of `forward`'s parameter.
         dims: names of dynamic dimensions, by input and axis; all others are fixed at the examples' sizes.
         ranges: smallest and largest size of a named dimension.
         attention_scales: from `collect_attention_scales`; attention of a transformers model is then in FP8.
-        device: to run on, "cuda" or "cpu"; by default the GPU where there is one.
+        device: "cuda" or "cpu"; by default the GPU if there is one.
         options: settings of Inductor, such as `{"max_autotune": True}`.
-
-    Returns:
-        `path`.
 
     Raises:
         ValueError: there is no such device, the name is wrong, the model does not export, or the C++ compiler cannot
@@ -135,10 +130,9 @@ def traced(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch's.
+    """The model as a graph in which ops named in `bodies`, and attention, are replaced by PyTorch ops.
 
-    Raises:
-        ValueError: the model does not export with these dimensions.
+    Raises ValueError if the model does not export with these dimensions.
     """
     ranges = ranges or {}
     names = {name for axes in (dims or {}).values() for name in axes.values()}
@@ -163,9 +157,9 @@ def load_aoti(path: str | Path) -> Callable[..., Any]:
 
 
 def _check_library(made: Path, path: Path) -> None:
-    """Raises ValueError where the compiler has put a C++ library of its own into the package.
+    """Raises ValueError if the compiler has put a C++ library of its own into the package.
 
-    Two copies of libstdc++ in one process do not agree on its locales, and the package crashes while it is loaded.
+    Two copies of libstdc++ in one process disagree on locales, and the package crashes while it is loaded.
     """
     if sys.platform != "linux":
         return
@@ -185,21 +179,14 @@ def _check_library(made: Path, path: Path) -> None:
 
 
 def _settings(device: torch.device) -> dict[str, Any]:
-    """Settings of Inductor that only save time.
-
-    No headers are compiled for later packages. For a GPU the CPU's vector instructions are not searched, which would
-    compile and load a program for each set of them.
-    """
+    """Settings that save time: no headers are compiled, and for a GPU no CPU's vector instructions are tried."""
     settings: dict[str, Any] = {"aot_inductor.precompile_headers": False}
     return settings if device.type == "cpu" else {**settings, "cpp.vec_isa_ok": False}
 
 
 @contextlib.contextmanager
 def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
-    """While a graph is made, static input scales are `[1, 1]`.
-
-    Inductor turns a scalar that it knows into a number in the code, and `_scaled_mm` needs it in memory.
-    """
+    """While open, static input scales are `[1, 1]`: Inductor turns scalars into code, and `_scaled_mm` reads memory."""
     found = [m for m in model.modules() if isinstance(m, QuantLinear) and m.input_scale is not None]
     scales = [module.input_scale for module in found]
     try:
@@ -275,7 +262,7 @@ def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.
 
 
 def _warm_tables() -> None:
-    """Makes the tables that `formats` keeps, outside a trace, where they would become part of the graph."""
+    """Fills the tables that `formats` caches; filled in a trace, they would become part of the graph."""
     for format in FORMATS.values():
         fake_quantize(torch.ones(1, 128), format)
 
@@ -325,7 +312,7 @@ def _traceable(
     sequence: tuple[int, int] | None,
     scales: Mapping[str, AttentionScales] | None,
 ) -> Iterator[nn.Module]:
-    """What is traced: the module itself, or a transformers model that attends through one op, without masks."""
+    """Gives the module to trace: itself, or a transformers model that attends by one op, without masks."""
     if not hasattr(model, "main_input_name"):
         if scales:
             raise ValueError(f"{type(model).__name__} is no transformers model; its own code calls fp8_attention")
@@ -348,7 +335,7 @@ def _exported_attention(
     scales: list[float],
     kind: str,
 ) -> torch.Tensor:
-    """What the one attention op of a traced model becomes: PyTorch's own attention, or with scales ours in FP8."""
+    """The body of a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
     if not scales:
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

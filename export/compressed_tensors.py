@@ -1,16 +1,15 @@
-"""The compressed-tensors layout: tensor names and `quantization_config`, as vLLM and transformers read them.
+"""The compressed-tensors layout has these tensor names, and a `quantization_config`; vLLM and transformers read it.
 
     nvfp4          weight_packed u8, weight_scale e4m3, weight_global_scale f32 [1] (the *reciprocal*),
                    input_global_scale f32 [1] (likewise) for W4A4
     mxfp4, mxfp6   weight_packed u8, weight_scale u8
     mxfp8          weight e4m3, weight_scale u8
-    fp8 family     weight e4m3, weight_scale in the model's dtype, input_scale [1] where static; in float32 where
-                   the model's dtype would round them, as scales of another toolkit
+    fp8 family     weight e4m3, weight_scale in the model's dtype, input_scale [1] if static; in float32 if the
+                   model's dtype would round them, as scales of another toolkit
     int8           weight i8, weight_scale in the model's dtype
     int4           weight_packed i32 (codes offset by 8), weight_scale in the model's dtype, weight_shape i64 [2]
 
-Everything in the config's argument blocks is computed from `Format`; nothing about a format is repeated here
-except the layout's own names. The two directions, `compress` and `decompress`, are inverses without loss.
+The config's argument blocks are computed from `Format`; only the layout's own names are spelled out here.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", 
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ValueError where the plan uses a format that the layout has no name for."""
+    """Raises ValueError if the layout has no name for a format of the plan."""
     if plan.kv_cache is not None and plan.kv_cache.name != "fp8":
         raise ValueError(
             f"the compressed-tensors layout cannot store a KV cache in {plan.kv_cache}; it has fp8, so quantize "
@@ -63,7 +62,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _can_name(activation: Format) -> bool:
-    """Whether who reads the config of inputs in `activation` rounds them so: it tells no E5M2 from E4M3."""
+    """Whether readers of the config round inputs as `activation` does: the config cannot tell E5M2 from E4M3."""
     try:
         read = activation_format_of(_activation_arguments(activation))
     except ValueError:
@@ -78,15 +77,13 @@ def compress(
     dtype: torch.dtype,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer, by their names below the layer's.
+    """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
     Args:
         weight: `[out, in]`.
         input_scale: static activation scale, float32 scalar (for NVFP4 the second-level scale), or None.
-        dtype: the model's dtype, in which float scales are stored that it represents, as ours are.
+        dtype: the model's dtype, in which float scales are stored if it represents them, as it does ours.
         activation: format that `input_scale` belongs to; by default the weight's.
-
-    A reciprocal from which float32 would not give the scale back is float64.
     """
     format, tensors = weight.format, {}
     scale = weight.scale
@@ -112,18 +109,14 @@ def compress(
 
 
 def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A float scale in the model's dtype where that holds it without loss, else in float32."""
+    """A float scale in the model's dtype if that holds it without loss, else in float32."""
     # A copy: gate and up of an expert may share theirs, and no two tensors of a file may share memory.
     stored = scale.to(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32, copy=True)
     return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """The inverse of `compress`: the weight, and the static activation scale if there is one.
-
-    Raises:
-        KeyError: a tensor that the format needs is missing.
-    """
+    """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
     if format.name == "int4":
         codes = codes.view(torch.uint8) ^ 0x88
@@ -141,29 +134,24 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
 
 
 def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
-    """What is stored for a scale: in float32 where that gives the scale back, else in float64."""
+    """The stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
     exact = 1 / scale.double().reshape(1)
     single = exact.float()
     return single if bool(_inverse(single) == scale.reshape(())) else exact
 
 
 def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
-    """The scale behind a stored reciprocal: in float32 where that gives the reciprocal back, else in float64."""
+    """The scale of a stored reciprocal: in float32 if that gives the reciprocal back, else in float64."""
     exact = 1 / reciprocal.double().reshape(())
     single = exact.float()
     return single if torch.equal((1 / single.double()).to(reciprocal.dtype), reciprocal.reshape(())) else exact
 
 
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
-    """`quantization_config` for config.json.
+    """`quantization_config` for config.json, with one group per pair of formats.
 
-    One group per pair of formats. A group that holds every quantized linear targets the class, as the peers
-    write it; otherwise each group lists its layers.
-
-    Args:
-        plan: what was applied; `check_plan` has passed it.
-        names: of the model's tensors on disk. A layer that is called otherwise there is listed under both names:
-            transformers matches its modules' and servers those of the files.
+    A group that holds every quantized linear targets the class, as peers write it; other groups list their layers. A
+    layer with another name on disk is listed under both: transformers goes by its modules, servers by the files.
     """
     names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
@@ -198,7 +186,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
 
 
 def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
-    """Online rotations of inputs, one scheme a block size. The weights in the files are rotated already."""
+    """Rotations of inputs, one scheme per block size. The weights in the files are rotated already."""
     blocks: dict[int, list[LayerPlan]] = {}
     for layer in plan.quantized:
         if layer.parts.hadamard:
@@ -218,16 +206,11 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
 
 
 def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None) -> list[str]:
-    """What other runtimes do not do with a checkpoint of `plan`: one sentence a kind of part, none if all is standard.
-
-    Args:
-        plan: what was applied.
-        dtype: the model's.
-        names: of its tensors on disk.
+    """One sentence for each feature of a checkpoint of `plan`, a model in `dtype`, that other runtimes do not support.
 
     Input scales and low-rank branches have no place in the layout. Rotations have one, `transform_config`, which
-    compressed-tensors itself applies and which runtimes may ignore, as transformers up to 5.23 does. That same
-    transformers drops the global scale of fused experts in NVFP4 without a word, and fails on MXFP8 and INT8 ones.
+    compressed-tensors applies and runtimes may ignore, as transformers up to 5.23 does. The same transformers silently
+    drops the global scale of fused experts in NVFP4, and fails on MXFP8 and INT8 ones.
     """
     kinds = (
         ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.parts.pre_scale]),
@@ -335,11 +318,7 @@ def _arguments(
 
 
 def weight_format_of(arguments: Mapping[str, Any]) -> Format:
-    """The weight format that a config's `weights` block describes.
-
-    Raises:
-        ValueError: none of ours fits; the message quotes what it asks for.
-    """
+    """The format that a config's `weights` block describes; ValueError, with its request, if none fits."""
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
     for name in _LAYOUTS:
         ours = _weight_arguments(FORMATS[name])
@@ -349,11 +328,7 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
 
 
 def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
-    """The activation format that a config's `input_activations` block describes, None for 16 bit.
-
-    Raises:
-        ValueError: none of ours fits.
-    """
+    """The format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
     if arguments is None:
         return None
     keys = ("num_bits", "type", "strategy", "group_size")

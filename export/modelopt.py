@@ -1,4 +1,4 @@
-"""ModelOpt's "unified" layout: tensor names and both config files, as TensorRT-LLM, SGLang and vLLM read them.
+"""ModelOpt's "unified" layout has these tensor names, and two config files; TensorRT-LLM, SGLang and vLLM read it.
 
     nvfp4         weight u8 [o, i/2], weight_scale e4m3 [o, i/16], weight_scale_2 f32 [], input_scale f32 [] for W4A4
     mxfp4         weight u8 [o, i/2], weight_scale u8 [o, i/32]
@@ -8,13 +8,12 @@
     fp8_block     weight e4m3, weight_scale f32 [o/128, 1, i/128, 1]; a single block's is []
     KV cache      self_attn.{k,v}_proj.{k,v}_scale f32 []
 
-A second-level scale is the factor itself here, amax / 2688, and in compressed-tensors its reciprocal. Two float32
-numbers a step apart may share a reciprocal in float32, so one of the two layouts cannot always hold what the other
-does: `compress` then gives the scale in float64, and who writes the file keeps what float32 loses beside it
-(`quant.export.checkpoint.write_tensors`).
+A second-level scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
+numbers may share a reciprocal, so one layout cannot always hold the other's scale: `compress` then gives it in float64,
+and `quant.export.checkpoint.write_tensors` stores next to it what float32 loses.
 
-A layout says less than a plan. `fp8_pb_wo` is a format of weights, and what runs it rounds inputs in groups of 128 or
-leaves them; `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it.
+A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep them
+in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")
 
 
 def check_plan(plan: Plan) -> None:
-    """Raises ValueError where the plan has something that the layout cannot say; the message names the way out."""
+    """Raises ValueError if the layout cannot express the plan; the message names the way out."""
     if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
         raise ValueError(
             f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {' and '.join(_KV_CACHES)}, so "
@@ -102,12 +101,10 @@ def compress(
     dtype: torch.dtype = torch.float32,
     activation: Format | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The tensors of one linear layer, by their names below the layer's.
+    """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
-    Args:
-        weight: `[out, in]`.
-        input_scale: static activation scale, scalar (for NVFP4 the second-level scale), or None.
-        dtype, activation: looked at by the other layout only; here all scales of their own are float32.
+    `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the second-level scale).
+    All scales are float32 here; `dtype` and `activation` matter to the other layout only.
     """
     format, scale = weight.format, weight.scale
     if format.scale.is_wide:
@@ -136,11 +133,7 @@ def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
 
 
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    """The inverse of `compress`: the weight, and the static activation scale if there is one.
-
-    Raises:
-        KeyError: a tensor that the format needs is missing.
-    """
+    """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
     if format.scale.is_wide:
@@ -163,11 +156,9 @@ def kv_name_of_module(name: str) -> str:
 
 
 def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`quantization_config` for config.json, and all of `hf_quant_config.json`.
+    """`quantization_config` for config.json, and the contents of `hf_quant_config.json`; ValueError as in `check_plan`.
 
-    Args:
-        plan: what was applied; `check_plan` has passed it.
-        names: of the model's tensors on disk, which runtimes go by.
+    `names` are those of the model's tensors on disk, which runtimes go by.
     """
     names = names or StoredNames()
     layers = {
@@ -248,8 +239,7 @@ def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
 def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
     """Formats of weight and inputs that a `quant_algo` stands for.
 
-    Raises:
-        ValueError: none of ours, or a group size that its format does not have.
+    Raises ValueError for an unknown algorithm, or a group size that its format does not have.
     """
     for (weight, activation), name in _ALGORITHMS.items():
         format = FORMATS[weight]
@@ -275,11 +265,11 @@ def plan_of_checkpoint(
         directory: for error messages.
         found: the model's layers.
         config: the `quantization_config`, or `quantization` of `hf_quant_config.json`.
-        tensors: of the checkpoint, under the model's names: a layer is quantized where it has a scale.
+        tensors: of the checkpoint, under the model's names: a layer with a scale is quantized.
         names: of the model's tensors on disk, which the config goes by.
 
     Raises:
-        ValueError: an algorithm that is none of ours, or a quantized layer that the config does not name.
+        ValueError: an unknown algorithm, or a quantized layer that the config does not name.
     """
     names = names or StoredNames()
     try:

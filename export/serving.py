@@ -75,7 +75,7 @@ def publish(
         overwrite: drops the versions that are there.
 
     Raises:
-        ValueError: a tensor that the server has no type for, or an earlier version takes other tensors. Nothing is
+        ValueError: a tensor that the server has no type for, or an earlier version has other tensors. Nothing is
             written.
     """
     repository = Path(repository)
@@ -109,11 +109,7 @@ def publish(
 
 
 def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -> str:
-    """The text of `config.pbtxt`, in protobuf's text format; the same for every version of a model.
-
-    Raises:
-        ValueError: see `publish`.
-    """
+    """The text of `config.pbtxt`, the same for every version of a model; ValueError as in `publish`."""
     import onnx
 
     model = onnx.load(onnx_path, load_external_data=False)
@@ -159,10 +155,9 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
 
 
 def check_config(text: str) -> bool:
-    """Reads a `config.pbtxt` with the server's own schema, and returns False without tritonclient, which has it.
+    """Reads a `config.pbtxt` with the server's own schema; returns False without tritonclient, which has it.
 
-    Raises:
-        ValueError: the schema refuses it.
+    Raises ValueError if the schema refuses the text.
     """
     spec = importlib.util.find_spec("tritonclient")
     if spec is None or not spec.submodule_search_locations:
@@ -195,7 +190,7 @@ def _output(value: Any) -> Input:
 
 
 def _batch(inputs: Sequence[Input], outputs: Sequence[Input]) -> bool:
-    """Whether the first dimension of everything is one dynamic dimension, which the server may then batch over."""
+    """Whether the first dimension of all tensors is one dynamic dimension, which the server can batch over."""
     first = {item.dims[0] if item.dims else None for item in (*inputs, *outputs)}
     return len(first) == 1 and all(isinstance(dim, str) and dim != "?" for dim in first)
 

@@ -1,7 +1,7 @@
-"""`serve.md`: the commands that serve a checkpoint with vLLM, TensorRT-LLM and Triton Inference Server.
+"""`serve.md` lists the commands that serve a checkpoint with vLLM, TensorRT-LLM and Triton Inference Server.
 
-The first two read the checkpoint itself and generate text; the third runs the engine that `serving` published. Where
-a runtime does not read a format, or would leave out what a layer does at run time, the page says so.
+The first two read the checkpoint and generate text; the third runs the engine that `serving` published. The page says
+which formats a runtime does not read, and which run-time parts of a layer it ignores.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TRTLLM = {("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"), ("nvfp4", "
 
 
 def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
-    """`serve.md`: how this checkpoint is served by vLLM, TensorRT-LLM and Triton Inference Server.
+    """The text of `serve.md`.
 
     Args:
         directory: the checkpoint.
-        plan: what it follows.
-        bundle: what was published for Triton.
-        receipt: of the engine in it.
-        text: whether the model generates text, which is what the first two serve.
+        plan: of the checkpoint.
+        bundle: the version published for Triton.
+        receipt: of its engine.
+        text: whether the model generates text, which the first two serve.
     """
     parts = [f"# Serving {bundle.name}\n"]
     if text:

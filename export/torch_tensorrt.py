@@ -1,19 +1,15 @@
-"""Quantized modules for torch-tensorrt: every linear as the quantize ops that it converts.
+"""Quantized modules are lowered for torch-tensorrt: every linear becomes the quantize ops that it converts.
 
     QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
 
-    format   op                                                          its scale, from ours
-    fp8      tensorrt::quantize_op(x, amax, 8, 4, …)                     amax = 448 · scale
+    format   op                                                             its scale, from ours
+    fp8      tensorrt::quantize_op(x, amax, 8, 4, …)                        amax = 448 · scale
     nvfp4    tensorrt::dynamic_block_quantize_op(x, 16, amax, 4, 2, 8, 4)   amax = 6 · 448 · global scale
 
-The ops round and come back, so the graph holds weights in 16 bit, and TensorRT quantizes them when it builds the
-engine. For FP8 per tensor that gives our codes again. For NVFP4 it finds block scales anew, by the `max` rule, and a
-weight whose scales a solver searched would change without a word: such a layer is refused here, by its name.
-torch-tensorrt tells weights from inputs by the name of the module that an op was called in, which is why each
-quantizer is a module of that name.
-
-The ops belong to ModelOpt, and torch-tensorrt takes them from there. The file that `lower` writes is compiled on the
-GPU that is to run it:
+The graph holds weights in 16 bit, and TensorRT quantizes them when it builds the engine. For FP8 per tensor that gives
+our codes again. For NVFP4 it computes block scales by the `max` rule, which would change a weight whose scales a solver
+searched: such a layer is refused. torch-tensorrt tells weights from inputs by the name of the module that calls the op,
+so each quantizer is a module of that name. The ops belong to ModelOpt. The GPU that is to run the file compiles it:
 
     import modelopt.torch.quantization, torch, torch_tensorrt
     program = torch.export.load("model.pt2")
@@ -44,18 +40,15 @@ _E2M1 = (4, 2)
 
 
 def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]) -> Path:
-    """Writes `model` as an exported program over torch-tensorrt's quantize ops.
+    """Writes `model` as an exported program over torch-tensorrt's quantize ops and returns its path.
 
     Args:
         model: quantized; it is not changed.
         path: of the program; ends in `.pt2`.
         inputs: an example of each input by the name of `forward`'s parameter; their shapes are fixed.
 
-    Returns:
-        `path`.
-
     Raises:
-        ValueError: the ops are not installed, or a layer that they cannot hold; nothing is written.
+        ValueError: the ops are not installed, or cannot hold a layer; nothing is written.
     """
     path = Path(path)
     program = lowered_program(model, inputs)
@@ -67,22 +60,14 @@ def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]
 
 
 def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
-    """The program that `lower` writes.
-
-    Raises:
-        ValueError: see `lower`.
-    """
+    """The program that `lower` writes."""
     require_ops()
     with _lowered_linears(model):
         return traced(model, inputs, {})
 
 
 def require_ops() -> None:
-    """Makes `torch.ops.tensorrt.quantize_op` and its block-wise twin known.
-
-    Raises:
-        ValueError: they are not installed.
-    """
+    """Makes torch-tensorrt's two quantize ops known, or raises ValueError if they are not installed."""
     if _has_ops():
         return
     try:
@@ -189,7 +174,7 @@ def _check(name: str, linear: QuantLinear) -> None:
 
 @contextmanager
 def _lowered_linears(model: nn.Module) -> Iterator[None]:
-    """While a graph is made, `_LoweredLinear` stands in the place of every `QuantLinear`."""
+    """While open, a `_LoweredLinear` takes the place of every `QuantLinear`."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)}
     for name, module in found.items():
         if isinstance(module, QuantExperts):

@@ -1,7 +1,7 @@
-"""An engine of TensorRT-RTX in Triton Inference Server's Python backend.
+"""This file runs an engine of TensorRT-RTX in Triton Inference Server's Python backend.
 
-`quant export --to triton-server` copies this file into a model repository as `model.py`, beside `model.engine`. It
-needs torch and tensorrt-rtx in the server and nothing of this library. Tensors stay on the GPU; an engine of several
+`quant export --to triton-server` copies it into a model repository as `model.py`, next to `model.engine`. The server
+needs torch and tensorrt-rtx for it, and nothing of this library. Tensors stay on the GPU; an engine of several
 profiles runs in the first one that takes a request's shapes.
 """
 
@@ -20,16 +20,12 @@ DEVICE = "cuda"
 
 
 class TritonPythonModel:
-    """What the backend looks for: `initialize` once, then `execute` with requests."""
+    """The class that the backend looks for: it calls `initialize` once, then `execute` with requests."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Loads the engine onto the instance's GPU.
+        """Loads the engine onto the instance's GPU, or raises RuntimeError.
 
-        Args:
-            args: of the backend: `model_repository`, `model_version`, `model_instance_device_id`, `model_config`.
-
-        Raises:
-            RuntimeError: the engine does not load here.
+        `args` come from the backend: `model_repository`, `model_version`, `model_instance_device_id`, `model_config`.
         """
         import tensorrt_rtx as trt
         import triton_python_backend_utils as server
@@ -62,7 +58,7 @@ class TritonPythonModel:
         }
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One answer a request; a request that cannot be run gets an error and the others their outputs."""
+        """One answer per request; a request that cannot be run gets an error and the others their outputs."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
@@ -77,14 +73,9 @@ class TritonPythonModel:
         return server.InferenceResponse(output_tensors=made)
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Runs the engine.
+        """Runs the engine on inputs by name, on the GPU.
 
-        Args:
-            inputs: by name, on the GPU.
-
-        Raises:
-            ValueError: no profile of the engine takes these shapes.
-            RuntimeError: the engine failed.
+        Raises ValueError if no profile takes these shapes, RuntimeError if the engine failed.
         """
         shapes = {name: tuple(x.shape) for name, x in inputs.items()}
         self.context.set_optimization_profile_async(self._profile(shapes), self.stream.cuda_stream)

@@ -1,6 +1,6 @@
-"""Reading a built engine: which precision each GEMM and each attention really runs in.
+"""The audit reads from a built engine in which precision each GEMM and each attention runs, without a GPU.
 
-A serialized engine holds its compiled program as plain text beside the machine code, one program for each
+A serialized engine holds its compiled program as plain text next to the machine code, one program for each
 optimization profile. A line names the kernel, its operands, and the ONNX nodes that were fused into it:
 
     tensor={ … dims={ 256 512 } name="w1" … type=fp4_e2m1 }
@@ -8,18 +8,15 @@ optimization profile. A line names the kernel, its operands, and the ONNX nodes 
     runtime_fusion={ name=__myl_CastMulFc input_args={ "w2" "x" … } output_args={…} … layers="…" backbone=gemm }
     function={ name=_gemm_mha_v2 args={ "q" "k" "v" … } … layers="[ONNX Layer: attention]" }
 
-A `runtime_fusion` is compiled on the GPU it will run on; what it consists of follows as a small program of its own,
-whose GEMM shows the types that are multiplied.
-
-So a machine without a GPU can prove that a layer was not left in half precision, which TensorRT does without a word
-whenever a graph misses one of its patterns. What runs is read from types, not from kernel names:
+A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
+shows the types that are multiplied. TensorRT silently runs a layer in half precision if the graph misses one of its
+patterns. The precision is read from types, not from kernel names:
 
     fp4 · fp8 · int8        both operands of the GEMM are codes
-    half, fp4 weights       weights stored as codes, multiplied in 16 bit: what a weight-only format asks for
+    half, fp4 weights       weights are stored as codes and multiplied in 16 bit, as in a weight-only format
     half                    no trace of the quantization is left
 
-An ONNX node belongs to the layer that its name begins with, and the layer's GEMM is the kernel that its MatMul went
-into: `model.layers.0.mlp.up_proj/MatMul`.
+The layer's GEMM is the kernel that holds its MatMul node, `model.layers.0.mlp.up_proj/MatMul`.
 """
 
 from __future__ import annotations
@@ -124,7 +121,7 @@ class Kernel:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is TensorRT's fused attention, or our plugin, the one custom layer that exported graphs have."""
+        """Whether it is TensorRT's fused attention, or our plugin, the only custom layer of exported graphs."""
         return self.name.startswith(FUSED_ATTENTION) or self.kind == "custom_layer"
 
 
@@ -148,8 +145,7 @@ class Finding:
 def read_kernels(engine: str | Path) -> list[Kernel]:
     """Every kernel of every program in a serialized engine, in order.
 
-    Raises:
-        ValueError: the file holds no compiled program as text; it is no engine, or one of another TensorRT.
+    Raises ValueError if the file holds no compiled program as text: it is no engine, or one of another TensorRT.
     """
     path = Path(engine)
     if path.stat().st_size == 0:
@@ -174,19 +170,14 @@ def audit(
     attention_nodes: Sequence[str] = (),
     exported: Collection[str] | None = None,
 ) -> list[Finding]:
-    """Compares what an engine runs with what a plan says.
+    """Compares an engine with a plan: one finding per planned layer, then other GEMMs, then attentions.
 
     Args:
         engine: a serialized engine.
-        plan: what was asked for; without one, every GEMM is listed with what was found, and passes.
-        attention: precision asked of the fused attention, `fp8` or `half`; None takes the plan's, if it has one.
-        attention_nodes: names of the attention nodes of the exported graph. One that the engine does not run as a
-            fused attention is then a finding too.
-        exported: the quantized layers in the exported graph. One that is not among them, such as a pooler whose
-            output nobody takes, need not be in the engine.
-
-    Returns:
-        One finding a layer that the plan quantizes, one for each other GEMM, one an attention; in engine order.
+        plan: without one, every GEMM is listed with its precision, and passes.
+        attention: required precision of attention, `fp8` or `half`; by default the plan's, if it has one.
+        attention_nodes: names of the attention nodes of the graph; one that is not fused in the engine is a finding.
+        exported: the quantized layers in the graph. Others, such as a pooler with an unused output, may be missing.
 
     Raises:
         ValueError: the file is no engine that can be read.
@@ -224,7 +215,7 @@ def receipt_path(engine: str | Path) -> Path:
 
 
 def planned_precision(layer: LayerPlan) -> str:
-    """What a planned layer should be found as."""
+    """The precision in which a planned layer should run."""
     assert layer.weight is not None
     weight = _ELEMENTS.get(layer.weight.element.name.lower(), layer.weight.element.name.lower())
     if layer.activation is None:
@@ -299,7 +290,7 @@ def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:
 
 
 def _audit_rest(kernels: Sequence[Kernel], planned: Mapping[str, Any]) -> Iterator[Finding]:
-    """GEMMs that no planned layer owns: layers kept in 16 bit and, without a plan, all of them."""
+    """GEMMs that no planned layer owns: layers kept in 16 bit or, without a plan, all of them."""
     seen = set()
     for kernel in kernels:
         names = [node.rpartition("/")[0] for node in kernel.nodes if node in kernel.matmuls] or kernel.nodes
@@ -328,7 +319,7 @@ def _audit_attention(kernels: Sequence[Kernel], wanted: str | None, nodes: Seque
 
 
 def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
-    """What a GEMM runs in: the types of its operands and, where they are 16 bit, of the codes they came from."""
+    """The types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
     matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
         inside = [k for k in kernels if k.is_body and k.kind == "fully_connected" and k.matmuls & gemm.matmuls]

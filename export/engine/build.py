@@ -91,25 +91,20 @@ def export_engine(
     layers: Sequence[Mapping[str, Any]] = (),
     **onnx_options: Any,
 ) -> dict[str, Any]:
-    """Exports, builds, audits; writes `out` and the receipt beside it, `<out>.json`.
+    """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
 
     Args:
         model: a quantized module, or an ONNX file of one.
         out: the engine file.
         target: key of `TARGETS`, or "local".
-        plan: what the model follows; the engine is compared with it.
+        plan: of the model; the engine is compared with it.
         shapes: range of every dynamic dimension, see `onnx_graph.shapes`; several texts make several profiles.
-        attention: "native", "plugin" or "none": what runs FP8 attention where the plan has it.
-        allow_fallback: lets layers that run in half precision pass; the receipt still names them.
-        backend: insists on "tensorrt_rtx" or "tensorrt".
+        attention: how FP8 attention of the plan runs: "native", "plugin", or "none" for 16 bit.
+        allow_fallback: accepts layers that run in half precision; the receipt names them.
+        backend: "tensorrt_rtx" or "tensorrt", to insist on one.
         progress: called as `progress(stage, done, total)`.
         layers: comparisons of earlier stages by layer, for the receipt.
         onnx_options: further options of `export_onnx`.
-
-    Returns:
-        The receipt, as written: `passed`, `audit` (one `{"name", "planned", "found", "passed"}` a layer), `layers`,
-        `codes_found` and `codes_not_found` (layers whose codes lie in the engine byte for byte, and the others),
-        `engine` (file, bytes, SHA-256, target, backend, profiles, seconds, memory), `fallbacks`, `warnings`.
 
     Raises:
         ValueError: something cannot be exported, built or targeted, or the audit failed; nothing is written.
@@ -150,16 +145,10 @@ def build_engine(
     backend: str | None = None,
     progress: Progress | None = None,
 ) -> Built:
-    """Builds the engine of an ONNX file, in a process of its own.
+    """Builds the engine of an ONNX file in a process of its own; arguments as for `export_engine`.
 
-    Args:
-        onnx_path: the model; external data are read from beside it.
-        out: the engine file; appears when it is complete.
-        target, shapes, backend, progress: see `export_engine`.
-
-    Raises:
-        ValueError: the graph, a shape or the target cannot be built, or the builder failed or died; the message names
-            the model, and the node where it is known. `out` is left as it was.
+    Raises ValueError if the graph, a shape or the target cannot be built, or the builder failed or died; the message
+    names the model, and the node if it is known. `out` appears when it is complete.
     """
     onnx_path, out = Path(onnx_path), Path(out)
     chosen_target = resolve_target(target)
@@ -210,7 +199,7 @@ def audit_built(built: Built, plan: Plan | None, attention: str = "native") -> l
 
 
 def summary(receipt: Mapping[str, Any]) -> list[str]:
-    """What a user should know of an engine, a line each: who built it, for which shapes, and what runs in it."""
+    """What a user should know of an engine, one line each: its builder, its shapes, and its precisions."""
     if "engine" not in receipt:
         return []
     engine, rows = receipt["engine"], receipt["audit"]

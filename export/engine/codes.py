@@ -1,9 +1,9 @@
-"""Finding a checkpoint's codes inside a built engine: proof that what the solver chose is what will run.
+"""A checkpoint's codes are found inside a built engine, as proof that the engine runs what the solver chose.
 
-TensorRT stores the weights of a GEMM byte for byte, `[out, in]` or transposed, two 4-bit codes a byte with the even
-index in the low nibble. Merged matrices (q, k and v) follow each other, whole or, where they are transposed, row by
-row. So each layer's codes lie somewhere in the file as they are, and if a single one was changed on the way they do
-not. One pass over the file finds the places where a word of any layer occurs; only those are compared in full.
+TensorRT stores the weights of a GEMM byte for byte, `[out, in]` or transposed, two 4-bit codes per byte with the even
+index in the low nibble. Merged matrices (q, k and v) follow each other, whole or, if they are transposed, row by row.
+So each layer's codes lie somewhere in the file, unless one was changed. One pass over the file finds the places where a
+word of any layer occurs; only those are compared in full.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def held_codes(engine: str | Path, codes: Mapping[str, np.ndarray], bits: Mappin
 
     Args:
         engine: a serialized engine.
-        codes: stored bytes by layer, uint8 `[out, in]`, or `[out, in / 2]` where two codes share a byte. Arrays that
-            are mapped from a file stay there: one layer at a time is read.
+        codes: stored bytes by layer, uint8 `[out, in]`, or `[out, in / 2]` with two codes per byte; arrays that are
+            mapped from a file are read one layer at a time.
         bits: bits of a code by layer, 4 or 8.
     """
     held = dict.fromkeys(codes, False)
@@ -110,9 +110,9 @@ def _layouts(array: np.ndarray, bits: int) -> list[np.ndarray]:
 
 
 def _heads(array: np.ndarray, bits: int) -> list[np.ndarray]:
-    """What each of `_layouts` begins with: its first row, which is all that merging leaves together.
+    """The start of each of `_layouts`: its first row, which is all that merging leaves together.
 
-    Of a matrix with rows shorter than a word, as the transposed one of a classifier with three classes, all of it.
+    For rows shorter than a word, such as those of the transposed classifier of three classes, it is the whole matrix.
     """
     if array.shape[1] < 4 or array.shape[0] * bits // 8 < 4:
         return [layout.reshape(-1) for layout in _layouts(array, bits)]

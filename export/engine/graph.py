@@ -1,11 +1,11 @@
-"""What an ONNX graph is looked at for before an engine is built from it.
+"""An ONNX graph is checked and prepared here before an engine is built from it.
 
     load_graph       the graph without its weights
-    check_graph      refuses what TensorRT would compile wrongly or not at all, and what the target has no hardware for
-    make_profiles    the ranges of shapes, as `engine_shapes` reads them, above what attention needs
-    label_nodes      nodes are named after their layers, which is how the audit finds a layer in the engine
+    check_graph      refuses graphs that TensorRT compiles wrongly, or that need hardware that the target lacks
+    make_profiles    the ranges of shapes, as `onnx_graph.shapes` reads them, above what attention needs
+    label_nodes      names nodes after their layers, by which the audit finds a layer in the engine
 
-Each refusal names the layer and an alternative. Which combinations fail was found by building them.
+Each refusal names the layer and an alternative. The failing combinations were found by building them.
 """
 
 from __future__ import annotations
@@ -50,15 +50,7 @@ def load_graph(path: Path) -> Any:
 
 
 def check_graph(model: Any, target: Target) -> None:
-    """Refuses what TensorRT would miscompile or the target has no hardware for.
-
-    Args:
-        model: an ONNX model; weights may be left out.
-        target: the GPU.
-
-    Raises:
-        ValueError: the first such node, by layer, with an alternative.
-    """
+    """Raises ValueError for the first node that TensorRT miscompiles or the target cannot run, by layer."""
     onnx = require("onnx")
     types = {tensor.name: onnx.TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
     producer = {name: node for node in model.graph.node for name in node.output}
@@ -69,11 +61,7 @@ def check_graph(model: Any, target: Target) -> None:
 
 
 def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
-    """The optimization profiles of a graph; none where its shapes are fixed.
-
-    Raises:
-        ValueError: see `parse_profile`.
-    """
+    """The optimization profiles of a graph, none if its shapes are fixed; ValueError as in `parse_profile`."""
     inputs = graph_inputs(model)
     floors = attention_floors(model, inputs)
     texts = as_profiles(shapes)
@@ -87,8 +75,7 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes
 def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
     """Smallest value of each dimension that is the sequence of a quantized attention.
 
-    Raises:
-        ValueError: a fixed sequence that has no fused kernel.
+    Raises ValueError for a fixed sequence that has no fused kernel.
     """
     nodes = [node for node in model.graph.node if node.op_type == "TRT_QuantizedAttention"]
     if not nodes:
@@ -128,7 +115,7 @@ def _heads_and_queries(name: str, shapes: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any]) -> int | str | None:
-    """Length of the sequence of an operand `[batch, heads, sequence, dim]`, its name, or None where nothing says."""
+    """Length of the sequence of an operand `[batch, heads, sequence, dim]`, its name, or None if unknown."""
     while name not in shapes and name in producer and producer[name].op_type in _SAME_SHAPE:
         name = producer[name].input[0]
     dims = shapes.get(name)
@@ -138,11 +125,7 @@ def _sequence(name: str, shapes: Mapping[str, Any], producer: Mapping[str, Any])
 
 
 def label_nodes(model: Any) -> list[str]:
-    """Names every node of a layer `<layer>/<op type>`, which is how the audit finds the layer in the engine.
-
-    Returns:
-        Names of the attention nodes.
-    """
+    """Names every node of a layer `<layer>/<op type>`; returns the names of the attention nodes."""
     taken = {node.name for node in model.graph.node}
     attention = []
     for index, node in enumerate(model.graph.node):

@@ -1,11 +1,10 @@
-"""`QuantFp8Attention`: our FP8 attention kernel inside a TensorRT engine.
+"""The plugin `QuantFp8Attention` is our FP8 attention kernel inside a TensorRT engine.
 
-In an ONNX file the kernel is one node, which TensorRT's parser matches with a plugin by three of its attributes:
+In an ONNX file the kernel is one node, which TensorRT's parser matches with a plugin by the last two attributes:
 
     domain "quant", op type "QuantFp8Attention"
     inputs     q       FLOAT8E4M3FN [batch, heads, seq_q, dim]        outputs of QuantizeLinear
-               k       FLOAT8E4M3FN [batch, kv_heads, seq_kv, dim]    kv_heads divides heads (GQA)
-               v       FLOAT8E4M3FN [batch, kv_heads, seq_kv, dim]
+               k, v    FLOAT8E4M3FN [batch, kv_heads, seq_kv, dim]    kv_heads divides heads (GQA)
                scales  FLOAT [3]                                      of q, k and v: value = code · scale
     output     out     BFLOAT16 or FLOAT16 [batch, heads, seq_q, dim]
     attributes causal            INT    0 or 1; the last query sees every key (right-aligned when seq_q < seq_kv)
@@ -14,14 +13,11 @@ In an ONNX file the kernel is one node, which TensorRT's parser matches with a p
                plugin_version    STRING "1"
                plugin_namespace  STRING "quant"
 
-`dim` is 64, 128 or 256 and is known when the engine is built; the other sizes may be dynamic. All tensors are dense
-in row-major order.
+`dim` is 64, 128 or 256, known when the engine is built; other sizes may be dynamic. Tensors are dense and row-major.
 
-One kernel serves both runtimes. Full TensorRT takes a *quick-deployable* plugin: its kernel is compiled to PTX when
-the engine is built, the PTX lies inside the engine, and TensorRT launches it with the grid and arguments declared
-here; no Python is there at run time. TensorRT-RTX has no such plugins and takes an `IPluginV3`, whose `enqueue`
-launches the same PTX through the CUDA driver. What both need to know about shapes, types, fields and the launch are
-plain functions on numbers, or on TensorRT's symbolic dimensions, so that they can be tested without TensorRT.
+Full TensorRT takes a *quick-deployable* plugin: its kernel is compiled to PTX when the engine is built, the PTX lies
+inside the engine, and no Python runs later. TensorRT-RTX takes an `IPluginV3`, whose `enqueue` launches the same PTX
+through the CUDA driver. Shapes, types, fields and the launch are plain functions here, tested without TensorRT.
 """
 
 from __future__ import annotations
@@ -48,11 +44,7 @@ _TRITON_TYPES = {"FP8": "*fp8e4nv", "FP32": "*fp32", "BF16": "*bf16", "FP16": "*
 
 @dataclass(frozen=True)
 class Attributes:
-    """Attributes of the node, which are the fields of the plugin; see the module docstring.
-
-    Raises:
-        ValueError: a value that the plugin does not know.
-    """
+    """Attributes of the node and fields of the plugin, see above; ValueError for unknown values."""
 
     causal: int = 0
     softmax_scale: float = 0.0
@@ -95,17 +87,14 @@ class Attributes:
 
 
 def check_shapes(shapes: Sequence[Sequence[int | None]], name: str = PLUGIN) -> int:
-    """Whether the inputs fit each other.
+    """Checks that the inputs fit each other and returns the head dimension.
 
     Args:
         shapes: of q, k, v and scales; None (or −1) is a size that is not known yet.
         name: of the node, for the message.
 
-    Returns:
-        The head dimension.
-
     Raises:
-        ValueError: they do not fit, or the head dimension is not one that the kernel takes.
+        ValueError: they do not fit, or the kernel does not take the head dimension.
     """
     known = [[None if size is None or size < 0 else size for size in shape] for shape in shapes]
     said = ", ".join(f"{n} {['?' if x is None else x for x in shape]}" for n, shape in zip(INPUTS, known, strict=True))
@@ -128,15 +117,9 @@ def _differ(*sizes: int | None) -> bool:
 
 
 def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN) -> str:
-    """The output's type.
+    """The output's type from the inputs', by their TensorRT names.
 
-    Args:
-        types: of the inputs, by their TensorRT names.
-        attributes: of the node.
-        name: of the node, for the message.
-
-    Raises:
-        ValueError: an input has another type than the kernel reads.
+    Raises ValueError, with the node's `name`, if an input has another type than the kernel reads.
     """
     *expected, output = attributes.io_types
     wrong = [f"{n} is {got}, not {t}" for n, got, t in zip(INPUTS, types, expected, strict=True) if got != t]
@@ -146,7 +129,7 @@ def infer_types(types: Sequence[str], attributes: Attributes, name: str = PLUGIN
 
 
 def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKernel:
-    """The kernel that goes into the engine: PTX for one compute capability, one head dimension, one kind of mask."""
+    """The kernel for the engine: PTX for one compute capability, head dimension and mask."""
     from quant.kernels.portable.attention import attention_forward
 
     types = [_TRITON_TYPES[name] for name in attributes.io_types]
@@ -195,7 +178,7 @@ def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Seq
 
 
 def kernel_fields(kernels: Mapping[int, CompiledKernel]) -> dict[str, np.ndarray]:
-    """Compiled kernels as plugin fields: for each, its PTX, its name, and what a launch needs to know."""
+    """Compiled kernels as plugin fields: for each, its PTX, its name, and the facts for a launch."""
     found: dict[str, np.ndarray] = {}
     for arch, kernel in kernels.items():
         found[f"ptx_{arch}"] = np.frombuffer(kernel.ptx.encode(), np.int8)

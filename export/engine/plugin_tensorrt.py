@@ -36,7 +36,7 @@ _kept: list[Any] = []
 
 
 def register(trt: ModuleType, archs: Sequence[int]) -> None:
-    """Makes the plugin known to TensorRT, before a parser reads a file that has it or an engine that has it is loaded.
+    """Makes the plugin known to TensorRT, before it parses a file or loads an engine with the plugin.
 
     Args:
         trt: the module `tensorrt` or `tensorrt_rtx`.
@@ -56,13 +56,7 @@ def register(trt: ModuleType, archs: Sequence[int]) -> None:
 
 
 def register_quick(trt: Any, trtp: Any, arch: int) -> None:
-    """The quick-deployable plugin of full TensorRT.
-
-    Args:
-        trt: the module `tensorrt`.
-        trtp: the module `tensorrt.plugin`.
-        arch: compute capability of the GPU.
-    """
+    """Registers the plugin of full TensorRT; `trtp` is `tensorrt.plugin`, `arch` the GPU's capability."""
     plugin = f"{PLUGIN_DOMAIN}::{PLUGIN}"
     tensor = trtp.TensorDesc
     inputs = dict.fromkeys(INPUTS, tensor)
@@ -126,8 +120,8 @@ def _data_type(trt: Any, name: str) -> Any:
 def _register_creator(trt: Any, archs: tuple[int, ...]) -> None:
     """The `IPluginV3` of TensorRT-RTX and its creator.
 
-    The PTX for each of `archs` is among the fields that TensorRT-RTX serializes into the engine, so what loads the
-    engine needs neither Triton nor a compiler, only this creator (or one in C++ that launches the same PTX).
+    TensorRT-RTX serializes the PTX for each of `archs` into the engine, so a process that loads the engine needs only
+    this creator (or one in C++ that launches the same PTX), and neither Triton nor a compiler.
     """
 
     class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuild, trt.IPluginV3OneRuntime):  # type: ignore[misc]

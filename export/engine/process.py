@@ -26,16 +26,13 @@ Progress = Callable[[str, int, int], None]
 def run_worker(
     request: Mapping[str, Any], model: Path, progress: Progress | None, environment: Mapping[str, str] | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Runs the build process to its end.
+    """Runs the build process to its end and returns its result and warnings.
 
     Args:
         request: as `worker.build` takes it.
         model: the ONNX file, for messages.
         progress: called as `progress(stage, done, total)`.
         environment: of the process, from `worker_environment`.
-
-    Returns:
-        What it built, and its warnings.
 
     Raises:
         ValueError: the builder refused the graph, or died.
@@ -89,7 +86,7 @@ def run_worker(
 
 
 def _explained(text: str) -> str:
-    """The builder's message, with the way out where it is one that we know."""
+    """The builder's message, with the way out if we know one."""
     text = " ".join(text.split())
     ways_out = {
         "Attention operation was not supported by a dedicated kernel": (
@@ -127,7 +124,7 @@ def worker_environment(request: Mapping[str, Any], folder: Path) -> dict[str, st
 
 
 def timing_cache(backend: str, target: Target) -> str | None:
-    """A file for kernel timings, which TensorRT measures while it builds; TensorRT-RTX measures nothing."""
+    """A file for the kernel timings that TensorRT measures; None for TensorRT-RTX, which measures nothing."""
     if backend != "tensorrt":
         return None
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "blockscale"

@@ -35,13 +35,13 @@ class BuildError(Exception):
 
 
 def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
-    """Builds one engine.
+    """Builds one engine and returns version, layers and memory; writes messages to `out`.
 
     Args:
-        request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file that external data lie beside), `engine`
-            (file to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (module that
-            registers the plugin in the graph, or None), `timing_cache` (file, or None).
-        out: where the protocol goes.
+        request: `backend`, `graph` (ONNX file to parse), `model` (ONNX file next to the external data), `engine` (file
+            to write), `compute_capability` ("SM120"), `profiles` (shapes by input), `plugin` (module that registers
+            the plugin in the graph, or None), `timing_cache` (file, or None).
+        out: the messages, one JSON object per line.
     """
     trt = importlib.import_module(request["backend"])
     logger = _logger(trt, out)

@@ -1,6 +1,6 @@
-"""Attention and the KV cache in exported graphs: ops that PyTorch runs while a model is traced, and their ONNX nodes.
+"""Attention and the KV cache are ops that PyTorch runs while a model is traced; these are the ops and their ONNX nodes.
 
-quant::onnx_attention      Attention, or spelled out in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
+quant::onnx_attention      Attention, or its parts in FP32; in FP8 trt::TRT_QuantizedAttention over QuantizeLinear
                            and DequantizeLinear of q, k and v, or the node of our own plugin over their codes
 quant::onnx_cache_write    QuantizeLinear: keys and values as an FP8 cache holds them
 quant::onnx_cache_read     DequantizeLinear
@@ -49,7 +49,7 @@ def attention(
     scales: Sequence[float],
     kind: str,
 ) -> torch.Tensor:
-    """The attention that an exported graph holds as one op; runs in PyTorch, too.
+    """The attention that an exported graph holds as one op; PyTorch runs it too.
 
     Args:
         q: `[batch, heads, seq_q, dim]`.
@@ -137,7 +137,7 @@ def _attention(
 
 
 def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
-    """Attention in FP32, spelled out: TensorRT has no fused kernel for it, and refuses the op where it has none."""
+    """Attention in FP32 from single nodes: TensorRT refuses the op, for which it has no fused kernel."""
     op = opset()
     heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
     # [batch, kv_heads, query heads of each, tokens, dim]: keys and values are broadcast and not repeated.

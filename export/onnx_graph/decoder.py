@@ -48,7 +48,7 @@ class GraphInput:
 
 @dataclass(eq=False)
 class Attention:
-    """What attention modules call while a graph is traced.
+    """The function that attention modules call while a graph is traced.
 
     Attributes:
         names: of the attention modules.
@@ -56,9 +56,9 @@ class Attention:
         scales: FP8 scales by module name; empty keeps attention in 16 bit.
         kv_scales: scales of k and v by module name; empty keeps the cache in the model's dtype.
         window: largest sequence that sliding windows need not cut.
-        past: keys and values of the tokens before, in order of the layers; empty without any.
-        new: those of the tokens that went in, filled while the model runs.
-        outputs: names of the model's own outputs, likewise; not at `Graph`, whose attributes torch.export puts back.
+        past: keys and values of earlier tokens, in order of the layers.
+        new: keys and values of the current tokens, filled while the model runs.
+        outputs: names of the model's outputs, likewise; torch.export would reset an attribute of `Graph`.
     """
 
     names: Mapping[nn.Module, str]
@@ -156,13 +156,7 @@ def _key_mask(
 
 
 class Graph(nn.Module):
-    """A transformers model with tensors in and tensors out.
-
-    Args:
-        model: the model.
-        attention: what it attends with.
-        cache: whether keys and values come out, too.
-    """
+    """A transformers model with tensors in and tensors out; with `cache`, keys and values are outputs too."""
 
     model: Any
 
@@ -198,11 +192,7 @@ def is_decoder(model: nn.Module) -> bool:
 
 
 def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
-    """The inputs of a transformers model, but the KV cache.
-
-    Raises:
-        ValueError: what the model takes is not known.
-    """
+    """The inputs of a transformers model without the KV cache; ValueError if they are not known."""
     longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
     tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
     dims: Dims = ("batch", "sequence")
@@ -227,7 +217,7 @@ def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
 
 
 def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, GraphInput]:
-    """The KV cache of a decode graph, from watching the model run on fake tensors."""
+    """The KV cache of a decode graph, found by running the model on fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -243,15 +233,14 @@ def cache_inputs(graph: Graph, inputs: Mapping[str, GraphInput]) -> dict[str, Gr
 
 
 def cache_names(prefix: str, layers: int) -> list[str]:
-    """Names of keys and values, in the order in which the graph has them."""
+    """Names of keys and values, in the graph's order."""
     return [f"{prefix}_{part}.{layer}" for layer in range(layers) for part in ("key", "value")]
 
 
 def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[float, float, float, float]]:
-    """FP8 scales of q, k, v and the probabilities by attention module, as `collect_attention_scales` found them.
+    """FP8 scales of q, k, v and the probabilities by attention module, from those of `collect_attention_scales`.
 
-    Raises:
-        ValueError: scales of per-head attention, or in another format than FP8.
+    Raises ValueError for scales per head, or in another format than FP8.
     """
     found = {}
     for name, module in scales.items():
@@ -271,8 +260,7 @@ def operand_scales(scales: Mapping[str, AttentionScales]) -> dict[str, tuple[flo
 def kv_scales_of(model: nn.Module) -> dict[str, tuple[float, float]]:
     """Scales of an FP8 cache by attention module, from the buffers that `quantize` registered.
 
-    Raises:
-        ValueError: one a head, where the graph has one a tensor.
+    Raises ValueError for scales per head; the graph has one per tensor.
     """
     found = {}
     for name, module in model.named_modules():

@@ -1,16 +1,14 @@
-"""ONNX files from quantized models.
+"""An ONNX file is written from a quantized model in four steps.
 
     torch.export            the module as a graph; a quantized linear is one `quant::` op in it, attention another
-    torch.onnx.export       every op becomes ONNX nodes, ours by `onnx_ops`
+    torch.onnx.export       every op becomes ONNX nodes, ours by `ops`
     here                    packed codes get their 4-bit types, dimensions their names, linears their layers' names
-    onnxscript optimizer    constants folded, what is read twice computed once (q, k and v share one quantized input)
+    onnxscript optimizer    constants are folded, equal nodes merged (q, k and v share one quantized input)
 
-Weights are never copied on the way: initializers point at the module's buffers until they are written, and a file
-whose weights pass `EXTERNAL_BYTES` keeps them in a second file beside it, which is written tensor by tensor.
-
-Everything of a linear is tagged with its layer's name and its output is called `<layer>.output`, so that the file
-itself says which nodes to compare with which layer (`onnx_verify`); an attention is tagged with its module's name.
-The file's metadata holds the plan's digest.
+Weights are not copied: initializers point at the module's buffers until they are written, and above `EXTERNAL_BYTES`
+they go to a second file, tensor by tensor. Nodes of a linear are tagged with its layer's name and its output is called
+`<layer>.output`, so that the file itself says which nodes to compare with which layer (`verify`); an attention is
+tagged with its module's name. The file's metadata holds the plan's digest.
 """
 
 from __future__ import annotations
@@ -68,22 +66,18 @@ def export_onnx(
     cache: bool = False,
     plan: Plan | None = None,
 ) -> Path:
-    """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels.
+    """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
 
     Args:
         model: quantized or not; a transformers model needs nothing else. It is not changed.
         path: of the file; weights of a big model go to `<path>.data`.
-        shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None leaves them open.
+        shapes: ranges of the dynamic dimensions, as `--shapes` takes them, or several of them; None sets no limits.
         inputs: examples of a module's positional inputs by name, for modules that are not transformers models.
-        attention: "native" for TensorRT's own fused FP8 attention, "plugin" for ours, "none" to keep it in 16 bit
-            whatever the plan says.
-        attention_scales: from `collect_attention_scales`; required where the plan has attention in FP8.
+        attention: "native" for TensorRT's fused FP8 attention, "plugin" for ours, "none" for 16 bit.
+        attention_scales: from `collect_attention_scales`; required if the plan has attention in FP8.
         decode: writes the graph of one decoding step, with the KV cache as inputs.
-        cache: lets a prefill graph give its keys and values.
-        plan: what the model follows; says whether attention and KV cache are in FP8, and its digest is written.
-
-    Returns:
-        `path`.
+        cache: makes keys and values outputs of a prefill graph.
+        plan: of the model; says whether attention and KV cache are in FP8, and its digest is written.
 
     Raises:
         ValueError: a layer, format, shape or option that cannot be exported; the message names it and the way out.
@@ -169,7 +163,7 @@ def dimension_ranges(
 
 
 def _longest(inputs: Mapping[str, GraphInput], shapes: str | Sequence[str] | None) -> int | None:
-    """The most tokens that attention is to see, None where nothing limits them."""
+    """The largest number of tokens that attention sees, None without a limit."""
     ranges = dimension_ranges(inputs, shapes)
     if "past" in ranges:
         return ranges["past"][1] + 1
@@ -312,7 +306,7 @@ def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
 
 
 def _clean(model: Any) -> None:
-    """Leaves out what the exporter says about itself: stack traces with this machine's paths among it."""
+    """Removes the exporter's metadata, such as stack traces with paths of this machine."""
     for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:
         value.metadata_props.clear()
     for node in model.graph:
@@ -345,7 +339,7 @@ def _save(model: Any, path: Path) -> Path:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences the exporter on packages that it would like to have and on deprecations of its own."""
+    """Silences the exporter's notes on missing packages and its own deprecations."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -1,8 +1,8 @@
-"""What cannot be exported: combinations that TensorRT miscompiles or refuses, and that ONNX has no way to write.
+"""Combinations that TensorRT miscompiles or refuses, or that ONNX cannot express, are refused before anything is built.
 
-They are refused before anything is built, with the name of the layer and an alternative. That a builder accepts a
-graph proves nothing: FP8 weights with one scale a run of 128 inputs and FP8 inputs compile without a word and read
-only the first of each row's scales. What is listed here was built and read back, and nothing else passes.
+The message names the layer and an alternative. A builder's success proves nothing: FP8 weights with one scale per 128
+inputs and FP8 inputs compile silently, and only the first scale of each row is read. The combinations in this table
+were built and read back, and no others pass.
 
     weight         inputs                     GEMM in TensorRT
     nvfp4          nvfp4, or 16 bit           FP4; half precision after a dequantizing kernel
@@ -59,13 +59,9 @@ _NATIVE_HEAD_DIMS = (64, 128)
 def layer_problem(
     weight: Format, activation: Format | None, shape: tuple[int, ...], *, static_scale: bool = True
 ) -> str | None:
-    """Why a linear layer cannot be exported and what to do instead, in one clause; None if it can.
+    """Why a linear `[out, in]` cannot be exported and what to do instead, in one clause; None if it can.
 
-    Args:
-        weight: weight format.
-        activation: input format; None for 16 bit.
-        shape: `[out, in]`.
-        static_scale: whether the layer has a calibrated input scale.
+    `static_scale` says whether the layer has a calibrated input scale; `activation` is None for 16-bit inputs.
     """
     if weight.name not in _INPUTS:
         why = _WHY.get(weight.name, f"{weight} is a format of inputs")
@@ -91,11 +87,7 @@ def layer_problem(
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuses what no translation can express.
-
-    Raises:
-        ValueError: the first layer that cannot be exported, why, and an alternative.
-    """
+    """Raises ValueError for the first layer that no translation can express, with an alternative."""
     for name, module in model.named_modules():
         if isinstance(module, QuantExperts):
             raise ValueError(
@@ -114,11 +106,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_graph(exported: torch.export.ExportedProgram) -> None:
-    """Refuses inputs of more dimensions than the FP4 quantizer of TensorRT takes.
-
-    Raises:
-        ValueError: a layer with NVFP4 inputs of four or more dimensions; the message names it.
-    """
+    """Raises ValueError for NVFP4 inputs of more dimensions than TensorRT's FP4 quantizer takes."""
     for layer, node in linear_nodes(exported):
         rank = node.args[0].meta["val"].dim()
         if node.args[7] == "nvfp4" and rank > 3:
@@ -137,17 +125,14 @@ def linear_nodes(exported: torch.export.ExportedProgram) -> Iterator[tuple[str, 
 
 
 def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, masked: bool) -> None:
-    """Refuses FP8 attention that has no fused kernel.
+    """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
 
     Args:
         name: of the attention module.
         kind: "native" or "plugin".
         query: `[batch, heads, seq_q, dim]`.
         key: `[batch, kv_heads, seq_kv, dim]`.
-        masked: whether it takes a mask of its own, beside the causal one.
-
-    Raises:
-        ValueError: the message names the module and the way out.
+        masked: whether it takes another mask than the causal one.
     """
     known = PLUGIN_HEAD_DIMS if kind == "plugin" else _NATIVE_HEAD_DIMS
     way_out = "pass --attention none to keep attention in 16 bit"

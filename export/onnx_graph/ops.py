@@ -1,4 +1,4 @@
-"""The ONNX translation of the linear op: what a quantized layer of each format is in a file (attention: attention.py).
+"""A quantized linear of each format is translated to these ONNX nodes (attention: attention.py).
 
     weight        DequantizeLinear(codes, scale) in the block shape of the format, then Transpose
     activation    QuantizeLinear, DequantizeLinear                     static scale: fp8
@@ -7,15 +7,15 @@
                   divided by its scale, then as static                 fp8_token, int8_token
     linear        MatMul(activation, weight), Add(bias)
 
-These are the patterns that TensorRT turns into GEMMs in the low precision; written any other way, the same arithmetic
-runs in half precision. Three details matter to both the pattern and the numbers:
+TensorRT turns these patterns into GEMMs in the low precision; other nodes for the same arithmetic run in half
+precision. Three details matter to the pattern and to the numbers:
 
-- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op: by `output_dtype` where
-  TensorRT takes it, by a Cast after the last DequantizeLinear for NVFP4, where it does not. INT4 is fused only if its
-  scales have the dtype of x; solvers choose them representable in it.
-- A scale a token cannot stand between DequantizeLinear and MatMul, or the GEMM runs in half precision. But a scale of
-  a row of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s
-  multiplies what comes out. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
+- Scales stay float32 and the result is rounded once to the dtype of x, as in the PyTorch op: by `output_dtype` if
+  TensorRT takes it, or by a Cast after the last DequantizeLinear for NVFP4. INT4 is fused only if its scales have the
+  dtype of x; solvers choose them representable in it.
+- A scale per token between DequantizeLinear and MatMul would make the GEMM run in half precision. But a scale of a row
+  of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s multiplies the
+  output. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
 - Codes and scales are the buffers of the module, byte for byte. Packed 4-bit codes are bytes in PyTorch and typed
   FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
 """
@@ -49,8 +49,7 @@ Translation = Callable[..., Any]
 def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
     """ONNX translations by PyTorch op, for `torch.onnx.export(custom_translation_table=...)`.
 
-    Args:
-        packed: filled while the graph is translated: ONNX type of each value that holds packed 4-bit codes.
+    `packed` is filled while the graph is translated: the ONNX type of each value that holds packed 4-bit codes.
     """
     register_schemas()
     return {torch.ops.quant.linear.default: _linear(packed), **attention_translations()}
@@ -104,7 +103,7 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
 
 
 def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
-    """`x` rounded to `format`, and what the output is to be multiplied by, if anything."""
+    """`x` rounded to `format`, and the factor of the output, if there is one."""
     op, trt = opset(), trt_opset()
     block = format.block[1]
     if format.global_scale:

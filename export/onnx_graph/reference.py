@@ -30,15 +30,9 @@ def evaluator(model: Any, more: Sequence[type] = ()) -> Any:
 
 
 def quantize_nvfp4(x: np.ndarray, global_scale: np.ndarray, block: int = 16) -> tuple[np.ndarray, np.ndarray]:
-    """E2M1 codes and E4M3 block scales along the last axis.
+    """E2M1 codes `[..., n]` and E4M3 block scales `[..., n / block]` along the last axis, n a multiple of `block`.
 
-    Args:
-        x: `[..., n]`, n a multiple of `block`.
-        global_scale: float32 scalar, static.
-        block: elements a scale.
-
-    Returns:
-        float4_e2m1fn `[..., n]`, float8_e4m3fn `[..., n / block]`.
+    `global_scale` is a static float32 scalar.
     """
     import ml_dtypes
 

@@ -1,13 +1,12 @@
-"""Optimization profiles: the range of shapes that an engine takes, written as text.
+"""Optimization profiles are the ranges of shapes that an engine takes, written as text.
 
 An engine is compiled for a range of every dynamic dimension, and tuned for one value of it:
 
     input_ids=1x1:1x128:4x512            min:opt:max of one input, all its dimensions
     batch=1:1:4,sequence=1:128:512       min:opt:max of a named dimension, in every input that has it
 
-Several profiles make one engine of several programs, for example one for prefill and one for decoding. A dimension
-that the text leaves out takes a default, and whoever builds says which. TensorRT's fused FP8 attention has no
-kernel for sequences of 2 to 31 tokens, so a dimension that reaches one starts at 32 and not at 1.
+Several profiles make one engine of several programs, for example for prefill and for decoding. Missing dimensions take
+a default. TensorRT's fused FP8 attention has no kernel for 2 to 31 tokens, so such a dimension starts at 32.
 """
 
 from __future__ import annotations
@@ -58,13 +57,13 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int])
     """One profile: min, opt and max shape of every dynamic input.
 
     Args:
-        text: as in the module docstring; entries that are left out take `DEFAULT_RANGES`.
+        text: as in the module docstring; missing entries take `DEFAULT_RANGES`.
         inputs: as `graph_inputs` gives them.
-        floors: smallest value that a named dimension may take, where a kernel has one.
+        floors: smallest value that a kernel allows for a named dimension.
 
     Raises:
-        ValueError: a typing error, an unknown name, a range that is not ascending, contradicts another or is below
-            a floor; the message names the input or dimension and what was expected.
+        ValueError: a syntax error, an unknown name, or a range that is not ascending, contradicts another or is below a
+            floor; the message names the input or dimension and the expected form.
     """
     ranges: dict[str, Range] = {}
     by_name = {item.name: item for item in inputs}

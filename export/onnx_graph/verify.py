@@ -1,14 +1,12 @@
-"""Whether an ONNX file says what the model does: the checker, shape inference, and every layer's numbers.
+"""An exported ONNX file is verified by the checker, by shape inference, and by comparing every layer's numbers.
 
-    fake quant    the `quant::` op in PyTorch, against the textbook in float64: round the input, multiply, add
-    checkpoint    the weight in the checkpoint's files, against the module's
-    onnx          the layer's nodes, cut out of the file and run by the reference evaluator, against the op; and its
-                  weight, dequantized in float32 from the initializers, against the module's
-    engine        filled in by whoever reads the constants of an engine
+    fake_quant    the `quant::` op in PyTorch, with the textbook in float64: round the input, multiply, add
+    checkpoint    the weight in the checkpoint's files, with the module's
+    onnx          the layer's nodes, cut out of the file and run by the reference evaluator, with the op; and its
+                  weight, dequantized in float32 from the initializers, with the module's
 
-Errors are relative: the Frobenius norm of the difference over that of the reference. Layers are compared one at a
-time and never as a whole model, where one flipped rounding in FP4 changes all that follows. Of a wide layer some rows
-of the weight are compared at a time, which are as many outputs, so that memory does not grow with the layer.
+Errors are relative, in the Frobenius norm. Layers are compared one at a time: in a whole model one flipped rounding in
+FP4 changes everything after it. Wide layers are compared some rows at a time, so that memory does not grow with them.
 
 The result is the export receipt: {"layers": [{"name", "fake_quant", "checkpoint", "onnx", "engine", "passed"}],
 "passed"}.
@@ -55,13 +53,13 @@ def verify(
     """The receipt of an exported file.
 
     Args:
-        model: what was exported.
+        model: the exported model.
         path: the file.
-        checkpoint: gives a layer's weight as the checkpoint's files hold it, where there is a checkpoint.
+        checkpoint: gives a layer's weight from the checkpoint's files, if there is a checkpoint.
         progress: called as `progress(layers done, layers in all)`.
 
     Raises:
-        ValueError: the file is no valid ONNX, or a layer's nodes are not in it; the message names them.
+        ValueError: the file is no valid ONNX, or lacks a layer's nodes; the message names them.
     """
     graph = LayerGraphs(Path(path))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
@@ -75,7 +73,7 @@ def verify(
 
 
 def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The layer that fails by most, or else the one that is nearest to it; None without layers."""
+    """The layer that fails by most, or else the one that comes nearest to it; None without layers."""
 
     def badness(layer: dict[str, Any]) -> tuple[bool, float]:
         return not layer["passed"], max(layer["onnx"] or 0.0, layer["checkpoint"] or 0.0)
@@ -84,11 +82,7 @@ def worst_layer(receipt: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def check_file(path: str | Path) -> None:
-    """Runs the ONNX checker and strict shape inference.
-
-    Raises:
-        ValueError: they refuse the file; the message is theirs, on one line.
-    """
+    """Runs the ONNX checker and strict shape inference; ValueError with their message if they refuse the file."""
     import onnx
 
     register_schemas()
@@ -101,11 +95,7 @@ def check_file(path: str | Path) -> None:
 
 
 class LayerGraphs:
-    """The nodes of each quantized linear in a file, as models of their own; weights are read when asked for.
-
-    Args:
-        path: of a file that `export_onnx` wrote.
-    """
+    """The nodes of each quantized linear in a file of `export_onnx`, as models that read weights on demand."""
 
     def __init__(self, path: Path) -> None:
         import onnx
@@ -121,22 +111,14 @@ class LayerGraphs:
         }  # the last tagged node of a layer is the one that its output comes from
 
     def linear(self, name: str) -> tuple[Any, str]:
-        """The layer's nodes as a model, and the name of its one input.
-
-        Raises:
-            ValueError: the file has no such layer, or its nodes are not connected as a linear's are.
-        """
+        """The layer's nodes as a model, and the name of its input; ValueError if they are not a linear's."""
         if name not in self.outputs:
             raise ValueError(f"{self.path}: no nodes of layer {name}; export the model again")
         output = self.outputs[name]
         return self._cut(output, lambda value: self._is_own(value, output), name)
 
     def weight(self, name: str) -> Any:
-        """A model that gives the layer's weight `[out, in]`, float32, before any cast to half.
-
-        Raises:
-            ValueError: the file has no such layer.
-        """
+        """A model that computes the layer's weight `[out, in]`, float32, before any cast to half."""
         from onnx import TensorProto, helper
 
         nodes = [node for node in self.model.graph.node if f"{name}.codes" in node.input]
@@ -162,7 +144,7 @@ class LayerGraphs:
         return node is not None and all(x in self.constants or self._is_constant(x) for x in node.input if x)
 
     def _cut(self, output: str, own: Callable[[str], bool], name: str, inputs: int = 1) -> tuple[Any, str]:
-        """The nodes that `output` is made by, as far back as `own` says, as a model."""
+        """The nodes that compute `output`, as far back as `own` says, as a model."""
         from onnx import helper
         from onnx.external_data_helper import load_external_data_for_tensor
 

@@ -192,12 +192,10 @@ def export_layout(job: Job) -> dict[str, Any]:
 
 
 def check_request(kind: str, out: Path, overwrite: bool, target: str | None, backend: str | None) -> None:
-    """What can be refused before a model is loaded.
+    """Refuses what can be refused before a model is loaded.
 
-    Raises:
-        UserError: an engine without a target.
-        ValueError: a target that nothing here builds for.
-        FileExistsError: the destination is taken.
+    Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
+    FileExistsError if the destination is taken.
     """
     if kind in ("tensorrt", "triton-server"):
         if target is None:
@@ -228,11 +226,7 @@ EXPORTERS: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 
 def _verified(job: Job, path: Path) -> dict[str, Any]:
-    """The receipt of an ONNX file.
-
-    Raises:
-        UserError: a layer in it differs from PyTorch's.
-    """
+    """The receipt of an ONNX file; UserError if a layer in it differs from PyTorch's."""
     check_file(path)
     receipt = verify(
         job.model,
