@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of a Triton kernel to PTX, for a GPU that need not be present.
+"""Triton kernels are compiled ahead of time to PTX, for a GPU that need not be present.
 
     compiled = compile_kernel(attention_forward, {"q": "*fp8e4nv", …, "heads": "i32"}, {"dim": 128, …}, arch=90, …)
     compiled.ptx, compiled.name, compiled.threads, compiled.shared

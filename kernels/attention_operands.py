@@ -1,4 +1,4 @@
-"""The operands of attention: its options and their checks, blocks that share a scale, and V as Hopper reads it."""
+"""Attention's operands are defined here: options and checks, blocks that share a scale, and Hopper's layout of V."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class AttentionOptions(NamedTuple):
         return [n for scale in self.scales for n in scale.stride()] if self.scales else [0] * 9
 
     def sequences(self, batch: int) -> int:
-        """Sequences: the packed ones, or those of the batch."""
+        """The number of sequences: packed ones, or entries of the batch."""
         return batch if self.cu_seqlens_q is None else len(self.cu_seqlens_q) - 1
 
     def scale_of(self, dim: int) -> float:

@@ -1,4 +1,4 @@
-"""Attention in plain PyTorch: the oracle of the kernels, which also runs where no kernel does.
+"""Attention in plain PyTorch is the oracle of the kernels, and runs where no kernel does.
 
     S = (Q·q_scale)(K·k_scale)ᵀ · softmax_scale
     P = 2⁸ · exp(S − row max)              at most 256, so that E4M3 (up to 448) holds it

@@ -1,4 +1,4 @@
-"""How attention kernels are cut into tiles, by head dimension and GPU, readable where Triton is not installed."""
+"""Tables say how attention kernels are cut into tiles; they can be read where Triton is not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launches of compiled kernels through the CUDA driver, as a program without Triton makes them.
+"""Compiled kernels are launched through the CUDA driver, as a program without Triton launches them.
 
     kernel = LoadedKernel(compiled)                     # on the current device
     kernel.launch(grid, [x.data_ptr(), 128, …], stream)

@@ -1,4 +1,4 @@
-"""The Hadamard rotation: spreads an outlier over a whole row, costs n·log2(n) additions, and is its own inverse.
+"""The Hadamard rotation spreads an outlier over a whole row, costs n·log2(n) additions, and is its own inverse.
 
     H1 = [1],    H2n = [[Hn, Hn], [Hn, -Hn]],    y = x · Hn / √n
 

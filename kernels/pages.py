@@ -1,4 +1,4 @@
-"""The pages of a KV cache: their layout, their formats, and the rounding of keys and values into them.
+"""The pages of a KV cache have a layout and a format, and this file rounds keys and values into them.
 
 A page holds 16, 32 or 64 tokens of one KV head of one layer:
 
@@ -8,7 +8,7 @@ A page holds 16, 32 or 64 tokens of one KV head of one layer:
     fp8_token    dim + 4, E4M3                                           one a token and head, measured on writing
     nvfp4        dim / 2 + dim / 16, E2M1 and E4M3 block scales          one a KV head, as for fp8
 
-Codes are those of `quant.formats`, bit for bit, and so are the scales of FP8. NVFP4 picks each block's scale among
+Codes and the scales of FP8 are equal to those of `quant.formats`, bit for bit. NVFP4 picks each block's scale among
 eight neighbours by squared error (`block_scales`). Where no scale was calibrated, the first tokens set it, with room
 for values sixteen times as large: E4M3, of elements or of block scales, spans 17 binades, so that costs little.
 """
@@ -135,7 +135,7 @@ def encode_kv(
 def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """NVFP4's block scales for a cache: of `CANDIDATES`, the one with the smallest squared error.
 
-    On normal values its error is 0.6% above that of the best of all codes; the error of the `max` rule is 37% above.
+    On normal values its error is 0.6% above the minimum over all codes; the error of the `max` rule is 37% above it.
     Errors are integers, in units of 2⁻⁸ of the power of two below the scale of the `max` rule: their sums do not
     depend on the order, so the kernel makes the same choice. Every product before a difference is exact or followed
     by a minimum, so fusing it changes nothing.

@@ -1,4 +1,4 @@
-"""The assembler that Triton's wheel ships, run on PTX: it proves the PTX valid, and counts registers and spills."""
+"""The assembler that Triton's wheel ships proves PTX valid, and counts its registers and spills."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs Triton kernels on a CPU, on CPU tensors, with the numbers a GPU would give.
+"""Triton kernels run on a CPU here, on CPU tensors, with the numbers a GPU would give.
 
     with interpreted():
         kernel[grid](x, y, …)

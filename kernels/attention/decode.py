@@ -1,4 +1,4 @@
-"""Attention of new tokens over a paged KV cache, for decoding and for the chunks of a prompt.
+"""New tokens attend to a paged KV cache: one a sequence in decoding, or several as a chunk of a prompt.
 
     out = paged_attention(q, cache.layer(3), block_table, lengths)        q [batch, heads, new, dim]
 

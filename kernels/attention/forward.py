@@ -1,4 +1,4 @@
-"""Attention in FP8 or 16 bit: one function for every option, and the ops behind it.
+"""Attention runs in FP8 or 16 bit through one function for every option, and the ops behind it.
 
     out = attention(q, k, v, q_scale=…, k_scale=…, v_scale=…, causal=True)        E4M3 operands, BF16 out
     out, lse = attention(q, k, v, window=4096, softcap=50.0, return_lse=True)     BF16 operands

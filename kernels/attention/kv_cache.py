@@ -1,4 +1,4 @@
-"""A paged KV cache: keys and values of many sequences in FP8, NVFP4 or 16 bit, with shared prompts stored once.
+"""A paged KV cache holds keys and values of many sequences in FP8, NVFP4 or 16 bit and stores shared prompts once.
 
     cache = PagedKVCache(layers=32, kv_heads=8, dim=128, format=FORMATS["fp8_token"], pages=4096)
     a = cache.add()
@@ -32,12 +32,13 @@ class PagedKVCache:
         kv_heads: KV heads of each.
         dim: head dimension, a multiple of 16 up to 256.
         format: one of `KV_FORMATS`; None keeps `dtype`.
-        pages: how many there are at first.
+        pages: number of pages at first.
         page_size: tokens of a page, one of `PAGE_SIZES`.
-        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes that of the first tokens.
-        grow: whether more pages are made when all are taken.
-        dtype: BF16 or FP16, of a cache that is not quantized.
-        device: where it is.
+        k_scale, v_scale: calibrated scales, float32 `[layers, kv_heads]`; None takes scales from
+            the first tokens.
+        grow: whether to add pages when all are taken.
+        dtype: BF16 or FP16, of an unquantized cache.
+        device: of the pages.
 
     Raises:
         ValueError: a format, dimension, page size or scale that does not fit.
@@ -67,7 +68,7 @@ class PagedKVCache:
         self.format, self.page_size, self.grow = format, page_size, grow
         self.device = torch.empty(0, device=device).device  # with its index, as tensors have it
         self._scales = self._checked_scales(k_scale, v_scale)
-        # Of each layer, what its first tokens are still to give a scale.
+        # By layer, the tensors whose scale its first tokens will set.
         self._unscaled = [[name for name, x in (("k", k_scale), ("v", v_scale)) if x is None] for _ in range(layers)]
         self._pools = {name: self._zeros(pages, width, kind) for name, (width, kind) in self._tensors(dtype).items()}
         self._free = list(range(pages - 1, -1, -1))
@@ -97,7 +98,7 @@ class PagedKVCache:
         return scales
 
     def _tensors(self, dtype: torch.dtype) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """What a token of a head consists of: width and dtype by name."""
+        """Width and dtype, for a token of a head, of each tensor by name."""
         if self.format is None:
             if dtype not in (torch.bfloat16, torch.float16):
                 raise ValueError(f"KV cache: {dtype}; a cache that is not quantized is in bfloat16 or float16")
@@ -115,7 +116,7 @@ class PagedKVCache:
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody owns."""
+        """Pages without an owner."""
         return len(self._free)
 
     @property
@@ -169,7 +170,7 @@ class PagedKVCache:
         return KVPages(parts.pop("k"), parts.pop("v"), self.format, self.dim, **parts)
 
     def append(self, layer: int, sequences: Sequence[int], k: torch.Tensor, v: torch.Tensor) -> None:
-        """Writes new tokens behind those that are there, a layer at a time.
+        """Appends new tokens to sequences, a layer at a time.
 
         Args:
             layer: index.
@@ -263,7 +264,7 @@ class PagedKVCache:
             self._free.append(page)
 
     def _reserve(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
-        """Gives each sequence pages of its own for what will be written, or raises and changes nothing."""
+        """Gives each sequence pages of its own for the tokens to be written, or raises before any change."""
         wanted, needed = [], 0
         for sequence, start in zip(sequences, starts, strict=True):
             pages = self._of(sequence)
@@ -275,7 +276,7 @@ class PagedKVCache:
             self._make_room(needed)
         for pages, missing in wanted:
             for index in missing:
-                # A page whose other owners have just taken copies is this sequence's own by now.
+                # Once its other owners have taken copies, a page is this sequence's own.
                 if index < len(pages) and self._owners[pages[index]] == 1:
                     continue
                 page = self._free.pop()

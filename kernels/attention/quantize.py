@@ -1,4 +1,4 @@
-"""Quantization of Q, K and V for FP8 attention, in the layout that the attention kernel reads, in one pass.
+"""One pass quantizes Q, K and V for FP8 attention and lays them out as the attention kernel reads them.
 
     operands = quantize_attention(q, k, v, hadamard=True)
     out = operands.attend(causal=True)
@@ -53,7 +53,7 @@ class AttentionOperands:
         k: E4M3 `[batch, kv_heads, seq_kv, dim]`.
         v: as k, or laid out `[batch, kv_heads, dim, keys]`.
         options: scales, packed sequences, and whether v is laid out.
-        score_shift: what smoothing K took from each query's scores, before the softmax scale, float32
+        score_shift: the amount by which smoothing K lowered each query's scores, before the softmax scale, float32
             `[batch, heads, seq_q]`; None where K was not smoothed.
     """
 
@@ -72,7 +72,7 @@ class AttentionOperands:
     def attend(
         self, *, return_lse: bool = False, **given: Unpack[MaskKeywords]
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """`attention` over these operands; the log-sum-exp is that of the scores before K was smoothed."""
+        """`attention` over these operands, with the log-sum-exp of the scores before K was smoothed."""
         options = self.options._replace(**given)
         if options.softcap is not None and self.score_shift is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Ring attention: a sequence spread over several GPUs, with quantized keys and values passed around a ring.
+"""Ring attention spreads a sequence over several GPUs and passes quantized keys and values around a ring.
 
     q, k, v = (shard(x, rank, world) for x in …)                   [batch, heads, tokens / world, dim]
     out = ring_attention(q, k, v, format=FORMATS["fp8"])           this rank's queries over all keys

@@ -1,4 +1,4 @@
-"""Attention for Hopper in Gluon: warp-specialised and persistent, in FP8 or 16 bit.
+"""Hopper's attention kernel is warp-specialised and persistent, in FP8 or 16 bit, and written in Gluon.
 
 One producer warp copies tiles into shared memory (TMA); each of two or three consumer warpgroups owns 64 queries:
 

@@ -1,4 +1,4 @@
-"""The softmax of a tile in PTX for Hopper's FP8 attention, which computes powers before it knows the largest score.
+"""This PTX computes a tile's softmax for Hopper's FP8 attention, powers first and the largest score only if needed.
 
 A wgmma leaves a thread two rows of a tile of scores, r and r + 8, and two neighbours of each 8 columns: its numbers are
 (r, c) (r, c + 1) (r + 8, c) (r + 8, c + 1), and so on for the next 8 columns.

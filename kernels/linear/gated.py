@@ -1,4 +1,4 @@
-"""The gated MLP's first half in one op: a matmul whose output is gate and up, and `silu(gate) · up`.
+"""The first half of a gated MLP is one op here: a matmul whose output is gate and up, then `silu(gate) · up`.
 
 The weight has the rows of gate and up in turns, so that a tile of Hopper's matmul holds both and writes their product.
 """

@@ -1,4 +1,4 @@
-"""Attention in Triton for any GPU: FlashAttention's forward pass with plain pointer loads.
+"""Attention runs on any GPU as FlashAttention's forward pass, in Triton with plain pointer loads.
 
 One program computes `block_q` rows of one head. Its Q tile stays on chip; K and V pass in tiles of `block_kv` keys,
 and the softmax is updated as they pass (m: largest score so far, l: sum so far):
@@ -315,7 +315,7 @@ def attend(
 
     Args:
         q, k, v: E4M3 with scales, or BF16 or FP16 without; v is not laid out.
-        out, lse: outputs; None for a log-sum-exp that nobody wants.
+        out, lse: outputs; None where no log-sum-exp is wanted.
         options: with no default left open, and scales `[batch, heads, blocks]`, expanded as needed.
         arch: chooses the tiles, by default that of the operands' GPU.
     """

@@ -1,4 +1,4 @@
-"""Quantization and layout of attention's operands in Triton; `quant.kernels.attention.quantize` defines the values.
+"""These kernels quantize attention's operands to the values that `quant.kernels.attention.quantize` defines.
 
     grid: (blocks of 128 tokens, heads of Q, then of K, then of V, sequences)
 

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in Triton: the keys are split over programs and codes are decoded in registers.
+"""These kernels attend to a paged cache: keys are split over programs, and codes are decoded in registers.
 
     q [batch, heads, new, dim]         a tile: the query heads of one KV head, for one or several new tokens
     pages [page, kv_head, 16…64, D]    read through the block table, a token a row

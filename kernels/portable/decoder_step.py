@@ -1,4 +1,4 @@
-"""The steps between the matmuls of a decoder layer in 16 bit, one launch each: few launches keep decoding fast.
+"""Each step between the matmuls of a decoder layer is one launch here: few launches keep decoding fast.
 
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
@@ -51,7 +51,7 @@ def add_rmsnorm_kernel(
 
 @triton.jit
 def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
-    """One piece of a row; `in_turns`: gate and up alternate, and are not one behind the other."""
+    """One piece of a row; with `in_turns` gate and up alternate, otherwise up follows gate."""
     if overlap:
         start_next()
         wait_for_previous()
@@ -116,7 +116,7 @@ def rotate_kernel(
 
 @triton.jit
 def _first_largest(value, place):
-    """The largest value and the first place of it; NaN counts as infinity."""
+    """The largest value and its first place; NaN counts as infinity."""
     value = tl.where(value == value, value, float("inf"))
     top = tl.max(value, axis=0)
     return top, tl.min(tl.where(value == top, place, 2147483647), axis=0)
@@ -236,7 +236,7 @@ def rotate_and_store(
             raise ValueError(f"rotate_and_store: {name} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}")
     q = qkv.new_empty(batch, heads, 1, dim)
     if batch:
-        # Unfused: an FMA would keep a product as it is that the modules round before they add it.
+        # Unfused: an FMA would not round a product that the modules round before adding it.
         rotate_kernel[heads + 2 * kv_heads, batch](
             qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
             page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,

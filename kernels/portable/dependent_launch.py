@@ -1,4 +1,4 @@
-"""Kernels that start before the previous one has ended, on Hopper and later ("programmatic dependent launch").
+"""A kernel can start before the previous one has ended, on Hopper and later ("programmatic dependent launch").
 
     kernel N     ├─ start_next ──────────── work ────────┤
     kernel N+1      ├─ start_next, independent loads ──── ┊ wait_for_previous ── work ──┤

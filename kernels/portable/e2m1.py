@@ -1,4 +1,4 @@
-"""Rounding to E2M1 in the registers of a Triton kernel, to nearest even and saturating at 6.
+"""Triton kernels round to E2M1 in registers with these functions, to nearest even and saturating at 6.
 
     nearest_e2m1      float32 to the nearest value of E2M1
     encode_e2m1       float32 to codes

@@ -1,4 +1,4 @@
-"""The fast Hadamard transform in the registers of a Triton kernel: butterflies in the order of the oracle.
+"""Butterflies in a Triton kernel's registers compute the fast Hadamard transform in the order of the oracle.
 
 A thread holds 32 neighbours of a row, `[threads, columns]`:
 

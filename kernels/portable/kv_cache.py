@@ -1,4 +1,4 @@
-"""Reading and writing a paged KV cache in Triton: rounding to the cache's format, and dequantizing NVFP4.
+"""These kernels write a paged KV cache, rounding to its format, and dequantize NVFP4 from it.
 
     write   program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V likewise
     read    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]

@@ -1,4 +1,4 @@
-"""The NVFP4 rounding of three solvers on a GPU, each in one launch where PyTorch needs thousands or a dozen.
+"""Three solvers round to NVFP4 on a GPU in one launch each, where PyTorch needs a dozen or thousands.
 
     solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
     fake_quantize_nvfp4                        `formats.fake_quantize` of inputs
@@ -27,7 +27,7 @@ from quant.kernels.portable.e2m1 import nearest_e2m1
 
 WIDTH = 16
 _CANDIDATES = 16
-# Rows of the weight that a program, one warp, takes: with their scales they fill its lanes, and nothing is exchanged.
+# Rows of the weight per program of one warp: with their scales they fill its lanes, so no lanes exchange data.
 _ROWS = 2
 _BLOCKS = 64
 

@@ -1,4 +1,4 @@
-"""Quantized attention in transformers models: FP8 operands, a quantized KV cache, or both.
+"""A transformers model attends with FP8 operands, over a quantized KV cache, or both.
 
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
         evaluate(model, rows)
@@ -56,9 +56,9 @@ FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
 """Names under which transformers finds our attention."""
 ATTENTIONS = ("fp8", "16bit")
-"""What --attention takes."""
+"""Values of --attention."""
 KV_CACHES = ("fp8", "nvfp4", "16bit")
-"""What --kv-cache takes where a model runs."""
+"""Values of --kv-cache where a model runs."""
 
 KVScales = tuple[torch.Tensor, torch.Tensor]
 
@@ -91,7 +91,7 @@ def _registered() -> Iterator[None]:
         yield
     finally:
         for interface, name in added:
-            interface._global_mapping.pop(name, None)  # there is a `register` and no opposite
+            interface._global_mapping.pop(name, None)  # transformers has no opposite of `register`
 
 
 @contextmanager
@@ -182,7 +182,7 @@ def scales_of(
 
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
-    """Whether a module has scales for a cache in `format`: checkpoints keep those of FP8."""
+    """Whether a module has scales for a cache in `format`; checkpoints keep scales for FP8 alone."""
     return format.name == "fp8" and isinstance(getattr(module, "k_scale", None), torch.Tensor)
 
 
@@ -259,7 +259,7 @@ def _attend(
     if mask is not None:
         out = _masked(q, k, v, mask[..., : k.shape[2]], fp8, **options)
     else:
-        # A window is a causal mask's; what is not causal sees everything.
+        # A window belongs to a causal mask; attention without one sees everything.
         window = sliding_window if causal else None
         out = _dense(q, k, v, scales if fp8 else None, fp8, causal=causal, window=window, **options)
     return out.transpose(1, 2).contiguous(), None

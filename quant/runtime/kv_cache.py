@@ -1,4 +1,4 @@
-"""A quantized, paged KV cache for transformers' `generate()`.
+"""`QuantizedKVCache` is a quantized, paged KV cache for transformers' `generate()`.
 
     cache = QuantizedKVCache(model, "nvfp4")
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):

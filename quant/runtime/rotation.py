@@ -1,4 +1,4 @@
-"""A pair of inverse matrices for queries and keys, so that rounding either costs their scores little.
+"""A pair of inverse matrices multiplies queries and keys so that rounding either costs their scores little.
 
     A = mean k kᵀ = L Lᵀ,    B = mean q qᵀ,    M = Lᵀ B L           of a KV head
     k' = k · L⁻ᵀ M^¼ · H,    q' = q · L M^-¼ · H                    H an orthonormal Hadamard matrix

@@ -1,4 +1,4 @@
-"""PTX made without a GPU: what is in it, what `ptxas` says of it, and on a GPU what it computes."""
+"""PTX made without a GPU holds the right instructions, passes `ptxas`, and computes attention on a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast Hadamard transform against scipy's matrix, and the algebra that solvers and attention rely on."""
+"""The fast Hadamard transform agrees with scipy's matrix and has the algebra that its users rely on."""
 
 import numpy as np
 import pytest

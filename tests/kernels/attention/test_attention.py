@@ -1,4 +1,4 @@
-"""The attention kernel, interpreted on the CPU, and its oracle, against attention in float64.
+"""The attention kernel, interpreted on the CPU, and its oracle agree with attention in float64.
 
 E4M3 keeps four significant bits, so a rounded probability is off by up to 1/16 and by 2.6e-2 in the mean square;
 outputs of independent values have that same relative error. What must be exact is tested where it is exact.

@@ -1,4 +1,4 @@
-"""The Triton form of attention, compiled for GPUs that are not there: what Blackwell's PTX must hold.
+"""The Triton form of attention compiles, without the GPUs, to PTX with Blackwell's instructions.
 
 Its values are those of `test_attention_options.py`, which interprets it with the same tiles.
 """

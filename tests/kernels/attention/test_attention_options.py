@@ -1,4 +1,4 @@
-"""`attention` with every option, the oracle and the Triton kernel on the CPU, against a float64 twin."""
+"""`attention` agrees with a float64 twin under every option, as oracle and as Triton kernel on the CPU."""
 
 from __future__ import annotations
 

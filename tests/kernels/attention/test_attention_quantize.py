@@ -1,4 +1,4 @@
-"""The quantize-and-lay-out pass: its oracle against float64, and its kernel, interpreted, against the oracle."""
+"""The quantize-and-lay-out pass agrees with float64 as oracle, and with the oracle as interpreted kernel."""
 
 from __future__ import annotations
 

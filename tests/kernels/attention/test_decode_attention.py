@@ -1,4 +1,4 @@
-"""Attention over a paged cache: the oracle against float64, the kernel interpreted against the oracle."""
+"""Attention over a paged cache agrees with float64, as oracle and as interpreted kernel."""
 
 from __future__ import annotations
 

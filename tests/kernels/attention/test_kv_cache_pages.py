@@ -1,4 +1,4 @@
-"""The paged KV cache: what is written is what `quant.formats` rounds to, in the right place, and shared pages stay."""
+"""The paged KV cache writes what `quant.formats` rounds to, in the right place, and leaves shared pages alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ring attention on two and four processes over gloo, against attention in one process over the same quantized keys."""
+"""Ring attention on two and four processes over gloo agrees with one process over the same quantized keys."""
 
 from __future__ import annotations
 

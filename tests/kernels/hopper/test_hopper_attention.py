@@ -1,4 +1,4 @@
-"""Hopper's attention kernel: what it compiles to, and the order in which it wants V's keys.
+"""Hopper's attention kernel compiles to overlapping wgmma, and V's keys lie in the order that it wants.
 
 Gluon has no interpreter; the values are those of `test_attention_options.py`, on a GPU.
 """

@@ -1,4 +1,4 @@
-"""The softmax in PTX, run for one warp by a small interpreter of the instructions that it has."""
+"""A small interpreter of its instructions runs the softmax in PTX for one warp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernels between a decoder's matmuls: interpreted, against the modules of transformers; on a GPU likewise."""
+"""The kernels between a decoder's matmuls agree with the modules of transformers, interpreted and on a GPU."""
 
 from typing import Any
 

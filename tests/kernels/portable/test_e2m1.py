@@ -1,4 +1,4 @@
-"""Of how E2M1 codes are made, what runs without a GPU: quotients by a reciprocal in two parts."""
+"""Quotients by a reciprocal in two parts fall on the right side of every tie of E2M1."""
 
 import pytest
 import torch

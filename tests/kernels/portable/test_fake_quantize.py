@@ -1,4 +1,4 @@
-"""NVFP4 rounding on a GPU against `formats` and against autograd: on a CPU through Triton's interpreter."""
+"""NVFP4 rounding on a GPU agrees with `formats` and with autograd; on a CPU its kernels are interpreted."""
 
 import pytest
 import torch

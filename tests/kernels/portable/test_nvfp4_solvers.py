@@ -1,4 +1,4 @@
-"""The GPU's window of GPTQ for NVFP4 against the one in PyTorch: on a CPU through Triton's interpreter."""
+"""GPTQ's window for NVFP4 on a GPU agrees with the one in PyTorch; on a CPU its kernel is interpreted."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Turned queries and keys: the same scores, the same second moments, and less error after rounding."""
+"""Turned queries and keys have the same scores, equal second moments, and less error after rounding."""
 
 from __future__ import annotations
 

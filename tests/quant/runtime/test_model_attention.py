@@ -1,4 +1,4 @@
-"""Quantized attention in a transformers model: against the same model with its operands rounded by hand."""
+"""Quantized attention in a transformers model equals the same model with its operands rounded by hand."""
 
 from __future__ import annotations
 
