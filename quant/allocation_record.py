@@ -10,14 +10,13 @@ codes, block scales, global scales and pads count, and embeddings, norms and out
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+
+from quant.recipes.json_data import JsonData
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(JsonData):
     """What was asked for.
 
     Attributes:
@@ -30,7 +29,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class Chosen(JsonData):
     """The allocation that the plan holds.
 
     Attributes:
@@ -53,7 +52,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class CurvePoint:
+class CurvePoint(JsonData):
     """The best allocation at one size by the scores; measured where the loop came past it."""
 
     bits: float
@@ -62,7 +61,7 @@ class CurvePoint:
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(JsonData):
     """One format for every group, measured."""
 
     name: str
@@ -71,7 +70,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class Round:
+class Round(JsonData):
     """One turn of the loop: an allocation that was quantized for real and measured.
 
     Attributes:
@@ -88,7 +87,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class AllocationRecord:
+class AllocationRecord(JsonData):
     """The whole story of one allocation.
 
     Attributes:
@@ -108,31 +107,3 @@ class AllocationRecord:
     rounds: tuple[Round, ...]
     seconds: float
     unit: str = "nats: KL(base‖model) of the next token"
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        fields = dataclasses.asdict(self)
-        for round_ in fields["rounds"]:
-            round_["changed"] = list(round_["changed"])
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in fields.items()}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> AllocationRecord:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: an unknown or missing field.
-        """
-        try:
-            return cls(
-                **{
-                    **fields,
-                    "budget": Budget(**fields["budget"]),
-                    "chosen": Chosen(**fields["chosen"]),
-                    "curve": tuple(CurvePoint(**point) for point in fields["curve"]),
-                    "uniform": tuple(Uniform(**point) for point in fields["uniform"]),
-                    "rounds": tuple(Round(**{**r, "changed": tuple(r["changed"])}) for r in fields["rounds"]),
-                }
-            )
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"allocation record: {error}") from None

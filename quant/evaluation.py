@@ -20,10 +20,9 @@ both models for one slice are compared and dropped. Sums over positions are kept
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +32,7 @@ from torch import nn
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import last_hidden
 from quant.errors import UserError
+from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
 
 # 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
@@ -42,7 +42,7 @@ Read = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(JsonData):
     """The figures of one model, beside its baseline where there is one.
 
     Attributes:
@@ -62,22 +62,6 @@ class Evaluation:
     seconds: float
     baseline_perplexity: float | None = None
     cosine: float | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Evaluation:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: an unknown or missing field.
-        """
-        try:
-            return cls(**fields)
-        except TypeError as error:
-            raise ValueError(f"evaluation: {error}") from None
 
 
 def evaluate(

@@ -17,13 +17,14 @@ import numpy as np
 import torch
 
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.json_data import JsonData
 from quant.recipes.plan import LayerPlan
 
 _CHUNK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class LayerResult:
+class LayerResult(JsonData):
     """What became of one weight.
 
     Attributes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from quant.errors import UserError, counted
+from quant.recipes.json_data import JsonData
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import obstacle
@@ -22,7 +23,7 @@ from quant.recipes.targets import TARGETS, Target
 
 
 @dataclass(frozen=True)
-class Problem:
+class Problem(JsonData):
     """One thing that is wrong.
 
     Attributes:
@@ -34,10 +35,6 @@ class Problem:
     where: str
     what: str
     remedy: str = ""
-
-    def to_dict(self) -> dict[str, str]:
-        """JSON-ready form."""
-        return {"where": self.where, "what": self.what, "remedy": self.remedy}
 
 
 def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:

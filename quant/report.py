@@ -5,7 +5,6 @@ Its HTML page is made by `quant.page.render`.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import sys
@@ -20,16 +19,18 @@ from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
 from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
+from quant.recipes.json_data import JsonData
 from quant.recipes.plan import Plan
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
+_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache")
 
 
 @dataclass(frozen=True)
-class LayerReceipt:
+class LayerReceipt(JsonData):
     """How far one layer is, relatively, from what it should be at each stage of an export; None where it was not run.
 
     Attributes:
@@ -50,7 +51,7 @@ class LayerReceipt:
 
 
 @dataclass(frozen=True)
-class Audit:
+class Audit(JsonData):
     """What the engine was planned to run a layer in, and what was found in it."""
 
     name: str
@@ -60,7 +61,7 @@ class Audit:
 
 
 @dataclass(frozen=True)
-class Receipt:
+class Receipt(JsonData):
     """The proof that an export does what the model does; `passed` speaks for all of it."""
 
     layers: tuple[LayerReceipt, ...]
@@ -69,23 +70,17 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Receipt:
-        """From a receipt file's `{"layers": [{…}], "audit": [{…}], "passed": bool, …}`; either list may be missing.
+        """From a receipt file, which holds more than this; either list may be missing.
 
         Raises:
-            TypeError, KeyError: an unknown or a missing field of a layer, or no verdict.
+            ValueError: an unknown or a missing field of a layer, or no verdict.
         """
-        layers = tuple(LayerReceipt(**layer) for layer in fields.get("layers", ()))
-        audit = tuple(Audit(**entry) for entry in fields.get("audit", ()))
-        return cls(layers, audit, fields["passed"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """The inverse of `from_dict`."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "layers": list(fields["layers"]), "audit": list(fields["audit"])}
+        own = {key: value for key, value in fields.items() if key in ("layers", "audit", "passed")}
+        return super().from_dict({"layers": (), "audit": (), **own})
 
 
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(JsonData):
     """What the KV cache takes while the model serves.
 
     Attributes:
@@ -105,7 +100,7 @@ class KVCache:
 
 
 @dataclass
-class Report:
+class Report(JsonData):
     """All that a run has to tell.
 
     Attributes:
@@ -152,13 +147,8 @@ class Report:
         return self.bytes_before / self.bytes_after if self.bytes_after else math.inf
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form, with a schema version."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        fields["layers"] = [{**dataclasses.asdict(layer), "shape": list(layer.shape)} for layer in self.layers]
-        for key in ("evaluation", *_PARTS):
-            fields[key] = fields[key].to_dict() if fields[key] else None
-        fields["kv_cache"] = dataclasses.asdict(self.kv_cache) if self.kv_cache else None
-        fields = {key: value for key, value in fields.items() if value is not None or key not in (*_PARTS, "kv_cache")}
+        """JSON-ready form, with a schema version; parts that a plain run lacks are left out."""
+        fields = {key: value for key, value in super().to_dict().items() if value is not None or key not in _PARTS}
         return {"schema_version": SCHEMA_VERSION, **fields}
 
     @classmethod
@@ -168,20 +158,9 @@ class Report:
         Raises:
             ValueError: another schema version, an unknown or a missing field.
         """
-        fields = dict(fields)
-        version = fields.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
+        if (version := fields.get("schema_version")) != SCHEMA_VERSION:
             raise ValueError(f"report schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
-        try:
-            layers = [LayerResult(**{**layer, "shape": tuple(layer["shape"])}) for layer in fields["layers"]]
-            evaluation = fields.get("evaluation")
-            fields["evaluation"] = Evaluation.from_dict(evaluation) if evaluation else None
-            for key, part in _PARTS.items():
-                fields[key] = part.from_dict(fields[key]) if fields.get(key) else None
-            fields["kv_cache"] = KVCache(**fields["kv_cache"]) if fields.get("kv_cache") else None
-            return cls(**{**fields, "layers": layers})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"report: {error}") from None
+        return super().from_dict({key: value for key, value in fields.items() if key != "schema_version"})
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
@@ -214,10 +193,6 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     context, batch = goal.get("context", 4096), goal.get("batch", 1)
     nbytes = kv_cache_bytes(config, context, batch, plan.kv_cache)
     return KVCache(nbytes, context, batch) if nbytes else None
-
-
-# Optional parts of a report, which a plain run lacks; each has to_dict and from_dict.
-_PARTS: dict[str, Any] = {"sensitivity": Sensitivity, "allocation": AllocationRecord, "receipt": Receipt}
 
 
 def peak_rss() -> int | None:

@@ -14,14 +14,13 @@ goes on where it stopped and never on another model's scores.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+
+from quant.recipes.json_data import JsonData
 
 METHODS = ("kl", "fisher", "output")
 UNITS = {
@@ -33,7 +32,7 @@ UNITS = {
 
 
 @dataclass(frozen=True)
-class GroupScores:
+class GroupScores(JsonData):
     """One fusion group, or a layer that is alone.
 
     Attributes:
@@ -52,18 +51,9 @@ class GroupScores:
     bits: dict[str, float]
     bytes: dict[str, int]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready fields."""
-        return {**dataclasses.asdict(self), "layers": list(self.layers)}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> GroupScores:
-        """The inverse of `to_dict`."""
-        return cls(**{**fields, "layers": tuple(fields["layers"])})
-
 
 @dataclass(frozen=True)
-class Sensitivity:
+class Sensitivity(JsonData):
     """Scores of every group in every format.
 
     Attributes:
@@ -89,24 +79,6 @@ class Sensitivity:
     def by_name(self) -> dict[str, GroupScores]:
         """Groups by name."""
         return {group.name: group for group in self.groups}
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready form."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "formats": list(self.formats), "groups": [group.to_dict() for group in self.groups]}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Sensitivity:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ValueError: an unknown or missing field.
-        """
-        try:
-            groups = tuple(GroupScores.from_dict(group) for group in fields["groups"])
-            return cls(**{**fields, "formats": tuple(fields["formats"]), "groups": groups})
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"sensitivity: {error}") from None
 
     def save(self, path: str | Path) -> None:
         """Writes the table as JSON, whole or not at all."""

@@ -76,7 +76,7 @@ def test_round_trip(make_report: Make, tmp_path: Path) -> None:
         ({"schema_version": 2}, "report schema_version is 2; this release reads 1"),
         ({"extra": 1}, "'extra'"),
         ({"layers": [{"name": "x"}]}, "shape"),
-        ({"evaluation": {"perplexity": 1}}, "evaluation: .*missing"),
+        ({"evaluation": {"perplexity": 1}}, "Evaluation: .*missing"),
     ],
 )
 def test_bad_reports_are_refused(make_report: Make, tmp_path: Path, change: dict[str, Any], message: str) -> None:
