@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
-from quant.export.names import EXPERT_PARTS, StoredNames, expert_names
+from quant.export.names import EXPERT_PARTS, Rename, StoredNames, expert_names
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -31,30 +31,35 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     Scales that `write_tensors` found no float32 for are float64, as they were.
 
+    Args:
+        directory: with the files.
+        rename: from a name on disk to the one that the tensor has here.
+
     Raises:
         FileNotFoundError: the directory has no safetensors file.
         ValueError: one of them is damaged; the message names it.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, rename: Rename = str) -> None:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
-        self._where: dict[str, Any] = {}
+        self._where: dict[str, tuple[Any, str]] = {}
         self._exact: dict[str, str] = {}
         for file in files:
             try:
                 handle = safe_open(file, framework="pt")
             except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map an empty file
                 raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
-            self._where.update(dict.fromkeys(handle.keys(), handle))
+            self._where |= {rename(name): (handle, name) for name in handle.keys()}  # noqa: SIM118
             self._exact |= json.loads((handle.metadata() or {}).get(EXACT, "{}"))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._where[name].get_tensor(name)
-        if name not in self._exact:
+        handle, stored = self._where[name]
+        tensor: torch.Tensor = handle.get_tensor(stored)
+        if stored not in self._exact:
             return tensor
-        return torch.full(tensor.shape, float.fromhex(self._exact[name]), dtype=torch.float64)
+        return torch.full(tensor.shape, float.fromhex(self._exact[stored]), dtype=torch.float64)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,23 +81,6 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         },
         cut=frozenset(_fused(used)),
     )
-
-
-class RenamedTensors(Mapping[str, torch.Tensor]):
-    """Tensors of files under the names of the model."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: StoredNames) -> None:
-        self._tensors = tensors
-        self._stored = {names.of_model(name): name for name in tensors}
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return self._tensors[self._stored[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
 
 
 def expert_names(name: str, experts: int) -> list[str]:

@@ -22,7 +22,7 @@ from quant.export.checkpoint_reader import (
     read_layer,
     read_parts,
 )
-from quant.export.names import RenamedTensors, StoredNames, expert_names, stored_names
+from quant.export.names import StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.models import huggingface
@@ -97,7 +97,7 @@ class Checkpoint:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The tensors, read when asked for, under the names that the model's modules have."""
         names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
-        return RenamedTensors(TensorFiles(self.directory), names)
+        return TensorFiles(self.directory, names.of_model)
 
     @cached_property
     def plan(self) -> Plan:
