@@ -1,4 +1,4 @@
-"""The attention operators of exported graphs in numpy, for tests that run whole files; no product path runs them."""
+"""This file has the attention operators of exported graphs in numpy, for tests that run whole files."""
 
 from __future__ import annotations
 

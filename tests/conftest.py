@@ -1,4 +1,4 @@
-"""Settings for every test: offline, repeatable, and honest about missing hardware."""
+"""These settings hold for every test: it is offline and repeatable, and says which hardware it misses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device functions of Gluon kernels that only compute indices, run in PyTorch for every program at once.
+"""This file runs index arithmetic of Gluon kernels in PyTorch, for every program at once.
 
 Gluon has no interpreter. A function that says which part of the work a program takes needs none: its source is plain
 arithmetic on integers, which means the same on int32 tensors that hold one element for each program.

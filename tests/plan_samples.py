@@ -1,4 +1,4 @@
-"""Small plans by hand, for the tests of what works on plans."""
+"""This file holds small plans, written by hand, for the tests of what works on plans."""
 
 from __future__ import annotations
 

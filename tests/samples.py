@@ -1,4 +1,4 @@
-"""The files that tests read: golden checkpoints, and the texts that the repository ships."""
+"""This file names what tests read: golden checkpoints, and the texts that the repository ships."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Imports point only down the table of rooms, and no two files import each other in a circle.
 
-Optional packages are imported where they are used.
-Every Python file of every room is parsed, not imported, so the check sees imports inside functions, under
-`if TYPE_CHECKING` and in files that this machine could not run.
+Optional packages are imported where they are used. Every Python file of every room is parsed, not imported, so the
+check sees imports inside functions, under `if TYPE_CHECKING` and in files that this machine could not run.
 """
 
 from __future__ import annotations

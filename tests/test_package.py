@@ -1,4 +1,4 @@
-"""What a user gets: the wheel holds every room under `quant`, imports without the repository, and loads lazily."""
+"""A user's wheel holds every room under `quant`, imports without the repository, and loads lazily."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny transformers models with random weights, one function for each architecture.
+"""This file builds tiny transformers models with random weights, one function for each architecture.
 
 Each function takes the fields of the architecture's config, in place of the small ones that it has by itself, and:
 

@@ -1,4 +1,4 @@
-"""KV-cache and attention scales against a Llama written out in float64, hooks, and golden checkpoints."""
+"""KV-cache and attention scales are compared with a Llama written out in float64, with hooks, and with goldens."""
 
 import json
 from functools import partial

@@ -1,4 +1,4 @@
-"""Observers against numpy, scipy, ml_dtypes by brute force, and ModelOpt's calibrators."""
+"""Observers are compared with numpy, scipy, brute force over ml_dtypes, and ModelOpt's calibrators."""
 
 import math
 from random import Random

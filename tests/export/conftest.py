@@ -1,4 +1,4 @@
-"""Small ONNX graphs that TensorRT builds in a tenth of a second, written node by node as the exporter writes them."""
+"""The fixtures write small ONNX graphs, node by node as the exporter does; TensorRT builds one in 0.1 s."""
 
 from __future__ import annotations
 

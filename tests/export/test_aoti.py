@@ -1,4 +1,4 @@
-"""AOTInductor packages: the graph they are made from is the module to the bit, and a package computes it."""
+"""The graph that becomes an AOTInductor package equals the module to the bit, and the package computes it."""
 
 from __future__ import annotations
 

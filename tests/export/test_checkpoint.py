@@ -1,4 +1,4 @@
-"""Checkpoint directories: whole or absent, sharded, hashed; experts under the names that runtimes look for."""
+"""A checkpoint directory is whole or absent, sharded and hashed, with experts under the names of runtimes."""
 
 import errno
 import hashlib

@@ -1,4 +1,4 @@
-"""The layout: names, dtypes and bytes as compressed-tensors reads them, both ways without loss."""
+"""Names, dtypes and bytes are as compressed-tensors reads them, both ways without loss."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""ModelOpt's layout: the peer's own files to the bit, both ways, and what it cannot say refused by name."""
+"""ModelOpt's own files are read and written to the bit, and what its layout cannot say is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names on disk: those of the original checkpoint, and the same model in transformers, in ours and before."""
+"""Names on disk are those of the original checkpoint, and transformers loads the same model as we do."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What linears do at run time beside their matmul: saved, loaded, counted, warned of, applied elsewhere."""
+"""The run-time parts of linears are saved, loaded, counted, warned of and applied elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model repository: what config.pbtxt says by the server's own schema, versions, and the engine's runner."""
+"""A model repository follows the server's own schema, keeps versions, and its runner serves the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering to torch-tensorrt's quantize ops, as a graph: their arguments, and what the graph computes.
+"""Lowering gives torch-tensorrt's quantize ops: the tests check their arguments and what the graph computes.
 
 The ops belong to ModelOpt. Where it is not installed, the test declares them with ModelOpt's schemas. Their bodies
 here are what TensorRT's documentation says of QuantizeLinear and of two-level block quantization, written plainly.

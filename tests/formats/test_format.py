@@ -1,4 +1,4 @@
-"""The registry and exact sizes: bytes counted by `Format` against the storage of what `quantize` returns."""
+"""The registry is complete, and `Format` counts the bytes of what `quantize` returns."""
 
 import math
 

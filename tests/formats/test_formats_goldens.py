@@ -1,4 +1,4 @@
-"""Byte for byte against what ModelOpt and llm-compressor wrote for the same tiny model (tests/data/goldens)."""
+"""Our bytes are those of ModelOpt and llm-compressor for the same tiny model (tests/data/goldens)."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every code of every number against ml_dtypes, and the derived fields against the formats' own tables."""
+"""Every code of every number equals that of ml_dtypes, and derived fields equal the formats' own tables."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Packing: every code pattern, hand-written bytes, odd widths, and the bytes that compressed-tensors packs."""
+"""Packing is tested on every code pattern, hand-written bytes, odd widths, and the bytes of compressed-tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Encoding against ml_dtypes: every value, every tie and its float32 neighbours, saturation, subnormals, zeros."""
+"""Encoding equals ml_dtypes for every value, tie and float32 neighbour, at saturation, subnormals and zeros."""
 
 import ml_dtypes
 import numpy as np

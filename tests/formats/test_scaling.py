@@ -1,4 +1,4 @@
-"""Scale rules against brute force over every scale code, and against formulas written independently of them."""
+"""Scale rules are compared with brute force over every scale code, and with formulas written independently of them."""
 
 import math
 from dataclasses import replace

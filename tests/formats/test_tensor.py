@@ -1,4 +1,4 @@
-"""Whole tensors against a plain reference: numpy, ml_dtypes and a loop over blocks, written without `quant.formats`.
+"""Whole tensors equal a plain reference: numpy, ml_dtypes and a loop over blocks, written without `quant.formats`.
 
 The reference states the arithmetic that is promised (float32 divisions, each rounded once) and finds every element
 by comparing its distances to all values of the number, in float64, ties to the even code. Codes and scales must

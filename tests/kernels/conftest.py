@@ -1,4 +1,4 @@
-"""Hopper's NVFP4 matmuls, compiled for sm_90 without a GPU."""
+"""The fixture compiles Hopper's matmuls for sm_90 without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts about GPUs, and launches chosen from them."""
+"""These tests check facts about GPUs and the launches that are chosen from them."""
 
 import json
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Prepacked weights: undone bit for bit, and laid out as the Hopper kernel reads them."""
+"""Prepacked weights are undone bit for bit, and laid out as the Hopper kernel reads them."""
 
 from dataclasses import replace
 

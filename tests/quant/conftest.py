@@ -1,4 +1,4 @@
-"""Reports, one with every section and one of real quantizations with hostile names, and the golden model's plan."""
+"""The fixtures give reports, one with every section and one with hostile names, and the golden model's plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluation against a plain computation in float64, and its promises about memory, slices and the caller's model."""
+"""Evaluation equals a plain computation in float64, and keeps its promises about memory and the caller's model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checking a plan: every problem, for every target, is named at once."""
+"""A check of a plan names every problem, for every target, at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing two plans: changes and totals, counted by hand."""
+"""The comparison of two plans gives changes and totals that are counted by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Editing a plan: settings are read, followed and refused."""
+"""Settings that edit a plan are read, followed or refused."""
 
 from __future__ import annotations
 

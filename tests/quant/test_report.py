@@ -1,4 +1,4 @@
-"""The report as data: errors against float64, the JSON round trip, and the summary in the terminal."""
+"""The report's errors equal float64, its JSON round trip is exact, and the terminal shows its summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finding layers: by what modules are and what they read, never by what they are called."""
+"""Layers are found by what modules are and what they read, never by what they are called."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The plan file: what is written is what is read, and what cannot be meant is refused with the layer's name."""
+"""A plan is read as it was written, and what cannot be meant is refused with the layer's name."""
 
 import dataclasses
 import json

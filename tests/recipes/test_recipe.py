@@ -1,4 +1,4 @@
-"""Recipes: the last rule that matches wins, the house keeps what it keeps, and every reason is in the plan."""
+"""The last rule that matches wins, the house keeps what it keeps, and every reason is in the plan."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Bytes against the tensors that are really stored, cache bytes against a real cache, times by hand."""
+"""These tests compare bytes with the tensors that are stored, cache bytes with a real cache, and times by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that tell classes apart are compared by the classes, and things are tried on whole inputs of theirs."""
+"""Classifiers are compared by their classes, and solvers are tried on whole inputs of theirs."""
 
 from __future__ import annotations
 

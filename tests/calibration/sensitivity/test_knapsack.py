@@ -1,4 +1,4 @@
-"""The knapsack against brute force, against dynamic programming over integers, and against a Lagrangian bound."""
+"""The knapsack is compared with brute force, with dynamic programming over integers, and with a Lagrangian bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores against what they stand for: quantizing one group for real, plain autograd, and float64."""
+"""Scores are compared with quantizing one group for real, with plain autograd, and with float64."""
 
 from __future__ import annotations
 

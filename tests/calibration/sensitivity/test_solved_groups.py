@@ -1,4 +1,4 @@
-"""Groups solved alone against quantizing one group through the public way, where nothing stands before it."""
+"""Groups that are solved alone are compared with quantizing one group through the public functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block reconstruction on the golden Llama: starts where it was told, ends no worse, and ends better."""
+"""Block reconstruction on the golden Llama starts at the given solution and ends better."""
 
 from __future__ import annotations
 

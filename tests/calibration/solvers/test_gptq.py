@@ -1,4 +1,4 @@
-"""GPTQ against brute force over all codes, closed forms in float64, and itself without its parts."""
+"""GPTQ is compared with brute force over all codes, with closed forms in float64, and with itself without its parts."""
 
 from __future__ import annotations
 

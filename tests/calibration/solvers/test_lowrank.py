@@ -1,4 +1,4 @@
-"""The low-rank branch against numpy's SVD of the whitened weight, which is optimal by Eckart and Young."""
+"""The low-rank branch equals numpy's SVD of the whitened weight, which is optimal by Eckart and Young."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the peers write for the golden model, byte for byte, from plan to solved weight."""
+"""The solvers of peers give what these tools wrote for the golden model, byte for byte, from plan to solved weight."""
 
 from collections.abc import Iterator
 from functools import cache

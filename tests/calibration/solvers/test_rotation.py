@@ -1,4 +1,4 @@
-"""Rotations: exact in float64 before anything is rounded, for weights and inputs."""
+"""Rotations of weights and inputs are exact in float64 before anything is rounded."""
 
 from __future__ import annotations
 

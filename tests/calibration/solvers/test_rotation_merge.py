@@ -1,4 +1,4 @@
-"""Merged rotations: whole models compute what they did, with every rotated weight really rotated."""
+"""A model with merged rotations computes what it did before, with every rotated weight really rotated."""
 
 from __future__ import annotations
 

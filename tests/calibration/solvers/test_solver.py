@@ -1,4 +1,4 @@
-"""Solvers that need no data: they are the scale rules of `formats`, over fusion groups with one global scale."""
+"""Solvers that need no data are the scale rules of `formats`, over fusion groups with one global scale."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every solver by its name: from the command line, from Python, and back from the checkpoint, bit for bit."""
+"""Every solver runs from the command line and from Python, and comes back from the checkpoint bit for bit."""
 
 from __future__ import annotations
 

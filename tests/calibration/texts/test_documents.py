@@ -1,4 +1,4 @@
-"""Documents of every kind, and the rows they are packed into, against ids read off by hand."""
+"""Documents of every kind, and the rows they are packed into, are compared with ids read off by hand."""
 
 from __future__ import annotations
 

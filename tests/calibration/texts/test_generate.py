@@ -1,4 +1,4 @@
-"""Text that a model writes itself: against the model's own probabilities, and against running it without a cache."""
+"""Text that a model writes is compared with the model's own probabilities, and with running it without a cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets on disk, written here with json, csv and pyarrow, and what is said when one cannot be had."""
+"""Data sets are read from disk, as json, csv and pyarrow write them; the errors say why one cannot be had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Token rows: the cut of the evaluation protocol, sampling, and what is refused."""
+"""Token rows are cut as the evaluation protocol says, sampled, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of inputs against those of hooks that a test sets itself."""
+"""Statistics of inputs equal those of hooks that the tests set themselves."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The guard: errors against numpy, and what it writes into a plan."""
+"""The guard's errors are compared with numpy, and what it writes into a plan is checked."""
 
 import math
 

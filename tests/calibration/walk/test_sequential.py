@@ -1,4 +1,4 @@
-"""Folding proved on tiny models, transforms exact before rounding, and the walk against a plain one."""
+"""Folding is proved on tiny models, transforms are exact before rounding, and the walk is compared with a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit tells what a built engine runs: every claim here is about an engine that TensorRT built in the test."""
+"""The audit tells what a built engine runs; every claim here is about an engine that TensorRT built in the test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines: what is refused before a build, what a build leaves behind, and what is in the engine afterwards."""
+"""These tests cover what is refused before a build, what a build leaves behind, and what the engine holds."""
 
 from __future__ import annotations
 

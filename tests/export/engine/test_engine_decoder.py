@@ -1,4 +1,4 @@
-"""Decoders to engines: attention under its module's name, and one decoding step over a KV cache in BF16 or FP8."""
+"""Decoders become engines: attention has its module's name, and a decoding step runs over a BF16 or FP8 cache."""
 
 from __future__ import annotations
 

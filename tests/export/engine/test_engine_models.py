@@ -1,4 +1,4 @@
-"""Whole models to engines, without a GPU: every planned layer is found in its format, every attention in FP8."""
+"""Whole models become engines without a GPU: every planned layer is found in its format, every attention in FP8."""
 
 from __future__ import annotations
 

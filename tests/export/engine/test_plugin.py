@@ -1,4 +1,4 @@
-"""The attention plugin without a GPU: what it says of shapes, types, fields and the launch, and a real engine of it.
+"""The attention plugin is tested without a GPU: its shapes, types, fields and launch, and a real engine of it.
 
 Full TensorRT is replaced by a stand-in that records what is registered and evaluates dimensions on numbers. Against
 TensorRT-RTX, which builds engines without a GPU, a graph with the plugin becomes an engine that holds our PTX.

@@ -1,4 +1,4 @@
-"""Transformers models as graphs: run from their files by the reference evaluator, against the model itself."""
+"""Transformers models become graphs; the reference evaluator runs the files, and the model itself is the peer."""
 
 from __future__ import annotations
 

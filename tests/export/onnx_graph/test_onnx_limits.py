@@ -1,4 +1,4 @@
-"""What is refused, with the layer's name and a way out, and that nothing else is."""
+"""A layer that ONNX cannot hold is refused with its name and a way out, and no other layer is."""
 
 from __future__ import annotations
 

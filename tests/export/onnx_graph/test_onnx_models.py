@@ -1,4 +1,4 @@
-"""Whole models: a decoder's every layer by its receipt, and an encoder's embeddings in onnxruntime."""
+"""Whole models are exported: a decoder is checked layer by layer, an encoder by its embeddings in onnxruntime."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every translated linear, run from its ONNX file by the reference evaluator, against the PyTorch op."""
+"""Every translated linear is run from its ONNX file by the reference evaluator and compared with the PyTorch op."""
 
 from __future__ import annotations
 

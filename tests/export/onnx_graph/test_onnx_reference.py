@@ -1,4 +1,4 @@
-"""TensorRT's operators in numpy against the formats' oracle, which rounds by bit patterns and not by `ml_dtypes`."""
+"""TensorRT's operators in numpy equal the formats' oracle, which rounds by bit patterns and not by `ml_dtypes`."""
 
 from __future__ import annotations
 

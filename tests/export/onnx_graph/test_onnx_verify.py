@@ -1,4 +1,4 @@
-"""The receipt: a good file passes, a file in which one byte differs does not, and the layer is named."""
+"""A good file passes its check; a file in which one byte differs does not, and the layer is named."""
 
 from __future__ import annotations
 

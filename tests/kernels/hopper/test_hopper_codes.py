@@ -1,4 +1,4 @@
-"""Codes of a checkpoint for Hopper's kernel: its PTX run here instruction by instruction, its layout by brute force."""
+"""The PTX that decodes codes on Hopper is run instruction by instruction, and its layout checked by brute force."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The Hopper kernel, compiled without a GPU: W goes from registers into wgmma, and nothing spills.
+"""The Hopper kernel for few tokens is compiled without a GPU: W goes from registers into wgmma, nothing spills.
 
 test_layout.py repeats its decoding in PyTorch; test_matmul_gpu.py compares its values with float64 on a GPU.
 """

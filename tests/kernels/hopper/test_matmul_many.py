@@ -1,4 +1,4 @@
-"""Hopper's kernel for many tokens: compiled and read without a GPU, its values tested on one."""
+"""Hopper's kernel for many tokens is compiled and read without a GPU, and its values are tested on one."""
 
 import re
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Hopper's kernel for many tokens on codes in the order of a checkpoint: read without a GPU, its values on one."""
+"""Hopper's kernel for many tokens takes codes as a checkpoint has them: PTX is read, values are tested on a GPU."""
 
 import re
 from collections.abc import Callable

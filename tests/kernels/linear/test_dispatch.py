@@ -1,4 +1,4 @@
-"""What a GPU call does before and around its kernel, run here on CPU tensors through the interpreter."""
+"""These tests run what a GPU call does before and around its kernel, on CPU tensors through the interpreter."""
 
 from collections.abc import Iterator
 

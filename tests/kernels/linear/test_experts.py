@@ -1,4 +1,4 @@
-"""Grouped experts: the same as one expert at a time, on a CPU through the oracle, on a GPU against float64."""
+"""Grouped experts equal one expert at a time on a CPU, and agree with float64 on a GPU."""
 
 from typing import Any
 

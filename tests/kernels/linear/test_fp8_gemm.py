@@ -1,4 +1,4 @@
-"""FP8 by FP8 through the library: what it takes, how inputs are rounded, and on a GPU against float64."""
+"""FP8 × FP8 goes through the library where it takes the operands, and agrees with float64 on a GPU."""
 
 import pytest
 import torch

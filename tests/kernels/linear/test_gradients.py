@@ -1,4 +1,4 @@
-"""Gradients of quantized layers against an explicit straight-through reference in float64.
+"""Gradients of quantized layers equal an explicit straight-through reference in float64.
 
 y = (x' + stop(round(x') − x')) Wᵀ + (x' Aᵀ) Bᵀ + bias,    x' = hadamard(x · pre_scale)
 """

@@ -1,4 +1,4 @@
-"""`QuantLinear` and `QuantExperts`: buffers that nothing rounds, and experts that transformers computes alike."""
+"""Nothing rounds the buffers of `QuantLinear` and `QuantExperts`, and transformers computes experts alike."""
 
 import copy
 from typing import Any

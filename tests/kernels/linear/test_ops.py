@@ -1,4 +1,4 @@
-"""The ops on a CPU: the product is that of the dequantized weight in float64, to within the dtype's rounding."""
+"""The ops on a CPU give the product of the dequantized weight in float64, to within the dtype's rounding."""
 
 import copy
 import gc

@@ -1,4 +1,4 @@
-"""How many functions of Python a forward enters before it launches a kernel: they are most of a small matmul's time."""
+"""A forward enters few functions of Python before it launches a kernel: they are most of a small matmul's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantizers and fused quantizers, interpreted: the codes of the oracle, and the values of the modules they replace."""
+"""Interpreted quantizers give the codes of the oracle, and fused ones the values of the modules they replace."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Quantizers on a GPU against the oracle on the CPU, into memory that holds something else before."""
+"""Quantizers on a GPU equal the oracle on the CPU, in memory that held something else before."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The portable Triton matmul, interpreted: every code at every scale, odd shapes, split K, against float64."""
+"""The portable matmul, interpreted, agrees with float64: every code at every scale, odd shapes, split K."""
 
 from dataclasses import replace
 from itertools import product

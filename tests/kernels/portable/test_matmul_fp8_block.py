@@ -1,4 +1,4 @@
-"""FP8 with 1×128 and 128×128 scales: interpreted against float64, and compiled to FP8 tensor-core instructions."""
+"""FP8 with 1×128 and 128×128 scales agrees with float64, and compiles to FP8 tensor-core instructions."""
 
 import pytest
 import torch

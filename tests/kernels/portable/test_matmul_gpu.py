@@ -1,4 +1,4 @@
-"""The kernels on a GPU, through the ops: against float64, at odd sizes, in graphs, with every argument wrong once."""
+"""The ops on a GPU agree with float64 at odd sizes and in graphs, and refuse every wrong argument."""
 
 import warnings
 

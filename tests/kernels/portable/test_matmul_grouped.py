@@ -1,4 +1,4 @@
-"""Grouped matmul: interpreted and on a GPU, expert by expert against float64; compiled, no spills."""
+"""The grouped matmul agrees with float64 expert by expert, interpreted and on a GPU, and compiles without spills."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Blackwell's block-scaled matmul: interpreted against float64, and compiled to the instructions it is made for."""
+"""Blackwell's block-scaled matmul agrees with float64, interpreted, and compiles to the instructions it is made for."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""The loop against really quantized models, exhaustive search, and the command line."""
+"""The loop is compared with really quantized models and exhaustive search, and run from the command line."""
 
 from __future__ import annotations
 

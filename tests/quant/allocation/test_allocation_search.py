@@ -1,4 +1,4 @@
-"""The local search against every choice there is, on losses whose parts interact."""
+"""The local search is compared with every choice there is, on losses whose parts interact."""
 
 from __future__ import annotations
 

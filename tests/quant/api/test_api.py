@@ -1,4 +1,4 @@
-"""The steps as a training script calls them: plan, calibrate, apply, on any module."""
+"""A training script calls the steps one by one: plan, calibrate, apply, on any module."""
 
 import copy
 import re

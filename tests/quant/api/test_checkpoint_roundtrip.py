@@ -1,4 +1,4 @@
-"""From a model to a directory and back: the goldens' bytes, bit-identical logits, and transformers' own logits."""
+"""A model goes to a directory and back: the goldens' bytes, bit-identical logits, and transformers' own logits."""
 
 import copy
 import json

@@ -1,4 +1,4 @@
-"""A KV cache in the plan: its scales measured, saved as llm-compressor saves them, and loaded back."""
+"""The scales of a planned KV cache are measured, saved as llm-compressor saves them, and loaded back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An embedding that a rule opted in: solved, saved, loaded, and the logits of its dequantized twin."""
+"""An embedding that a rule opted in is solved, saved and loaded, and gives the logits of its dequantized twin."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The commands: what they print and write, and every mistake in one line, exit code 2 and nothing written."""
+"""The commands print and write what they should, and every mistake is one line with exit code 2."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`quant bench`: what it asks for and what it prints; on a GPU, rates that no data sheet contradicts."""
+"""`quant bench` asks for a model and prints rates; on a GPU, no data sheet contradicts them."""
 
 import json
 from pathlib import Path

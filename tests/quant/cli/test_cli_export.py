@@ -1,4 +1,4 @@
-"""`quant export`: what it writes and prints, and its mistakes in one line, exit code 2 and nothing written."""
+"""`quant export` writes and prints what it should, and its mistakes are one line with exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of `quant plan`."""
+"""The commands of `quant plan` show, compare, edit and check plans."""
 
 from __future__ import annotations
 

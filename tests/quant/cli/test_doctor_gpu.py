@@ -1,4 +1,4 @@
-"""`quant doctor` on a machine with two GPUs, played by stand-ins for the driver."""
+"""`quant doctor` describes a machine with two GPUs, played by stand-ins for the driver."""
 
 import sys
 from types import SimpleNamespace

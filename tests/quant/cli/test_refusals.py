@@ -1,4 +1,4 @@
-"""What cannot be done is said before anything slow, in one line with the way out; nothing given is ignored."""
+"""A request that cannot be met is refused before anything slow, in one line with the way out."""
 
 import re
 import warnings

@@ -1,4 +1,4 @@
-"""Exported programs: the same numbers as before, and quantized as the model that they came from."""
+"""Exported programs give the same numbers as before, and quantize as the model that they came from."""
 
 import copy
 from pathlib import Path

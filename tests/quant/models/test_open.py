@@ -1,4 +1,4 @@
-"""Opening models: values against transformers, gguf and torch themselves; every bad input; no code run from files."""
+"""Opened models equal those of transformers, gguf and torch; bad input is named; no code runs from files."""
 
 from __future__ import annotations
 

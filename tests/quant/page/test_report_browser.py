@@ -1,4 +1,4 @@
-"""The report in headless Chromium: sizes, colours and hovering as the browser has them, not as the HTML says.
+"""Headless Chromium shows the report: sizes, colours and hovering are as the browser has them.
 
 The page sits in a frame, because browsers refuse windows as narrow as a phone. A script in it measures, and leaves
 what it found in the page around it.

@@ -1,4 +1,4 @@
-"""The charts of the report as data: what is handed to the script, and the tables, are the records they come from."""
+"""The charts hand their script, and show in their tables, the records that they are made from."""
 
 from __future__ import annotations
 

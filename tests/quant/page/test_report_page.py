@@ -1,4 +1,4 @@
-"""The page as HTML: it is complete, escaped and offline, has the sections that its data allows, and has a command."""
+"""The page is complete, escaped and offline, has the sections that its data allows, and names its command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quant generate`: the greedy tokens of a quantized checkpoint are those of the same model with plain weights."""
+"""`quant generate` gives the greedy tokens of the same model with plain weights."""
 
 import json
 from pathlib import Path
