@@ -244,18 +244,12 @@ def _fp8_attention(
     return out
 
 
-def _fake_fp8_attention(q: torch.Tensor, *rest: object) -> torch.Tensor:
-    dtype = rest[-1]
-    assert isinstance(dtype, torch.dtype)
-    return q.new_empty(q.shape, dtype=dtype)
-
-
 torch.library.define(
     "quant::fp8_attention",
     "(Tensor q, Tensor k, Tensor v, Tensor scales, bool causal, float softmax_scale, ScalarType dtype) -> Tensor",
 )
 torch.library.impl("quant::fp8_attention", "default", _fp8_attention)
-torch.library.register_fake("quant::fp8_attention", _fake_fp8_attention)
+torch.library.register_fake("quant::fp8_attention", lambda q, *rest: q.new_empty(q.shape, dtype=rest[-1]))
 torch.library.define(
     "quant::attention",
     "(Tensor q, Tensor k, Tensor v, Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, bool causal, int? window, "

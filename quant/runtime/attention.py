@@ -187,15 +187,13 @@ def _is_calibrated(module: nn.Module, format: Format) -> bool:
 
 
 def _mask(
-    batch_size: int,
-    q_length: int,
+    *,
     kv_length: int,
-    q_offset: int = 0,
     kv_offset: int = 0,
     mask_function: Any = None,
     attention_mask: torch.Tensor | None = None,
     local_size: int | None = None,
-    **options: Any,
+    **rest: Any,
 ) -> torch.Tensor | None:
     """None for a causal mask, perhaps with a window, which our functions apply; else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -203,12 +201,9 @@ def _mask(
     plain = mask_function is None or mask_function is causal_mask_function or _is_window(mask_function, local_size)
     if plain and kv_offset == 0 and (attention_mask is None or bool(attention_mask[:, :kv_length].all())):
         return None
-    options["allow_is_causal_skip"] = False
-    mask: torch.Tensor | None = sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function or causal_mask_function, attention_mask=attention_mask, local_size=local_size,
-        **options,
-    )  # fmt: skip
+    rest |= {"mask_function": mask_function or causal_mask_function, "allow_is_causal_skip": False}
+    rest |= {"kv_length": kv_length, "kv_offset": kv_offset, "attention_mask": attention_mask, "local_size": local_size}
+    mask: torch.Tensor | None = sdpa_mask(**rest)
     return mask
 
 
@@ -284,14 +279,7 @@ def _rounded(
 
 
 def _dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scales: KVScales | None,
-    fp8: bool,
-    *,
-    softmax_scale: float | None,
-    **options: Any,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScales | None, fp8: bool, **options: Any
 ) -> torch.Tensor:
     """Attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
 
@@ -299,18 +287,18 @@ def _dense(
     A GPU's quantizer takes 16 bit, so the operands of a float32 model are rounded as on a CPU.
     """
     dim, dtype = q.shape[3], q.dtype
-    options["softmax_scale"] = dim**-0.5 if softmax_scale is None else softmax_scale
+    if options["softmax_scale"] is None:
+        options["softmax_scale"] = dim**-0.5
     room = next((known for known in DIMS if known >= dim), None)
     if room is None:
         raise UserError(f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} (--attention 16bit)")
-    kernel = q.is_cuda and (fp8 or dtype is not torch.float32)
-    if kernel and room != dim:
+    on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
+    if on_gpu and room != dim:
         q, k, v = (pad(x, (0, room - dim)) for x in (q, k, v))
     out: torch.Tensor
-    if kernel and dtype is not torch.float32:
+    if on_gpu and fp8 and dtype is not torch.float32:
         given = None if scales is None else _scales_of_heads(q, *scales)
-        attend = quantize_attention(q, k, v, scales=given).attend if fp8 else partial(attention, q, k, v)
-        out = attend(**options, dtype=dtype)
+        out = quantize_attention(q, k, v, scales=given).attend(**options, dtype=dtype)
         return out[..., :dim]
     if fp8 and scales is not None:
         found = _scales_of_heads(q, *scales)
@@ -318,7 +306,7 @@ def _dense(
         options |= zip(("q_scale", "k_scale", "v_scale"), found, strict=True)
     elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
-    if kernel:
+    if on_gpu:
         out = attention(q, k, v, **options, dtype=dtype)
         return out[..., :dim]
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
