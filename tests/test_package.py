@@ -12,8 +12,8 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from samples import ROOT
 
-ROOT = Path(__file__).parents[1]
 ROOMS = ("formats", "kernels", "recipes", "calibration", "export")
 LICENSES = ("LICENSE", "quant/page/vendor/LICENSES.txt")
 

@@ -9,7 +9,7 @@ import tiny_models
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from samples import GOLDENS
+from samples import BASE, GOLDENS
 
 from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors, watching_attention
 from quant.formats.format import FORMATS, Format
@@ -25,7 +25,7 @@ MODULES = ["model.layers.0.self_attn", "model.layers.1.self_attn"]
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / "base", dtype=torch.float64)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     return loaded.eval()
 
 
@@ -70,7 +70,7 @@ def forward(weights: dict[str, torch.Tensor], row: torch.Tensor) -> list[dict[st
 @pytest.fixture(scope="module")
 def expected(rows: torch.Tensor) -> list[dict[str, np.ndarray]]:
     """Per layer: q, k, v of all rows, [rows · tokens, heads, head_dim]."""
-    weights = {name: t.double() for name, t in load_file(GOLDENS / "base" / "model.safetensors").items()}
+    weights = {name: t.double() for name, t in load_file(BASE / "model.safetensors").items()}
     layers = [forward(weights, row) for row in rows]
     return [{key: torch.cat([row[i][key] for row in layers]).numpy() for key in "qkv"} for i in range(2)]
 
@@ -228,7 +228,7 @@ def test_tensors_are_named_and_typed_as_in_the_golden(
 
 def test_scales_of_heads_load_into_compressed_tensors(model: torch.nn.Module, rows: torch.Tensor) -> None:
     quantization = pytest.importorskip("compressed_tensors.quantization")
-    peer = transformers.AutoModelForCausalLM.from_pretrained(GOLDENS / "base", dtype=torch.bfloat16)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.bfloat16)
     config = quantization.QuantizationConfig(
         config_groups={}, kv_cache_scheme={"num_bits": 8, "type": "float", "strategy": "attn_head", "symmetric": True}
     )

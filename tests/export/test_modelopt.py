@@ -16,7 +16,7 @@ import tiny_models
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from samples import GOLDENS
+from samples import BASE, GOLDENS
 
 import quant
 from quant.api.convert import convert
@@ -33,7 +33,6 @@ from quant.recipes.recipe import get_recipe
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 
-BASE = GOLDENS / "base"
 # The golden NVFP4 has an NVFP4 KV cache too, which compressed-tensors cannot say; W4A8 has blocks of 32.
 MODELOPT = ["fp8", "fp8blk", "fp8pcpt", "mixed", "mxfp4", "mxfp8", "w4a16"]
 COMPRESSED = ["FP8", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4", "MXFP8", "NVFP4", "NVFP4A16"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from torch import nn
 
@@ -242,12 +243,8 @@ def test_experts_on_a_gpu(format: str, activation: str) -> None:
 
 def test_a_mixture_of_experts_trains() -> None:
     """Through `experts_forward`: the gradient of the hidden states is that of a model of plain parameters."""
-    transformers = pytest.importorskip("transformers", reason="pip install 'blockscale[hf]'")
-    config = transformers.Qwen3MoeConfig(
-        vocab_size=64, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, num_experts=5, num_experts_per_tok=2, experts_implementation="eager",
-    )  # fmt: skip
-    plain = transformers.Qwen3MoeForCausalLM._from_config(config, dtype=torch.float32).model.layers[0].mlp.experts
+    fields = {"num_hidden_layers": 1, "num_experts": 5, "experts_implementation": "eager"}
+    plain = tiny_models.qwen3_moe(**fields).model.layers[0].mlp.experts
     args = (*(inputs(12, 5).softmax(-1).topk(2)),)
     weights = {name: quantize(inputs(*p.shape, seed=6) * 0.2, FORMATS["nvfp4"]) for name, p in plain.named_parameters()}
     gradients = []

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file
-from samples import GOLDENS
+from samples import BASE, GOLDENS
 from torch import nn
 
 from quant.api.load import load
@@ -33,7 +33,7 @@ IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
 @cache
 def original() -> nn.Module:
-    model = open_model(GOLDENS / "base").model
+    model = open_model(BASE).model
     assert model is not None
     return model
 
@@ -311,7 +311,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no quantized checkpoint \(no plan\.json, no quantization_config\)"):
         load(tmp_path)
     with pytest.raises(UserError, match="no quantized checkpoint"):
-        load(GOLDENS / "base")
+        load(BASE)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json: not a valid config"):
         load(tmp_path)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from samples import GOLDENS
+from samples import BASE, GOLDENS
 
 import quant
 from quant.recipes.recipe import get_recipe
@@ -19,7 +19,7 @@ ROWS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[quant.Quantized, Path]:
-    model = quant.open_model(GOLDENS / "base").model
+    model = quant.open_model(BASE).model
     assert model is not None
     result = quant.quantize(model, replace(get_recipe("fp8"), kv_cache="fp8"), ROWS)
     out = tmp_path_factory.mktemp("kv") / "out"
@@ -59,7 +59,7 @@ def test_loads(saved: tuple[quant.Quantized, Path], own: bool) -> None:
 
 
 def test_a_format_that_cannot_be_stored(tmp_path: Path) -> None:
-    model = quant.open_model(GOLDENS / "base").model
+    model = quant.open_model(BASE).model
     plan = replace(quant.make_plan(model, "nvfp4a16"), kv_cache=quant.FORMATS["nvfp4"])
     with pytest.raises(ValueError, match="cannot store a KV cache in nvfp4"):
         quant.save(model, plan, tmp_path / "out")

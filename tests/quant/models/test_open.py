@@ -20,7 +20,7 @@ import tiny_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from samples import GOLDENS
+from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
@@ -32,8 +32,6 @@ from quant.models.open import open_model
 from quant.models.shapes import gguf_reader
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
-
-BASE = GOLDENS / "base"
 
 
 def equal(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
