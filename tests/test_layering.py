@@ -61,7 +61,8 @@ class Import:
         yield from (f"{self.module}.{name}" for name in self.names)
 
 
-def imports(source: str) -> Iterator[Import]:
+@cache
+def imports(source: str) -> tuple[Import, ...]:
     """Every import of `source`."""
 
     def walk(node: ast.AST, on_load: bool, typing: bool) -> Iterator[Import]:
@@ -77,7 +78,7 @@ def imports(source: str) -> Iterator[Import]:
                 is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
                 yield from walk(child, on_load and not is_function, typing)
 
-    return walk(ast.parse(source), True, False)
+    return tuple(walk(ast.parse(source), True, False))
 
 
 def file_of(module: str) -> str:
