@@ -1,11 +1,11 @@
-"""What this GPU reaches, measured: the rates that a kernel is judged by, below those of the data sheet.
+"""The rates that this GPU reaches are measured here; kernels are judged by them, and they are below the data sheet's.
 
     copy      bytes read and written a second, by the faster of the driver's copy and an elementwise kernel
-    read      bytes read a second, by a sum: what a matmul with few tokens can hope for
+    read      bytes read a second, by a sum: the limit of a matmul with few tokens
     bf16      the library's matmul of 8192 × 8192 × 8192, in TFLOP/s
     fp8       the same by `torch._scaled_mm`, with a scale a tensor (`fp8`) and a scale a row (`fp8_row`)
 
-Everything is replayed from a CUDA graph, on random values: products of zeros draw less power and run faster.
+Calls are replayed from a CUDA graph, on random values: products of zeros draw less power and run faster.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _matmuls(gpu: Hardware) -> list[Ceiling]:
 
 
 def warm_up(seconds: float = 0.3) -> None:
-    """Keeps the GPU busy until its clocks are those of work; an idle one starts slow."""
+    """Keeps the GPU busy until its clocks have risen; an idle GPU starts slow."""
     x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -1,9 +1,10 @@
-"""Counters for kernels whose programs share a tile of the output: zeros, which every launch leaves as zeros.
+"""Kernels whose programs share an output tile count arrivals in buffers of zeros, and every launch leaves them zero.
 
-The program that counts the last arrival finishes the tile, so no two launches under way at once may share a counter.
-Launches of one stream run one after the other (a kernel that starts early touches no counter before the one ahead of
-it has ended), so each stream has one buffer. A CUDA graph may be replayed beside any other work, so each capture has
-a buffer of its own for each of its streams; it lies in the graph's memory, and the graph zeroes it once a replay.
+The program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
+Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
+of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
+capture has buffers of its own, one for each stream in it. They lie in the graph's memory, and each replay zeroes them
+once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from quant.kernels.driver import check_status, cuda_driver
 
-# Absent where PyTorch is built without CUDA. The public names are several calls of Python deep, at every launch.
+# A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 _LEAST = 4096
@@ -40,9 +41,9 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
 
 def _capture_number(stream: int) -> int:
     """The number that the driver gave to the capture that `stream` is in; it gives none twice."""
-    status, number, nothing = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    status, number, null = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
     error = cuda_driver().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), nothing, nothing, nothing
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), null, null, null
     )
     check_status(error, "the capture of a CUDA graph")
     return number.value

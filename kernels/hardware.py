@@ -1,4 +1,4 @@
-"""What a GPU is and can do: the one on this machine, or a target by name.
+"""`Hardware` says what a GPU is and can do: the GPU of this machine, or a target by name.
 
 Rates are the vendor's for dense matrices at boost clock; what a program reaches is less (`quant bench` measures it).
 Capabilities follow from the compute capability alone: FP8 tensor cores from 8.9 on, block-scaled FP4 and FP8 from

@@ -1,13 +1,13 @@
-"""Weights laid out for a kernel when a model is loaded, and put back bit for bit; never in a checkpoint.
+"""Weights are laid out for Hopper's kernels when a model is loaded, and restored bit for bit when it is saved.
 
 On Hopper a warpgroup multiplies 64 rows of W by 16 columns at a time, and its threads hold W in registers in a fixed
 pattern. NVFP4 codes are stored here in exactly the order in which those threads need them: a thread reads 16 bytes,
-its share of a tile of 64 × 64, and nothing has to be exchanged.
+its share of a tile of 64 × 64, and no thread exchanges data with another.
 
     row    = 64·tile + 16·warp + 2·g + b          thread = (warp, g, q): g, q = 0..7, 0..3
     column = 64·step of K + 16·s + 8·a + 2·q + h   word s of a thread, half h, code a + 2·b of that half
 
-A half word holds four codes so that one mask after one shift leaves a code as a bfloat16 that is 2^126 too small:
+A half word holds four codes, so that one shift and one mask turn a code into a bfloat16 that is 2^126 too small:
 sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the shifted three leave over:
 
     bit     15  14  13  12  11  10   9   8   7   6   5   4   3   2   1   0
@@ -16,13 +16,13 @@ sign at bit 15, magnitude at bits 8 to 6. The fourth code has the bits that the 
 A block scale, positive and E4M3, is stored as the eight bits by which s · 2^119 differs from other such bfloat16s:
 a shift and an OR decode two at once. A zero scale is stored as zero, and its codes must then be zero too.
 
-MXFP4 is NVFP4 with other scales, and takes the same form: each power of two stands twice, for its 32 codes, as an
-exponent relative to the largest of the matrix, which becomes the global scale. Its scales may span 2^29.
+MXFP4 takes the same form: each power of two stands twice, for its 32 codes, as an exponent relative to the largest of
+the matrix, which becomes the global scale. Its scales may span 2^29.
 
-MXFP6's numbers are all numbers of E4M3. Its codes become those, a byte each, and the weight is multiplied as MXFP8 is
-(`as_computed`): a third more memory, and a small part of the time that unpacking six bits takes.
+All MXFP6 numbers are E4M3 numbers. MXFP6 codes become E4M3 codes, a byte each, and the weight is multiplied as MXFP8
+is (`as_computed`). This takes a third more memory, and a small part of the time that unpacking six bits takes.
 
-A stack of NVFP4 experts is laid out as one tall matrix, so that each expert's part is what it would be by itself.
+A stack of NVFP4 experts is laid out as one tall matrix, so that each expert's part equals the layout of that expert.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _is_widened(weight: BlockScaledTensor) -> bool:
 
 
 def why_not(weight: BlockScaledTensor) -> str:
-    """Why `prepack` would refuse `weight`, or nothing."""
+    """The reason why `prepack` would refuse `weight`, empty if it would not."""
     if weight.format.name not in ("nvfp4", "mxfp4", *WIDENED):
         return f"{weight.format} has no kernel layout"
     rows, columns = weight.shape[-2:]

@@ -1,11 +1,11 @@
-"""How a matmul is cut up: the choices, the ones worth trying for a shape, and a first guess without a measurement.
+"""A `Choice` says how a matmul is cut into tiles; this file lists those worth trying and guesses one without measuring.
 
-Four ways to multiply by a quantized weight:
+There are four ways to multiply by a quantized weight:
 
     Tiles         the portable kernel (kernels/portable/matmul.py): any format, any shape
     GluonTiles    Hopper's kernel (kernels/hopper/matmul_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
-    PrefillTiles  many tokens (kernels/hopper/matmul_many.py): such a weight, or one of `STORED_FORMATS`
-    DENSE         write W in 16 bit, then the library's matmul: where W is small beside the work
+    PrefillTiles  many tokens (kernels/hopper/matmul_many.py): a prepacked weight, or one of `STORED_FORMATS`
+    DENSE         write W in 16 bit, then the library's matmul: where writing W is cheap beside the products
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PrefillTiles:
     """A launch of Hopper's kernel for many tokens.
 
     Attributes:
-        block_m: tokens of a tile: a power of two from 32 on, or the sum of such a one and a lesser one from 16 on.
+        block_m: tokens of a tile: a power of two of at least 32, or one plus a smaller power of two of at least 16.
         halves: of 128 rows of W that a tile has: 1 or 2.
         programs: one for each SM.
         depth: tiles of 64 columns of K that are fetched at once.
@@ -96,7 +96,7 @@ class PrefillTiles:
 
     @property
     def early(self) -> bool:
-        """Whether words are read before the product ahead of theirs is started: by few tokens, it is soon done."""
+        """Whether the next words are read before a product starts: with few tokens the MMA finishes early."""
         return self.groups == 2 and self.halves == 1 and self.block_m <= 96
 
     @property
@@ -188,9 +188,9 @@ def bucket(tokens: int) -> int:
 def guess(
     format: Format, tokens: int, shape: tuple[int, int], hardware: Hardware, prepacked: bool, *, stored: bool = True
 ) -> Choice:
-    """A launch for a shape that nothing was measured for; the same for every call, and at once.
+    """A launch for a shape without a measurement; the same for every call, and found at once.
 
-    With few tokens the time is that of reading W, which takes a few programs on every SM: K is split until there
+    With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there
     are. With many, a weight that Hopper's kernel takes is decoded while it is multiplied; another is written in 16 bit
     once, at the speed of a copy, and the library multiplies. `stored` says whether codes of a checkpoint may go
     to that kernel.
@@ -229,7 +229,7 @@ def _is_many(format: Format, tokens: int) -> bool:
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
     """For many tokens: the launch of the least time, by what its parts took on an H100.
 
-    `format` is that of codes in the order of a checkpoint, None of a prepacked weight.
+    `format` is the format of codes in the checkpoint's order; it is None for a prepacked weight.
 
     Tiles go out in rounds, one to each SM, and the last round may leave some of them idle. Where tiles are cut, always
     so by the kernel for few tokens, their sums cost time once.
@@ -330,10 +330,10 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
 def prefill_tiles(
     block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int | None = None
 ) -> PrefillTiles:
-    """A launch for many tokens: as many stages as shared memory has room for beside a tile of y in 16 bit.
+    """A launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit.
 
-    `format` is that of codes in the order of a checkpoint; prepacked ones have their scales beside them. By default,
-    tiles of prepacked words have the groups that were found best: two, which share nothing, from 64 tokens on.
+    `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
+    with it. By default, tiles of prepacked words have the number of groups that was fastest: two from 64 tokens on.
     """
     if groups is None:
         groups = 2 if block_m >= 64 and halves == 1 and format is None else 1

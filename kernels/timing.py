@@ -1,4 +1,4 @@
-"""Timing by CUDA graphs: calls are recorded once and replayed, so that the host's time is not in the measurement."""
+"""CUDA graphs time calls here: a graph records them once and replays them, which leaves out the host's time."""
 
 from __future__ import annotations
 

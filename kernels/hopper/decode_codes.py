@@ -1,4 +1,4 @@
-"""Codes in the order of a checkpoint, decoded on Hopper into wgmma's left operand: 8 bits each, or two of 4 in a byte.
+"""Codes in the checkpoint's order, of 8 bits or two of 4 in a byte, are decoded here into wgmma's left operand.
 
 The instruction wants columns 2q, 2q + 1, 2q + 8 and 2q + 9 of two rows in a thread. TMA brings a tile of W as
 `[2, rows / 2, 64]`, even rows and then odd ones, and a thread reads two neighbouring codes at a time:
@@ -133,7 +133,7 @@ def tile_layout(warps):
 
 @gluon.jit
 def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
-    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end have those of the last one.
+    """Where the block scales of 16 · warps rows from `n` on begin; rows beyond the end take the last row's.
 
     Nothing, here and below, where scales go into the sum.
     """
@@ -150,7 +150,7 @@ def scale_rows(scale, stride, n, N, form: gl.constexpr, warps: gl.constexpr):
 
 @gluon.jit
 def load_scales(rows, stride, step, form: gl.constexpr):
-    """What is stored for 64 columns, from `scale_rows`; made a step before it is used. Beyond the end, the last."""
+    """The stored scales of 64 columns, from `scale_rows`, loaded a step early; beyond the end, the last ones."""
     if scaling(form) == "sum":
         return 0
     else:
@@ -206,7 +206,7 @@ def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: g
 
 
 def codes_descriptor(weight: BlockScaledTensor, rows: int) -> TensorDescriptor:
-    """What is fetched at once: 64 columns of so many rows, even ones and then odd ones, by pairs of codes."""
+    """The tile that is fetched at once: 64 columns of so many rows, even rows before odd ones, by pairs of codes."""
     pairs = code_pairs(weight)
     (N, pitch), nbytes = pairs.shape, pairs.itemsize
     layout = gl.NVMMASharedLayout(swizzle_byte_width=32 * nbytes, element_bitwidth=8 * nbytes, rank=3)
@@ -219,7 +219,7 @@ def code_pairs(weight: BlockScaledTensor) -> torch.Tensor:
 
 
 def stored_scales(weight: BlockScaledTensor) -> torch.Tensor:
-    """Block scales as the kernel reads them: those of E8M0 by two, for 64 columns."""
+    """Block scales as the kernel reads them: E8M0 scales in pairs, for 64 columns."""
     return weight.scale.view(torch.int16) if weight.format.scale.bits == 8 else weight.scale
 
 

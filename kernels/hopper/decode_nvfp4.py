@@ -1,4 +1,4 @@
-"""NVFP4 weights in the order of `kernels/layout.py`, decoded on Hopper: in registers, and to BF16 or E4M3 in memory.
+"""NVFP4 weights in the layout of `kernels/layout.py` are decoded here: in registers, and to BF16 or E4M3 in memory.
 
 A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
 instructions and four products of two turn a word into eight BF16 values, exact but for a factor of 2^7, which no
@@ -7,7 +7,7 @@ product of an element and a block scale is rounded by. `decode` leaves each valu
     dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight (FP16 and FP32 too)
     requantize   words, scales ─▶ E4M3 [out, in], row scale  one pass, 1.6 bytes a weight, after one over the scales
 
-A row's E4M3 scale comes from its largest block scale: no element is larger than 6 times that, so nothing is clipped
+A row's E4M3 scale comes from its largest block scale: no element exceeds 6 times that scale, so no value is clipped
 and the values themselves need not be read first.
 """
 
@@ -41,7 +41,7 @@ shr.b32 t,$4,4; lop3.b32 u,t,0x0FF00FF0,0x70007000,0xEA; mov.b32 {$2,$3},u;
 }""")
 _HALVES = gl.constexpr("mov.b32 {$0,$1},$2;")
 DECODED = gl.constexpr(2.0**7)
-"""What decoded values are too small by."""
+"""Correction factor: decoded values must be multiplied by 2⁷."""
 
 
 @gluon.jit

@@ -1,21 +1,21 @@
-"""NVFP4 weight-only matmul for Hopper's tensor cores, in Gluon: y = x · Wᵀ, as fast as W can be read or multiplied.
+"""This Gluon kernel multiplies by prepacked NVFP4 on Hopper, y = x · Wᵀ, as fast as W can be read or multiplied.
 
     one warp fetches                                shared memory, `stages` deep          4 · panels warps multiply
     x     [block_m, 64 · depth] BF16     ──TMA──▶   ┌ x ┬ words ┬ scales ┐  ──wgmma, right operand─────────────▶ acc
     words [panels, depth, 512] int32     ──TMA──▶   ├───┼───────┼────────┤  ──16 bytes a thread──▶ decode ──▶    +=
     scales                               ──TMA──▶   └───┴───────┴────────┘     BF16 in registers, left operand
 
-With 8 tokens a tile, mma.sync takes wgmma's place: a warp then waits for none of the three beside it.
+With 8 tokens a tile, mma.sync replaces wgmma, so that a warp does not wait for the other three of its warpgroup.
 
 Words are read from shared memory by the thread that multiplies them (`kernels/layout.py` put them in that order), so
 that decoding needs no exchange: 3 instructions a weight in all, where reading at 3 TB/s leaves time for 5.5. A tile is
 decoded while the tensor cores work on the one before it.
 
 A unit of work is `depth` tiles of 64 columns of K for 64 · panels rows of W and block_m tokens. The units of the whole
-product, those of an output tile side by side, are dealt out evenly to programs that stay on their SM ("stream-K"), so
+product, ordered by output tile, are dealt out evenly to programs that stay on their SM ("stream-K"), so
 there is no last wave of half-empty SMs, and the fetching warp is at the next tile before the sum of this one is
-stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; whichever arrives last
-adds them up in order. Results are the same in every run.
+stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; the last program to
+arrive adds the sums in order. Results are the same in every run.
 
 With `overlap`, a program starts when the kernel before it still runs ("programmatic dependent launch"): it fetches its
 first words and waits for the other kernel before it reads x or writes. A weight must thus not be written by a kernel
@@ -23,7 +23,8 @@ that lets its successor start early, as this one does and those with `kernels/po
 no weights.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
-tests/kernels/test_matmul_gluon.py repeats the arithmetic in PyTorch and reads the PTX; the values are tested on a GPU.
+tests/kernels/test_layout.py repeats the arithmetic in PyTorch, and tests/kernels/hopper/test_matmul_few.py reads the
+PTX; the values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -250,7 +251,7 @@ def _collect(
                 other = group + j
                 place = 2 * other + (other == lowest).to(gl.int32)
                 there = (inside >= 0) & (other <= highest)
-                # Past L1, which knows nothing of what other programs wrote.
+                # Past L1, which does not see what other programs wrote.
                 total += gl.load(
                     partial + place.to(gl.int64) * (rows * block_m) + inside, mask=there, other=0.0,
                     cache_modifier=".cg",
@@ -397,7 +398,7 @@ def linear(
         weight: prepacked NVFP4, `[out, in]`.
         bias: `[out]`, or None; None where `gated`.
         tiles: how to cut it up.
-        gated: whether rows of the weight are those of gate and up in turns, and the result is theirs.
+        gated: whether rows of gate and up alternate in the weight, and the result is `silu(gate) · up`.
 
     Returns:
         `[tokens, out]`, or `[tokens, out / 2]` where `gated`, BF16.
@@ -451,7 +452,7 @@ Fields = dict[str, object]
 
 
 def descriptors(x: torch.Tensor, weight: BlockScaledTensor, block_m: int, depth: int) -> tuple[Fields, ...]:
-    """What is fetched at once of x, words and scales: `block_m` rows by 64 columns, and `depth` tiles of the weight."""
+    """Descriptors of x, words and scales by field: `block_m` rows by 64 columns, and `depth` tiles of the weight."""
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return (
         tile_fields(x, block_m, 64),

@@ -1,44 +1,43 @@
-"""Weight-only matmul for many tokens on Hopper: at the rate of a 16-bit product, with W never written in 16 bit.
+"""This kernel multiplies many tokens by a quantized weight on Hopper at the rate of a 16-bit matmul; W stays in codes.
 
     one warp fetches, `stages` deep              8 warps multiply: one or two `halves` of 128 rows of W
     x      [block_m, 64 · depth]  BF16  ──TMA──▶ ──wgmma, right operand─────────────────────────▶ acc[half] ──▶ y
     words  [panels, depth, 512]   int32 ──TMA──▶ ──16 bytes a thread──▶ decode ──left operand──▶  +=
     scales                              ──TMA──▶
 
-`kernels/hopper/matmul_few.py` says how words become operands. Tiles are 256 rows of W by 128 tokens, or 128 by 256: a
-step of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for 128
-rows) where x in sixteen is not (16 KB for 128 tokens), so that the tall tile asks the L2 cache for 25 KB a step and the
-wide one for 37, where 16-bit sides ask for 48; the wide one decodes half as much. Decoded values never touch shared
-memory, of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144, 160),
-are there so that tiles go evenly into the SMs: a `wide` accumulator and its `tail`.
+`kernels/hopper/matmul_few.py` describes how words become operands. Tiles are 256 rows of W by 128 tokens, or 128 by
+256: a step of 64 columns takes 1024 clocks of the tensor cores either way. W is cheap to fetch in four bits (4.5 KB for
+128 rows) and x in sixteen is not (16 KB for 128 tokens). So the tall tile asks the L2 cache for 25 KB a step and the
+wide tile for 37, where a 16-bit matmul asks for 48; the wide tile decodes half as much. Decoded values never touch
+shared memory, of whose bandwidth the right operand takes half. Other widths, a power of two or the sum of two (80, 144,
+160), exist so that the tiles of more shapes divide evenly among the SMs: a `wide` accumulator and its `tail`.
 
-A product whose left operand is in registers holds up its warps until the tensor cores have taken nearly all of it. With
-`groups` of one, 8 warps keep a barrier, and decode while a product of each half is under way. Two groups of 4 share
-none but those of the slots, and fall into step by themselves: one decodes while the other multiplies, and while the end
-of its own product is under way, for which sums of 256 tokens leave no registers. That takes products as long as
-decoding is: with 128 tokens it is hardly better than the barrier. With fewer, words are read before the product ahead
-of theirs is started (`early`), and slots are deeper, for what is done once a slot.
+A product whose left operand is in registers stalls its warps until the tensor cores have taken nearly all of it. With
+one group, 8 warps share a barrier and decode while a product of each half runs. With two `groups` of 4 warps, which
+share only the barriers of the slots, one decodes while the other multiplies, and while the end of its own product runs
+(sums of 256 tokens leave no registers for that). This helps where products take as long as decoding: with 128 tokens
+it is hardly better than one group. With fewer tokens, words are read before the previous product starts (`early`),
+and slots are deeper, which spreads the work that is done once a slot.
 
-Programs stay on their SM, one each, and take every so many-th tile, in an order that lets those of one moment share x
-and W in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last
-round are cut along K where that gives every SM something to do (`tiles.deal`): each program does a part of one before
-its whole tiles, leaves the float32 sum in `partial`, and adds up some pieces of that tile at its end. The order of
-every sum is fixed: results are the same in every run.
+Each program stays on its SM and takes every n-th tile, in an order in which tiles computed at one time share x and W
+in L2. A tile goes to y through shared memory, by TMA, while the next one is multiplied. The tiles of the last round
+are cut along K where that gives every SM some work (`tiles.deal`): each program computes a part of one before its
+whole tiles, leaves the float32 sum in `partial`, and at its end adds up some pieces of that tile. The order of every
+sum is fixed, so results are the same in every run.
 
-No program waits for another for long: of two streams, each could hold the SMs that the other needs. One that has
-looked in vain `LOOKS` times leaves its pieces to the last part to arrive. A tile's counter tells both, in one atomic
-step: how many parts have arrived, and, in a bit of its own, who has looked for the last time. So either the owner of a
-piece sees all parts, or the last part sees that the owner is gone.
+No program waits long for another, because each of two streams could hold the SMs that the other needs. After `LOOKS`
+polls a program stops waiting, and the last program to arrive adds up its pieces. A tile's counter holds both facts and
+is updated atomically: how many parts have arrived, and one bit for each program that has stopped waiting. So either
+the owner of a piece sees all parts, or the last part sees that the owner has gone.
 
-Codes in the order of a checkpoint (`tiles.STORED_FORMATS`) take the place of words: kernels/hopper/decode_codes.py
-decodes them. These take more bytes and more instructions than words do, so that wide tiles are best from fewer tokens
-on.
+Codes in the checkpoint's order (`tiles.STORED_FORMATS`) can take the place of words; kernels/hopper/decode_codes.py
+decodes them. They take more bytes and more instructions than words, so wide tiles are best from fewer tokens on.
 
-Experts: x is sorted by expert, and a tile is 128 rows of one of them. How many tiles there are is known only on the
-GPU, where each program counts them; all are dealt out whole.
+With experts, x is sorted by expert, and a tile is 128 rows of one expert. The number of tiles is known only on the GPU,
+where each program counts them; all are dealt out whole.
 
-Gluon has no interpreter: tests/kernels/test_matmul_gluon_prefill.py reads the PTX and repeats the dealing in Python;
-values are tested on a GPU.
+Gluon has no interpreter: tests/kernels/hopper/test_matmul_many.py reads the PTX and runs the index arithmetic in
+PyTorch; values are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 _ACROSS = gl.constexpr(16)
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
-# More than there are: Triton then moves none, and all threads keep those of the launch.
+# More than exist: Triton then moves no registers, and all threads keep what the launch gave them.
 _UNMOVED_REGISTERS = gl.constexpr(256)
 _ARRIVAL_BITS = gl.constexpr(16)
 _ARRIVALS = gl.constexpr((1 << 16) - 1)
@@ -394,7 +393,7 @@ def _piece_sum(
     for first in range(0, parts, 4):
         for other in gl.static_range(4):
             place = partial + (lowest + (first + other) * groups).to(gl.int64) * tile_size
-            # Past L1, which knows nothing of what other programs wrote.
+            # Past L1, which does not see what other programs wrote.
             there = (inside >= 0) & (first + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
     total = total.reshape([columns // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, columns])
@@ -607,7 +606,7 @@ def prefill_kernel(
     `ahead` is how many products are under way while the next operand is decoded; `early`, whether its words are read
     before that product is started.
 
-    With `width`, a power of two from `experts` on, rows of x are those of experts, from `offsets` on.
+    With `width`, a power of two of at least `experts`, rows of x belong to experts and begin at `offsets`.
     """
     panels: gl.constexpr = 2 * halves
     rows: gl.constexpr = 16 * gl.num_warps()
@@ -669,7 +668,7 @@ def prepare(
 ) -> Launch:
     """`linear` for arguments like these, with everything decided that does not depend on their values.
 
-    With `offsets`, int32 `[experts + 1]`, rows are those of experts, and the launch is for these offsets.
+    With `offsets`, int32 `[experts + 1]`, rows belong to experts, and the launch is for these offsets.
     """
     (M, K), N = x.shape, weight.shape[-2]
     if not M:

@@ -1,4 +1,4 @@
-"""Times matmuls by quantized weights as a model calls them: the launch that `dispatch` would choose, none searched."""
+"""This file times matmuls as a model calls them, with the launch that `dispatch` chooses and without a search."""
 
 from __future__ import annotations
 

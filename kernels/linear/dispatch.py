@@ -1,12 +1,13 @@
-"""Which kernel multiplies by a quantized weight on a GPU, and the checks that come before any launch.
+"""This file chooses the kernel that multiplies by a quantized weight on a GPU, and checks its arguments first.
 
-    check ──▶ layout ──▶ architecture ──▶ launch        all but the last is done once for arguments of the same shapes
+    check ──▶ layout ──▶ architecture ──▶ launch        all but the launch happens once for arguments of the same shapes
 
-    x rounded to the activation format, if any, then a kernel by (format, tokens, shape)
-    both sides in a format of the tensor cores: fp8_gemm.py, matmul_fp8_block.py, matmul_scaled.py
+The input is rounded to the activation format, if there is one, and a kernel is chosen by format, tokens and shape.
+Where tensor cores take both operands as they are stored, fp8_gemm.py, matmul_fp8_block.py or matmul_scaled.py
+multiplies instead.
 
-The choice is a look-up: first what `quant tune` measured on this machine, then the table that is shipped for the
-GPU, then the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first one is as fast as the rest
+The choice is a look-up, in this order: what `quant tune` measured on this machine, the table that is shipped for the
+GPU, the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first call is as fast as the others
 once its kernel is compiled.
 """
 

@@ -1,11 +1,11 @@
-"""`QuantEmbedding`: a look-up in a quantized table. Only the rows that are asked for are dequantized.
+"""`QuantEmbedding` looks rows up in a quantized table and dequantizes only the rows that are asked for.
 
     quant::embedding(ids, codes, scale, global_scale?, weight_format, columns, dtype) -> [..., dim]
 
-An embedding of 128256 × 4096 is 1 GiB in BF16, of which a step reads a few rows: quantizing it saves memory, not
-time, and every error goes through the whole model. So recipes keep it in 16 bit, and a rule that names it opts in.
-There is no gradient: ids have none, and codes and scales want none. Other runtimes may not read such a checkpoint;
-ours does. The output head is a linear, and has the kernels of one.
+An embedding of 128256 × 4096 is 1 GiB in BF16, of which a step reads a few rows. Quantizing it saves memory, not time,
+and all errors pass through the whole model. So recipes keep embeddings in 16 bit, and a rule must name one to quantize
+it. The op has no gradient: ids have none, and codes and scales need none. Other runtimes may not read such a
+checkpoint; this toolkit does. The output head is a linear and has the kernels of one.
 """
 
 from __future__ import annotations

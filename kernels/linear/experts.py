@@ -1,14 +1,14 @@
-"""Mixture of experts without waiting: tokens sorted by expert, one op a projection, then put back.
+"""Mixture-of-Experts layers run without waiting for the GPU: tokens are sorted by expert, a projection is one op.
 
     quant::grouped_linear(x, codes, scale, global_scale?, input_scale?, offsets, weight_format, activation) -> y
 
     order    slots (token, choice) sorted by expert            x = hidden[order // k]
     offsets  where each expert's rows begin                    y = grouped(act(grouped(x, up)), down)
-    out[token] = Σ over its k slots of weight · y              summed in one order, whatever the GPU does
+    out[token] = Σ over its k slots of weight · y              always summed in the same order
 
-Where each expert's rows begin stays on the GPU, so nothing waits for the router and a decoding step can be captured
-in a graph. On a GPU the kernels of `matmul_grouped.py` run the op, on a CPU each expert runs through the oracle.
-Gradients are those of `quant::linear`, expert by expert; the backward pass waits for the offsets.
+The offsets stay on the GPU, so the host does not wait for the router, and a decoding step can be captured in a graph.
+On a GPU the kernels of `matmul_grouped.py` run the op; on a CPU each expert runs through the oracle. Gradients are
+computed as in `quant::linear`, expert by expert; the backward pass does wait for the offsets.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def grouped_linear(
 
 
 def sort_by_expert(index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`; nothing is waited for.
+    """Order of the flattened slots of `index` by expert, and int32 offsets `[experts + 1]`; the host does not wait.
 
     Args:
         index: expert of each token and slot, `[tokens, k]`; those from `experts` on come last, beyond all offsets.

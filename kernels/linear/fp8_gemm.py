@@ -1,13 +1,13 @@
-"""FP8 × FP8 matmul by the library: round the input to E4M3 and call `torch._scaled_mm`.
+"""`torch._scaled_mm` multiplies FP8 by FP8 here, after the input is rounded to E4M3.
 
     y = (x8 · sx) (w8 · sw)ᵀ + bias      x8: [tokens, in] E4M3, sx: [] or [tokens, 1]
                                          w8: [out, in]    E4M3, sw: [] or [1, out]
 
 cuBLASLt multiplies per-tensor and per-row scales in the epilogue, at about 1.8 times the rate of BF16. Rounding the
-input is plain PyTorch, written so that a compiler fuses it into whatever makes the input: AOTInductor does.
+input is plain PyTorch, written so that a compiler (AOTInductor) fuses it into the kernel that makes the input.
 
-The kernel wants both scales of one kind and dimensions that are multiples of 16. Per-row scales come out in BF16
-only. What does not fit is left to the general op: `takes` says which.
+cuBLASLt wants both scales of one kind and dimensions that are multiples of 16, and with per-row scales its output is
+BF16. `takes` says what fits; everything else goes to the general op.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The first half of a gated MLP is one op here: a matmul whose output is gate and up, then `silu(gate) · up`.
+"""`gated_linear` computes the first half of a gated MLP: the matmul for gate and up, and `silu(gate) · up`.
 
-The weight has the rows of gate and up in turns, so that a tile of Hopper's matmul holds both and writes their product.
+The rows of gate and up alternate in the weight, so that a tile of Hopper's matmul holds both and writes their product.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rows_in_turns(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 
 def gated_linear(x: torch.Tensor, weight: BlockScaledTensor) -> torch.Tensor:
-    """`silu(gate) · up`, `[tokens, intermediate]`, where `x @ weight.T` has gate and up in turns.
+    """`silu(gate) · up`, `[tokens, intermediate]`, where the columns of gate and up alternate in `x @ weight.T`.
 
     Args:
         x: `[tokens, in]`, FP16 or BF16, contiguous, on a GPU.

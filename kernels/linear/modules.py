@@ -1,18 +1,18 @@
-"""`QuantLinear`: `nn.Linear` with a quantized weight, and `QuantExperts`, its fused Mixture-of-Experts twin.
+"""`QuantLinear` is `nn.Linear` with a quantized weight, and `QuantExperts` the same for a stack of experts.
 
-Some solvers leave work for run time, which a linear does to its input x in this order, before the matmul:
+Some solvers leave work for run time. A linear does it to its input x in this order, before the matmul:
 
-    x' = hadamard(x · pre_scale)                a scale that no neighbour could take up, then a blockwise rotation
-    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a branch of low rank in 16 bit sees x' unrounded (SVDQuant)
+    x' = hadamard(x · pre_scale)                a scale that no neighbour could absorb, then a blockwise rotation
+    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a low-rank branch in 16 bit takes x' unrounded (SVDQuant)
 
-Both hold packed codes and scales as buffers and nothing else of the weight. `model.float()`, `.half()` and
-`.to(dtype)` cast a module's floating-point tensors, and FP8 counts as floating point, so both override `_apply`:
-codes and scales follow the module to a device and never change their dtype.
+Both modules hold packed codes and scales as buffers. `model.float()`, `.half()` and `.to(dtype)` cast the
+floating-point tensors of a module, and FP8 counts as floating point, so both override `_apply`: codes and scales
+follow the module to a device and never change their dtype.
 
-On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/layout.py`): when the module arrives there by
-`.to` or `.cuda`, and else at its first forward, for tools such as accelerate put tensors on a device one by one. That
-layout is for inputs in BF16; a module that sees others returns to the layout of a checkpoint. `state_dict` has the
-checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
+On a Hopper GPU a weight takes the layout of the fastest kernel (`kernels/layout.py`) when the module arrives there by
+`.to` or `.cuda`, and otherwise at its first forward, because tools such as accelerate move tensors one by one. That
+layout is for inputs in BF16; a module that gets inputs of another dtype returns to the checkpoint's layout.
+`state_dict` returns the checkpoint's layout and `load_state_dict` takes it, bit for bit, wherever the module is.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _EXACT = ("codes", "scale", "global_scale", "input_scale")
 
 @dataclass(frozen=True, eq=False)
 class RunTimeParts:
-    """What a quantized linear does at run time beside its matmul; the default is nothing.
+    """The work of a quantized linear at run time in addition to its matmul; by default there is none.
 
     Attributes:
         pre_scale: multiplies the input, `[in]`, in the model's dtype.
         hadamard: block of the rotation that follows, a power of two; 0 for none.
-        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype, a branch beside the quantized weight.
+        lowrank: (down `[rank, in]`, up `[out, rank]`) in the model's dtype: a branch that is added to the matmul.
     """
 
     pre_scale: torch.Tensor | None = None
@@ -244,7 +244,7 @@ class QuantLinear(_QuantModule):
 
     @property
     def parts(self) -> RunTimeParts:
-        """What happens beside the matmul, sharing the module's buffers."""
+        """The run-time work in addition to the matmul, sharing the module's buffers."""
         lowrank = None
         if self.lowrank_down is not None and self.lowrank_up is not None:
             lowrank = (self.lowrank_down, self.lowrank_up)
@@ -252,7 +252,7 @@ class QuantLinear(_QuantModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, in the dtype of `x`."""
-        # Every attribute that a module finds by `__getattr__` is one more call of Python before the launch.
+        # Reading a buffer as an attribute is one more Python call before the launch.
         buffers = self._buffers
         codes = buffers["codes"]
         assert codes is not None

@@ -1,14 +1,14 @@
-"""The custom op of a quantized linear: one for all formats, which are arguments by name.
+"""`quant::linear` is the custom op of a quantized linear, for all formats: their names are arguments.
 
     quant::linear(x, codes, scale, global_scale?, bias?, input_scale?, weight_format, activation) -> y
 
 The op is the seam between worlds: eager PyTorch, torch.compile, torch.export, ONNX and TensorRT all see the same
 node, and each has its own translation of it. `quant::grouped_linear` (experts.py) and `quant::embedding`
-(embedding.py) are its siblings. On a GPU its body is `kernels/linear/dispatch.py`, which picks a kernel; anywhere else
-it is `kernels/linear/oracle.py`.
+(embedding.py) are its siblings. On a GPU `kernels/linear/dispatch.py` runs it, on other devices
+`kernels/linear/oracle.py`.
 
-Gradients go straight through the rounding of the input, dX = dY · W with W dequantized, and to the bias; codes and
-scales have none. The input is not kept for the backward pass.
+The gradient of the input is dX = dY · W with W dequantized; it passes straight through the rounding of the input. The
+bias has a gradient, codes and scales have none. The backward pass needs no copy of the input.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The linear that defines the right result: the input rounded, the weight dequantized exactly, a plain matmul.
+"""The oracle defines the right result of a quantized linear: input rounded, weight dequantized exactly, plain matmul.
 
-It runs anywhere. On a CPU, dequantizing costs more than a one-token matmul, so it keeps dequantized weights while they
-fit in 2 GiB (`set_weight_cache`, or in bytes the environment variable `BLOCKSCALE_CPU_CACHE`); a weight beyond that is
-dequantized in slices of rows at every call. First come, first kept: a decoder uses its layers in turn, and turning the
-cache over would then miss every time.
+It runs on any device. On a CPU, dequantizing takes longer than a one-token matmul, so the oracle keeps dequantized
+weights up to 2 GiB in all (`set_weight_cache`, or the environment variable `BLOCKSCALE_CPU_CACHE` in bytes). A weight
+that does not fit is dequantized in slices of rows at each call. The first weights stay: a decoder uses its layers in
+turn, and a cache that dropped the oldest would then miss every time.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTe
 def set_weight_cache(nbytes: int) -> None:
     """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
 
-    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: memory
-    is then that of the codes, and each call dequantizes again.
+    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: only
+    the codes then take memory, and each call dequantizes again.
 
     Raises:
         ValueError: `nbytes` is negative.

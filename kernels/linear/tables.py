@@ -1,8 +1,8 @@
-"""Tables of the best launch by shape: shipped with the package, measured by `quant tune`, looked up by `dispatch`.
+"""Tables hold the best measured launch for each shape: those shipped with the package, and those of `quant tune`.
 
-A table is a JSON file of one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
-of the file that a search writes holds the versions of Triton and of this package, so that an update of either starts
-afresh. Tokens are powers of two up to 64, then multiples of 64, each for the numbers up to it.
+A table is a JSON file for one GPU: key "format|layout|tokens|out|in", value a `tiles.Choice` with its time. The name
+of the file that `quant tune` writes holds the versions of Triton and of this package, so an update of either starts
+a new file. Tokens are powers of two up to 64, then multiples of 64; each entry serves the token counts up to its own.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from quant.formats.format import Format
 from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
 
-# Up to so many tokens the time is that of reading the weight, and a launch for more serves fewer. Beyond, and up to
-# `tiles.FEW`, each power of two has its own tile.
+# With at most this many tokens, reading the weight takes all the time, and a launch for more tokens serves fewer. From
+# there to `tiles.FEW`, each power of two has its own tile.
 _SAME = 16
 edition = 0
 """Counts the changes of this machine's tables in this process: a choice from an earlier one is out of date."""

@@ -1,8 +1,8 @@
-"""`quant tune`: the fastest launch of a matmul is searched by measuring, and kept in this machine's table.
+"""`quant tune` searches for the fastest launch of a matmul by measuring, and stores it in this machine's table.
 
-A search times every candidate as a serving loop would run it: replayed from a CUDA graph, over copies of the weight
-that together do not fit in the L2 cache. A candidate is first compared with the dequantized weight in float64; one
-that is wrong is dropped and named, never timed.
+A candidate is timed as a serving loop would run it: replayed from a CUDA graph, over copies of the weight that
+together do not fit in the L2 cache. Before that it is compared with the dequantized weight in float64; a candidate
+with wrong results is dropped and named, never timed.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def copies(weight: BlockScaledTensor, l2: int) -> Iterator[BlockScaledTensor]:
 
 
 def extra_copies(l2: int, nbytes: int) -> int:
-    """How many copies of `nbytes` beside the first do not fit in the L2 cache together."""
+    """How many more copies of `nbytes` are needed so that together they do not fit in the L2 cache."""
     return min(max(3 * l2 // nbytes, 1), 32)
 
 

@@ -1,6 +1,6 @@
-"""Quantizing activations on a GPU in one pass: BF16 or FP16 rows to codes and scales.
+"""These kernels quantize activations on a GPU in one pass: rows in BF16 or FP16 become codes and scales.
 
-A program owns a row, and finds it in one of four ways, so that what produced the row costs no trip through memory:
+A program owns a row and computes it in one of four ways, which saves the row a trip through memory:
 
     plain      x
     rms        x / rms(x) · weight
@@ -11,10 +11,10 @@ then, with the row in registers:
 
     [columns] ─▶ blocks ─▶ amax ─▶ scale (the `max` rule) ─▶ x / scale ─▶ codes
 
-The values are those of the modules that are replaced, each intermediate rounded to the dtype of x where they round
-it, and the codes those of `formats/`: to nearest even, against the decoded scale. The optional Hadamard rotation is
-made of butterflies in registers (`kernels/portable/hadamard.py`), bit for bit that of `kernels/hadamard.py`; what
-follows it, from BF16 to four bits, is in `kernels/portable/e2m1.py`.
+The values equal those of the modules that are replaced, with each intermediate rounded to the dtype of x where they
+round it; the codes equal those of `formats/`, rounded to nearest even against the decoded scale. The optional Hadamard
+rotation consists of butterflies in registers (`kernels/portable/hadamard.py`) and equals `kernels/hadamard.py` bit for
+bit; the step after it, from BF16 to four bits, is in `kernels/portable/e2m1.py`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def quotient_to_code(x, step, inverse):
     """x / step for an x of at most 11 bits and a step from 1e-30 to 1e30, such that no code is another.
 
     1 / step is taken in two parts, the second being what its rounding left, and their products with x are rounded
-    once, in an FMA: an error of 2^-48 beside that of a division. No quotient comes so close to a place where the
+    once, in an FMA: an error of 2^-48 more than a division has. No quotient comes so close to a place where the
     codes change without being there; tests/kernels/test_cast.py tries those next to one.
     """
     left = tl.fma(inverse, -step, 1.0)
@@ -639,7 +639,7 @@ class _Launch:
 def _launch(
     tokens: int, columns: int, format: Format, source: str, hadamard: int, contiguous: bool, swizzled: bool
 ) -> _Launch:
-    """Blocks know nothing of rows, so that where no norm does either, no lane is spent on what a row lacks."""
+    """Without a norm, blocks are cut from all elements in memory, so that short rows leave no lane idle."""
     by_threads = hadamard or swizzled or format.name == "nvfp4"
     per = 0 if not by_threads else 32 if hadamard or format.block[1] == 32 else 16
     width = min(tokens * columns & -(tokens * columns), 4096)

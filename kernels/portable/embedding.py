@@ -1,4 +1,4 @@
-"""A look-up in a quantized table in one launch: a program dequantizes a piece of one row."""
+"""This kernel looks rows up in a quantized table in one launch: a program dequantizes a piece of one row."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Normalisation and activation functions that end in quantized rows: what a quantized linear reads next.
+"""These normalisation and activation functions end in quantized rows, which the next quantized linear reads.
 
-A decoder layer runs, between its matmuls, RMSNorm (with the residual added first) and SwiGLU. Written in 16 bit and
-read again to be quantized, a row passes through memory three times; here it is read once and leaves as codes. The
-kernel and the formats are those of `kernels/portable/casts.py`. Formats with a scale for the whole tensor take a static
-one.
+Between its matmuls, a decoder layer runs RMSNorm (with the residual added first) and SwiGLU. If a row is written in
+16 bit and read again to be quantized, it passes through memory three times. Here it is read once and leaves as codes.
+The kernel and the formats come from `kernels/portable/casts.py`. Formats with one scale for the whole tensor take a
+static scale.
 """
 
 from __future__ import annotations

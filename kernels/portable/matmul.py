@@ -1,4 +1,4 @@
-"""Weight-only matmul in Triton: y = x · Wᵀ + bias, W in codes and block scales as a checkpoint stores them.
+"""The portable matmul computes y = x · Wᵀ + bias in Triton, with W in codes and scales as a checkpoint stores them.
 
 One kernel serves every format of `FORMATS`. A program owns a tile of y and walks along K; a tile of W is read as
 codes, decoded in registers, rounded to the dtype of x as the oracle rounds it, and multiplied:
@@ -11,7 +11,7 @@ codes, decoded in registers, rounded to the dtype of x as the oracle rounds it, 
 
 Where a scale goes: one that is constant along K (tensor, channel) multiplies the finished sum; one that is constant
 over a tile (128 columns) multiplies the tile's product; a finer one multiplies the decoded weights. A byte of 4-bit
-codes holds an even and an odd column, so x is split the same way and each half has its own dot: nothing is shuffled.
+codes holds an even and an odd column, so x is split the same way, each half has its own dot, and no code moves.
 
 With few rows (decoding) there are fewer tiles than the GPU has room for, so K is split: each part leaves its float32
 sum in `partial`, and the program that arrives last adds the parts, always in the same order, and finishes the tile.
@@ -166,7 +166,7 @@ def linear_kernel(
         if tl.atomic_add(arrival, 1, sem="acq_rel") == splits - 1:
             total = tl.zeros((block_m, block_n), dtype=tl.float32)
             for other in range(splits):
-                # Past L1, which knows nothing of what other programs wrote.
+                # Past L1, which does not see what other programs wrote.
                 total += tl.load(partial + other * size + place, mask=inside, other=0.0, cache_modifier=".cg")
             finish(total, scale, global_scale, bias, y, place, inside, n, N, scale_stride, kind, rows, columns,
                    has_global, has_bias)  # fmt: skip

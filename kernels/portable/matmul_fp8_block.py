@@ -1,4 +1,4 @@
-"""FP8 × FP8 with block scales: y = x · Wᵀ + bias, x in groups of 1×128 and W in squares of 128×128, both E4M3.
+"""This matmul is FP8 by FP8 with block scales: y = x · Wᵀ + bias, x in groups of 1×128, W in squares of 128×128.
 
     acc = Σ over steps of 128 columns:  (x8 [block_m, 128] · w8 [block_n, 128]ᵀ) · sx [block_m] · sw [block_n / 128]
 

@@ -1,11 +1,11 @@
-"""Grouped matmul: rows of x sorted by expert, each group times the weight of its own expert, in one launch.
+"""The grouped matmul multiplies rows of x, sorted by expert, by the weights of their experts in one launch.
 
     x        [T, K]           expert 0 0 0 1 1 3 3 3 3        offsets  0 3 5 5 9   (expert 2 has no row)
     weights  [experts, N, K]                                   y[i] = x[i] · W[expert of i]ᵀ
 
 How many tiles each expert has is known only on the GPU, where the router left its choice, and waiting for it would
 cost more than a small matmul. So as many programs start as there can be tiles, `T // block_m + experts` at most, and
-each finds its tile by counting those of the experts before it; one that finds none is done.
+each finds its tile by counting the tiles of the experts before it; a program that finds none returns.
 
 One kernel serves every weight format with 16-bit rows, decoded as `kernels/portable/matmul.py` decodes them. Another
 multiplies FP8 by FP8 with scales a tensor, a row or 128 columns; its sums of 128 products are scaled and added in
@@ -101,7 +101,7 @@ def grouped_fp8_kernel(
             a = tl.load(x_row + (step * 128 + k)[None, :], mask=there[:, None] & inside, other=0.0)
             b = tl.load(code_row + (step * 128 + k)[None, :], mask=inside, other=0.0)
             product = tl.dot(a, tl.trans(b))
-            # A tile has one row of squares; their scale joins that of the rows, where these have one a step.
+            # A tile has one row of squares; where rows of x have a scale for each step, the two are multiplied first.
             square = tl.load(squares + step) if columns > 0 else 1.0
             if x_columns > 0:
                 acc += product * (tl.load(x_line + step) * square)[:, None]

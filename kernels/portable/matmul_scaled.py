@@ -1,4 +1,4 @@
-"""Block-scaled matmul for Blackwell: y = x · Wᵀ + bias with both sides in NVFP4, MXFP4 or MXFP8, as they are stored.
+"""Blackwell's block-scaled matmul is y = x · Wᵀ + bias with both sides in NVFP4, MXFP4 or MXFP8 as they are stored.
 
 The tensor cores of compute capability 10.0 and 12.0 take codes and block scales together; nothing is dequantized.
 
