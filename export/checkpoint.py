@@ -103,17 +103,10 @@ def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]
     Raises:
         ValueError: the cut would go through a block.
     """
-    rows, columns = weight.shape
-    if parts == 1:
-        return [weight]
-    block_rows = weight.format.block[0]
-    if rows % parts or (block_rows and rows // parts % block_rows):
+    rows, block_rows = weight.shape[0], weight.format.block[0]
+    if parts > 1 and (rows % parts or (block_rows and rows // parts % block_rows)):
         raise ValueError(f"cannot split {rows} rows of {weight.format} into {parts}: a block would be cut")
-    scales = [weight.scale] * parts if block_rows == 0 else weight.scale.chunk(parts)
-    return [
-        BlockScaledTensor(codes, scale, weight.format, (rows // parts, columns), weight.global_scale)
-        for codes, scale in zip(weight.codes.chunk(parts), scales, strict=True)
-    ]
+    return [weight.rows(start, start + rows // parts) for start in range(0, rows, rows // parts)]
 
 
 def write_tensors(

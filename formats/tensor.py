@@ -82,6 +82,22 @@ class BlockScaledTensor:
         global_scale = None if self.global_scale is None else self.global_scale[index]
         return BlockScaledTensor(self.codes[index], self.scale[index], self.format, self.shape[1:], global_scale)
 
+    def rows(self, start: int, stop: int) -> BlockScaledTensor:
+        """Rows of a matrix `[out, in]`, sharing its memory; `start` is the first row of a block."""
+        height = self.format.block_shape(self.shape)[0]
+        scale = self.scale[start // height : -(-stop // height)]
+        return replace(self, codes=self.codes[start:stop], scale=scale, shape=(stop - start, self.shape[1]))
+
+    def row_chunks(self, elements: int) -> Iterator[tuple[slice, BlockScaledTensor]]:
+        """Runs of rows of a matrix and where they are, of whole blocks and about `elements` weights each."""
+        rows, columns = self.shape
+        height = self.format.block_shape(self.shape)[0]
+        step = height if height < rows else 1
+        step *= max(elements // columns // step, 1)
+        for start in range(0, rows, step):
+            place = slice(start, min(start + step, rows))
+            yield place, self.rows(place.start, place.stop)
+
     def to(self, device: torch.device | str) -> BlockScaledTensor:
         """The same data on `device`."""
         scale = None if self.global_scale is None else self.global_scale.to(device)

@@ -10,10 +10,8 @@ so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from quant.formats.tensor import BlockScaledTensor
@@ -89,33 +87,12 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
 
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
     """‖w‖² and ‖w − w_q‖², summed in float64."""
-    signal = noise = 0.0
-    for original, part in _row_chunks(weight, quantized):
-        w = original.double()
-        signal += float(w.square().sum())
-        noise += float(w.sub_(part.dequantize().to(w.device)).square_().sum())
-    return signal, noise
-
-
-def _row_chunks(weight: torch.Tensor, quantized: BlockScaledTensor) -> Iterator[tuple[torch.Tensor, BlockScaledTensor]]:
-    """Rows of `weight` beside the same rows of `quantized`, about `_CHUNK_ELEMENTS` at a time, in whole blocks."""
-    rows, columns = quantized.shape[-2:]
-    block = quantized.format.block_shape(quantized.shape)[0]
-    whole = quantized.format.per_tensor  # one row of scales serves all rows
     elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
-    step = max(elements // columns // (1 if whole else block), 1) * (1 if whole else block)
-    for index in np.ndindex(*quantized.shape[:-2]):
-        second = None if quantized.global_scale is None else quantized.global_scale[index]
-        for start in range(0, rows, step):
-            stop = min(start + step, rows)
-            scale = quantized.scale[index]
-            yield (
-                weight[index][start:stop],
-                replace(
-                    quantized,
-                    codes=quantized.codes[index][start:stop],
-                    scale=scale if whole else scale[start // block : -(-stop // block)],
-                    shape=(stop - start, columns),
-                    global_scale=second,
-                ),
-            )
+    signal = noise = 0.0
+    for index in range(len(weight)) if weight.dim() > 2 else [...]:
+        matrix = quantized if index is ... else quantized.matrix(index)
+        for rows, part in matrix.row_chunks(elements):
+            w = weight[index][rows].double()
+            signal += float(w.square().sum())
+            noise += float(w.sub_(part.dequantize().to(w.device)).square_().sum())
+    return signal, noise

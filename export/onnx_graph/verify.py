@@ -17,7 +17,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +187,8 @@ def _compare(
     x = torch.randn(TOKENS, module.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
     whole, (layer, given), constants = module.quantized_weight, graph.linear(name), graph.weight(name)
     errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
-    for start, stop in _row_slices(whole):
-        part = _rows(whole, start, stop)
+    for rows, part in whole.row_chunks(_WEIGHTS):
+        start, stop = rows.start, rows.stop
         bias = None if module.bias is None else module.bias[start:stop]
         weight = part.dequantize()
         with torch.no_grad():
@@ -200,7 +199,7 @@ def _compare(
         held = evaluator(_model_rows(constants, whole, start, stop)).run(None, {})[0]
         errors["weight"].add(_as_float(held), weight)
         if stored is not None:
-            errors["checkpoint"].add(_rows(stored, start, stop).dequantize(), weight)
+            errors["checkpoint"].add(stored.rows(start, stop).dequantize(), weight)
     of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
     checkpoint = None if stored is None else errors["checkpoint"].relative
     passed = (
@@ -234,22 +233,6 @@ class _Error:
     def relative(self) -> float:
         """As `relative_error` of the whole."""
         return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
-
-
-def _row_slices(weight: BlockScaledTensor) -> list[tuple[int, int]]:
-    """Ranges of rows of about `_WEIGHTS` weights, whole blocks each."""
-    out, features = weight.shape
-    height = weight.format.block_shape(weight.shape)[0]
-    step = height if height < out else 1
-    step *= max(_WEIGHTS // features // step, 1)
-    return [(start, min(start + step, out)) for start in range(0, out, step)]
-
-
-def _rows(weight: BlockScaledTensor, start: int, stop: int) -> BlockScaledTensor:
-    """Rows of a weight, sharing its memory; `start` is the first of a block."""
-    height = weight.format.block_shape(weight.shape)[0]
-    scale = weight.scale[start // height : -(-stop // height)]
-    return replace(weight, codes=weight.codes[start:stop], scale=scale, shape=(stop - start, weight.shape[1]))
 
 
 def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int) -> Any:

@@ -345,3 +345,17 @@ def test_to_moves_every_tensor() -> None:
     quantized = quantize(torch.randn(4, 32), FORMATS["nvfp4"]).to("meta")
     assert quantized.global_scale is not None
     assert {t.device.type for t in (quantized.codes, quantized.scale, quantized.global_scale)} == {"meta"}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("elements", [1, 64 * 50, 10**6])
+def test_runs_of_rows_are_the_whole(name: str, elements: int) -> None:
+    weight = torch.randn(300, 256, generator=torch.Generator().manual_seed(0))
+    whole = quantize(weight, FORMATS[name])
+    values = whole.dequantize()
+    seen = 0
+    for rows, part in whole.row_chunks(elements):
+        assert rows.start == seen and part.shape == (rows.stop - rows.start, 256)
+        assert torch.equal(part.dequantize(), values[rows])
+        seen = rows.stop
+    assert seen == 300
