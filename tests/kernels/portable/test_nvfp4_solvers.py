@@ -1,16 +1,29 @@
-"""GPTQ's window for NVFP4 on a GPU agrees with the one in PyTorch; on a CPU its kernel is interpreted."""
+"""NVFP4 rounding on a GPU agrees with PyTorch: GPTQ's window, `formats` and autograd; a CPU interprets the kernels."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from interpreter import interpreted
+
+from quant.calibration.solvers.autoround import _Rounded, _spread
 from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.gptq import _solve_window, block_factors
 from quant.formats.format import FORMATS
 from quant.formats.number import E4M3
-
-pytest.importorskip("triton")
+from quant.formats.rounding import round_to
+from quant.formats.tensor import fake_quantize
+from quant.kernels.portable.nvfp4_solvers import (
+    fake_quantize_nvfp4,
+    learned_gradient,
+    learned_values,
+    search_nvfp4_blocks,
+    solve_nvfp4_window,
+)
 
 NVFP4 = FORMATS["nvfp4"]
 SECOND = 0.002
@@ -32,9 +45,8 @@ def _losses(off: torch.Tensor, uppers: torch.Tensor) -> torch.Tensor:
     return errors.square().sum(1)
 
 
-def _check(columns: int, device: str) -> None:
-    from quant.kernels.portable.nvfp4_solvers import search_nvfp4_blocks, solve_nvfp4_window
-
+def _check_window(device: str) -> None:
+    columns = 5000 if device == "cuda" else 70
     wanted, coupling, uppers = _problem(3, columns)
     second = torch.tensor(SECOND)
     gpu = [t.to(device) for t in (second, wanted, coupling, uppers)]
@@ -76,13 +88,66 @@ def _check(columns: int, device: str) -> None:
     assert alone_scales.shape == (3, columns)
 
 
-def test_a_window_is_solved_as_in_pytorch() -> None:
-    from interpreter import interpreted
+def _check_inputs(device: str) -> None:
+    x = torch.randn(70, 96) * torch.logspace(-7, 3, 70)[:, None]
+    x[3, 16:32] = 0
+    for dtype in (torch.float32, torch.bfloat16):
+        # The second scale is too small for the largest blocks: scales saturate.
+        for second in (None, torch.tensor(0.002)):
+            given = x.to(dtype)
+            found = fake_quantize_nvfp4(given.to(device), None if second is None else second.to(device))
+            assert torch.equal(found.cpu(), fake_quantize(given, NVFP4, global_scale=second))
 
+
+def _check_weights(device: str) -> None:
+    latent = torch.randn(40, 64) * 3
+    first, step = torch.rand(40, 4) + 0.5, torch.rand(40, 4) + 0.5
+    gradient = torch.randn(40, 64)
+    # By autograd, as the definition says: rounding is passed through, saturation is not.
+    free_latent, free_step = latent.clone().requires_grad_(), step.clone().requires_grad_()
+    spread = _spread(free_step, latent.shape, NVFP4)
+    wanted = (free_latent * _spread(first, latent.shape, NVFP4) / spread).clamp(-6, 6)
+    values = (wanted + (round_to(wanted.detach(), NVFP4.element) - wanted).detach()) * spread
+    values.backward(gradient)
+    on = [t.to(device) for t in (latent, first, step)]
+    torch.testing.assert_close(learned_values(*on).cpu(), values.detach())
+    of_latent, of_step = learned_gradient(*on, gradient.to(device))
+    torch.testing.assert_close(of_latent.cpu(), free_latent.grad)
+    torch.testing.assert_close(of_step.cpu(), free_step.grad, rtol=1e-4, atol=1e-5)
+    # The same without the kernel.
+    ours, our_step = latent.clone().requires_grad_(), step.clone().requires_grad_()
+    _Rounded.apply(ours, our_step, first, NVFP4).backward(gradient)
+    torch.testing.assert_close(ours.grad, free_latent.grad)
+    torch.testing.assert_close(our_step.grad, free_step.grad, rtol=1e-4, atol=1e-5)
+
+
+CHECKS = pytest.mark.parametrize("check", [_check_window, _check_inputs, _check_weights])
+
+
+@CHECKS
+def test_interpreted(check: Callable[[str], None]) -> None:
     with interpreted():
-        _check(70, "cpu")
+        check("cpu")
 
 
 @pytest.mark.gpu
-def test_the_compiled_kernel_too() -> None:
-    _check(5000, "cuda")
+@CHECKS
+def test_compiled(check: Callable[[str], None]) -> None:
+    check("cuda")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "fp8", "fp8_channel", "fp8_block"])
+def test_gradients_of_every_block_shape(name: str) -> None:
+    format = FORMATS[name]
+    latent = torch.randn(40, 70)
+    step = torch.rand(format.scale_shape((40, 70))) + 0.5
+    ours, our_step = latent.clone().requires_grad_(), step.clone().requires_grad_()
+    gradient = torch.randn(40, 70)
+    _Rounded.apply(ours, our_step, step, format).backward(gradient)
+    spread = _spread(step, latent.shape, format)
+    nearest = round_to(latent, format.element)
+    free = latent.abs() <= format.element.max
+    torch.testing.assert_close(ours.grad, gradient * spread * free)
+    wanted = step.clone().requires_grad_()
+    (_spread(wanted, latent.shape, format) * (gradient * (nearest - latent * free))).sum().backward()
+    torch.testing.assert_close(our_step.grad, wanted.grad, rtol=1e-4, atol=1e-4)
