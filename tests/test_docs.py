@@ -1,0 +1,63 @@
+"""The documents for people name files, functions and rooms that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from samples import ROOT
+from test_layering import PARTS
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+# A path with a folder, and perhaps a function or method of it: `kernels/layout.py:prepack`.
+PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+
+
+def definitions(file: Path) -> set[str]:
+    """Functions, classes and `Class.method` of a file, methods of base classes in the same file included."""
+    tree = ast.parse(file.read_text())
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+    def methods(name: str) -> set[str]:
+        own = {node.name for node in classes[name].body if isinstance(node, functions)}
+        bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name) and base.id in classes]
+        return own.union(*(methods(base) for base in bases))
+
+    found = {node.name for node in tree.body if isinstance(node, functions)} | classes.keys()
+    return found | {f"{name}.{method}" for name in classes for method in methods(name)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_place_that_a_document_names_is_there(document: Path) -> None:
+    text = document.read_text()
+    missing = [link for link in LINK.findall(text) if not (document.parent / link).exists()]
+    for path, name in PLACE.findall(text):
+        file = ROOT / path
+        # Results of commands, and names with a word to fill in.
+        if path.startswith("out/") or re.search(r"\b[A-Z]{3,}\b", Path(path).stem):
+            continue
+        if not file.is_file() or (name and name not in definitions(file)):
+            missing.append(f"{path}:{name}" if name else path)
+    assert missing == []
+
+
+def test_the_way_of_a_weight_has_at_most_twelve_stops() -> None:
+    text = (ROOT / "docs" / "way-of-a-weight.md").read_text()
+    stops = re.findall(r"^(\d+)\. `([\w/]+\.py):", text, re.MULTILINE)
+    assert [int(number) for number, _ in stops] == list(range(1, len(stops) + 1)) and 8 <= len(stops) <= 12
+
+
+def test_the_map_of_rooms_is_the_one_that_is_enforced() -> None:
+    rows = [
+        [cell.strip().strip("`") for cell in line.split("|")[1:4]]
+        for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+        if line.startswith("| ") and line.count("|") == 5
+    ]
+    found: dict[str, list[str]] = {}
+    for room, _, part in rows[1:]:
+        found.setdefault(room or list(found)[-1], []).append(part.replace("·", "."))
+    assert {room: tuple(parts) for room, parts in found.items()} == PARTS
