@@ -5,7 +5,6 @@ A row is a dict from column title to value. Numbers are rounded for the table an
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+
+from quant.recipes.json_text import json_text
 
 Row = Mapping[str, object]
 
@@ -75,7 +76,7 @@ def write_json(
 ) -> None:
     """Writes the same facts as JSON, numbers unrounded."""
     report = {"title": title, "header": dict(header), "rows": [dict(row) for row in rows], "notes": list(notes)}
-    path.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json_text(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _text(value: object) -> str:

@@ -55,6 +55,7 @@ from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
+from quant.recipes.json_text import json_text
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"
@@ -380,7 +381,7 @@ def main(
     settings = Settings(model, tokens, rows, calibration_rows, device, modelopt_cpu)
     configurations, notes = all_configurations(solvers, _parse_checkpoints(checkpoints), settings)
     if row:
-        print(json.dumps(measure(configurations[row], row, settings)))
+        print(json_text(measure(configurations[row], row, settings)))
         return
     globs = [glob for given in only for glob in (BARS if given == "bars" else (given,))]
     names = [name for name in configurations if not globs or any(fnmatchcase(name, glob) for glob in globs)]

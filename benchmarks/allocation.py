@@ -48,6 +48,7 @@ from quant.evaluation import evaluate
 from quant.formats.format import FORMATS
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
+from quant.recipes.json_text import json_text
 
 TITLE = "Allocation: KL at a budget of bits"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
@@ -244,7 +245,7 @@ def main(
     row: str | None,
 ) -> None:
     if row is not None:
-        print(json.dumps(measure(row, model, device)))
+        print(json_text(measure(row, model, device)))
         return
     known = {name: row for path in earlier if path.exists() for name, row in rows_in(path).items()}
     names = [name for name in row_names() if not only or any(fnmatchcase(name, glob) for glob in only)]

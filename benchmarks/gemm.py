@@ -42,6 +42,7 @@ from quant.kernels.ceilings import copy_rate, warm_up
 from quant.kernels.hardware import current
 from quant.kernels.linear import dispatch, tables, tuning
 from quant.kernels.timing import graph_microseconds
+from quant.recipes.json_text import json_text
 
 _search = "--search" in sys.argv
 WIDE, TALL, SQUARE = (28672, 4096), (4096, 14336), (4096, 4096)
@@ -295,10 +296,10 @@ def in_process(name: str, lock: Path | None, compile_only: bool, out: Path) -> N
                 warm_up()
             for row in SECTIONS[name](compile_only):
                 rows.append(dict(row))
-                out.write_text(json.dumps(rows))
+                out.write_text(json_text(rows))
         except Exception:
             rows.append({"what": name, "launch": traceback.format_exc()[-400:].replace("\n", " ")})
-    out.write_text(json.dumps(rows))
+    out.write_text(json_text(rows))
 
 
 def run_sections(names: list[str], compile_only: bool, limit: float | None) -> list[dict[str, Any]]:
@@ -370,7 +371,7 @@ def main() -> None:
         lines(options.plot, drawn, x="tokens", y="× cuBLAS BF16", line="what", panel="N × K")
     if options.table:
         entries = {r["key"]: {"choice": r["choice"], "microseconds": round(r["us"], 2)} for r in rows if "key" in r}
-        text = json.dumps({"gpu": current().name, "entries": entries}, indent=1, sort_keys=True)
+        text = json_text({"gpu": current().name, "entries": entries}, indent=1, sort_keys=True)
         options.table.write_text(text + "\n")
     dropped = [f"{r['what']} {r['N']}x{r['K']} M={r['M']} dropped {r['dropped']}" for r in rows if r.get("dropped")]
     show(title, header, [{c: row.get(c) for c in columns} for row in rows], dropped)

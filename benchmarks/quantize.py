@@ -33,6 +33,7 @@ from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
 from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize
+from quant.recipes.json_text import json_text
 
 BLOCK = FORMATS["nvfp4"].block[1]
 TITLE = "Quantizing one BF16 weight on a CPU"
@@ -179,7 +180,7 @@ def main(
     torch.set_num_threads(threads)
     if only:
         case = CASES[only]
-        print(json.dumps(measure(case, sweep_rows if case.sliced else rows, columns, repeats)))
+        print(json_text(measure(case, sweep_rows if case.sliced else rows, columns, repeats)))
         return
     notes = ["Extra memory: growth of the peak RSS beyond input and output. The weight is normal, in BF16."]
     has_modelopt = importlib.util.find_spec("modelopt") is not None

@@ -139,12 +139,12 @@ def write_tensors(
             "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
     hashes = {}
     for name, shard in zip(names, shards, strict=True):
         metadata = {"format": "pt"}
         if kept := {key: value for key, value in exact.items() if key in shard}:
-            metadata[EXACT] = json.dumps(kept)
+            metadata[EXACT] = json.dumps(kept, allow_nan=False)
         try:
             save_file(shard, directory / name, metadata=metadata)
         except SafetensorError as error:
@@ -169,4 +169,4 @@ def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames) ->
     fields["architectures"] = [type(model).__name__]
     fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
     fields["quantization_config"] = layout.quantization_config(plan, names)
-    path.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n")

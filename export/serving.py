@@ -19,7 +19,6 @@ server has no type for FP8 tensors such as a KV cache. The schema is `model_conf
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 import tempfile
@@ -29,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
+from quant.recipes.json_text import json_text
 
 CONFIG_FILE, RECEIPT_FILE = "config.pbtxt", "receipt.json"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}
@@ -96,7 +96,7 @@ def publish(
         shutil.move(engine, temporary / ENGINE_FILES[backend])
         if backend == "tensorrt_rtx":
             shutil.copyfile(Path(__file__).with_name("triton_model.py"), temporary / "model.py")
-        (temporary / RECEIPT_FILE).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        (temporary / RECEIPT_FILE).write_text(json_text(receipt, indent=1) + "\n", encoding="utf-8")
         temporary.chmod(0o755)
         if overwrite and home.exists():
             shutil.rmtree(home)
@@ -124,21 +124,21 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
         # A shape of no dimension left would be written [1] with a reshape; no exported model has one.
         shapes = [[dim if isinstance(dim, int) else -1 for dim in item.dims[1 if batch else 0 :]] for item in listed]
         return [
-            f"{field} {{ name: {json.dumps(item.name)} data_type: {kinds[item.name]} dims: {shape} }}"
+            f"{field} {{ name: {json_text(item.name)} data_type: {kinds[item.name]} dims: {shape} }}"
             for item, shape in zip(listed, shapes, strict=True)
         ]
 
     backend = built_by(receipt)
     if backend == "tensorrt":
         server = ['platform: "tensorrt_plan"', f'default_model_filename: "{ENGINE_FILES[backend]}"']
-        which = f" profile: {json.dumps([str(index) for index in range(len(profiles))])}" if len(profiles) > 1 else ""
+        which = f" profile: {json_text([str(index) for index in range(len(profiles))])}" if len(profiles) > 1 else ""
         batching = ["dynamic_batching { }"] if largest > 1 else []
     else:
         server, which, batching = ['backend: "python"', 'default_model_filename: "model.py"'], "", []
     stated = {"target": receipt["engine"]["target"], "runtime": receipt["engine"]["backend"]}
     stated |= {f"profile_{index}": text for index, text in enumerate(texts)}
     lines = [
-        f"name: {json.dumps(name)}",
+        f"name: {json_text(name)}",
         *server,
         f"max_batch_size: {largest}",
         *tensors("input", inputs),
@@ -147,7 +147,7 @@ def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -
         f"instance_group {{ count: 1 kind: KIND_GPU{which} }}",
         *batching,
         *(
-            f"parameters {{ key: {json.dumps(key)} value {{ string_value: {json.dumps(value)} }} }}"
+            f"parameters {{ key: {json_text(key)} value {{ string_value: {json_text(value)} }} }}"
             for key, value in stated.items()
         ),
     ]

@@ -59,7 +59,7 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
         quantized: as it is now; None for 16 bit.
 
     Raises:
-        ValueError: `weight` and `quantized` have different shapes.
+        ValueError: `weight` and `quantized` have different shapes, or hold NaN or infinity.
     """
     snr, error = None, None
     if quantized is not None:
@@ -68,6 +68,8 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
                 f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
             )
         signal, noise = _energies(weight, quantized)
+        if not math.isfinite(signal + noise):
+            raise ValueError(f"{plan_layer.name}: NaN or infinity in the weight; no error can be measured against it")
         error = math.sqrt(noise / signal) if signal else 0.0
         snr = 10 * math.log10(signal / noise) if noise and signal else None
     planned = plan_layer.weight if quantized is None else quantized.format

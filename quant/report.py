@@ -20,6 +20,7 @@ from quant.errors import counted, megabytes
 from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
 from quant.recipes.json_data import JsonData
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Report(JsonData):
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        Path(path).write_text(json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Report:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.formats.format import Format, get_format
+from quant.recipes.json_text import json_text
 
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"  # in a checkpoint
@@ -77,6 +78,9 @@ class LayerPlan:
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
         parts: what is done at run time beside the matmul; in JSON its fields stand among the layer's.
+
+    Raises:
+        ValueError: the score is NaN or infinite.
     """
 
     name: str
@@ -91,6 +95,10 @@ class LayerPlan:
     score: float | None = None
     cost: int | None = None
     parts: Parts = Parts()
+
+    def __post_init__(self) -> None:
+        if self.score is not None and not math.isfinite(self.score):
+            raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
 
     @property
     def numel(self) -> int:
@@ -264,8 +272,8 @@ class Plan:
     def save(self, path: str | Path) -> None:
         """Writes the plan as JSON, one layer a line."""
         fields = self.to_dict()
-        layers = ",\n  ".join(json.dumps(layer, ensure_ascii=False) for layer in fields.pop("layers"))
-        rest = json.dumps(fields, indent=1, ensure_ascii=False)
+        layers = ",\n  ".join(json_text(layer, ensure_ascii=False) for layer in fields.pop("layers"))
+        rest = json_text(fields, indent=1, ensure_ascii=False)
         Path(path).write_text(f'{rest[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n', encoding="utf-8")
 
     @classmethod
@@ -283,7 +291,7 @@ class Plan:
     def digest(self) -> str:
         """SHA-256 over what the plan decides (not over its provenance): the identity exporters record."""
         decided = {k: v for k, v in self.to_dict().items() if k != "provenance"}
-        return hashlib.sha256(json.dumps(decided, sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json_text(decided, sort_keys=True).encode()).hexdigest()
 
 
 _PART_NAMES = {f.name for f in dataclasses.fields(Parts)}

@@ -36,11 +36,14 @@ class Baseline:
         trial: entered.
         divergence: from the model in 16 bit.
         rows: token ids, int64 `[rows, seqlen]`.
+
+    A divergence that is NaN or infinite is the error NotFinite, which names the row and token.
     """
 
     def __init__(self, trial: Trial, divergence: Divergence, rows: torch.Tensor) -> None:
         self.trial, self.divergence, self.rows = trial, divergence, rows
-        self.batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
+        self.batch_rows = max(_BATCH_TOKENS // rows.shape[1], 1)
+        self.batches = rows.split(self.batch_rows)
         self.chain = _chain(trial, few_of(rows))
         self.place = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
@@ -58,10 +61,10 @@ class Baseline:
         self.trial.set(choice)
         budget = _ACTIVATIONS.get(self.rows.device.type, _ACTIVATIONS["cpu"])
         total = 0.0
-        for batch, reference in zip(self.batches, self.references, strict=True):
+        for i in range(len(self.batches)):
             memory = Memory(budget // len(self.batches))
             with self.trial.remembering(memory), self._collected() as outputs:
-                total += self.divergence.measure(batch, reference)
+                total += self._measured(i)
             memory.writing = False
             self.outputs.append(outputs)
             self.memories.append(memory)
@@ -71,17 +74,24 @@ class Baseline:
         """Measures `choice`: from the first block that differs from what is remembered, or whole if nothing is."""
         self._remember_references()
         self.trial.set(choice)
-        total = 0.0
         if self.choice is None:
-            for batch, reference in zip(self.batches, self.references, strict=True):
-                total += self.divergence.measure(batch, reference)
-            return self._mean(total)
+            return self._mean(sum(self._measured(i) for i in range(len(self.batches))))
+        total = 0.0
         changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
         first = min((self.place[g] for g in changed), default=0)
-        for i, (batch, reference) in enumerate(zip(self.batches, self.references, strict=True)):
+        for i in range(len(self.batches)):
             with self.trial.remembering(self.memories[i]), self._skipped(first, self.outputs[i]):
-                total += self.divergence.measure(batch, reference)
+                total += self._measured(i)
         return self._mean(total)
+
+    def loss_of(self, divergence: Divergence) -> float:
+        """The mean divergence of another model, which `divergence` runs, from the original of this one."""
+        return self._mean(sum(self._measured(i, divergence) for i in range(len(self.batches))))
+
+    def _measured(self, i: int, divergence: Divergence | None = None) -> float:
+        """Summed divergence on batch number `i`."""
+        divergence = divergence or self.divergence
+        return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 
     def _mean(self, total: float) -> float:
         self.trial.forget_inputs()

@@ -213,7 +213,7 @@ class LatencyTable:
         """Reads a table.
 
         Raises:
-            ValueError: not JSON, or a missing field; the message names the file.
+            ValueError: not JSON, a missing field, or a time that is none; the message names the file.
         """
         try:
             fields = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -221,7 +221,10 @@ class LatencyTable:
             for row in fields["times"]:
                 key = (row["weight"], row["activation"], int(row["out"]), int(row["in"]))
                 times.setdefault(key, []).append((int(row["tokens"]), float(row["seconds"])))
-            return cls(str(fields["name"]), float(fields["bandwidth"]), {k: sorted(v) for k, v in times.items()})
+            bandwidth = float(fields["bandwidth"])
+            if not all(0 < x < math.inf for x in (bandwidth, *(s for points in times.values() for _, s in points))):
+                raise ValueError("bandwidth and seconds must be finite and above zero")
+            return cls(str(fields["name"]), bandwidth, {k: sorted(v) for k, v in times.items()})
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}: not a table of kernel times: {error!r}") from None
 

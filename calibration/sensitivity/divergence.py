@@ -17,17 +17,23 @@ A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and 
     KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
 
 which loses nothing to cancellation, as a difference of two log-probabilities does. It also lets the product run in
-BF16: its relative error is one of d and not of z (see `calibration.fast_products`).
+BF16: its relative error is one of d and not of z (see `calibration.cpu_bf16`).
+
+What all logits of a position gain together changes no distribution, and it can be far larger than what does: −33 where
+the logits differ by tenths. So d is taken from its mean Σ p d before the exponential, and the rows of W from their mean
+before they are rounded to BF16.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.linalg import vecdot
 
 from quant.calibration.blocks import output_of
 from quant.calibration.cpu_bf16 import fast_dtype
@@ -36,6 +42,34 @@ from quant.recipes.layers import output_head
 
 # 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+
+
+class NotFinite(ValueError):  # noqa: N818 -- what it says of a measured value
+    """A measured value is NaN or infinite; the message names the row and token, or the group and format."""
+
+
+def finite(value: float, place: str, what: str) -> float:
+    """`value`, unless it is NaN or infinite: then the error NotFinite says so of `what` at `place`."""
+    if not math.isfinite(value):
+        raise NotFinite(f"{place}: NaN or infinity in {what}; find the layer that makes it, or keep it in 16 bit")
+    return value
+
+
+def finite_sum(values: torch.Tensor, place: Callable[[int], str], what: str) -> float:
+    """The sum in float64.
+
+    Args:
+        values: one for each position, `[positions]`.
+        place: what a position is called.
+        what: what the values are.
+
+    Raises:
+        NotFinite: a value is NaN or infinite; the first place is named.
+    """
+    total = float(values.detach().double().sum())
+    if not math.isfinite(total):
+        finite(total, place(int((~values.isfinite()).nonzero()[0])), what)
+    return total
 
 
 class Divergence(Protocol):
@@ -70,16 +104,25 @@ class Divergence(Protocol):
         """
         ...
 
-    def measure(self, rows: torch.Tensor, reference: Any) -> float:
-        """Summed divergence of the model as it is now."""
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
+        """Summed divergence of the model as it is now.
+
+        Args:
+            rows: the text.
+            reference: what `reference` gave for it.
+            first_row: number of its first row, for errors.
+
+        Raises:
+            NotFinite: NaN or infinity at a position.
+        """
         ...
 
-    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
-        """One backward pass from a random probe at the model as it is now."""
+    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
+        """One backward pass from a random probe at the model as it is now; raises as `measure` does."""
         ...
 
-    def descend(self, rows: torch.Tensor, reference: Any) -> float:
-        """One backward pass from the summed divergence, which is returned."""
+    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
+        """One backward pass from the summed divergence, which is returned; raises as `measure` does."""
         ...
 
 
@@ -113,58 +156,70 @@ class NextToken:
             hidden = self._hidden(rows)
             return hidden, [self._p(hidden[part]) for part in self._parts(hidden)] if keep else None
 
-    def measure(self, rows: torch.Tensor, reference: Any) -> float:
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         total = 0.0
         with torch.no_grad():
             hidden = self._hidden(rows)
             for place, part in enumerate(self._parts(hidden)):
                 p = self._base(reference, place, part)
-                total += float(_kl(p, self._difference(hidden[part], reference[0][part], p)).double().sum())
+                found = _kl(p, self._difference(hidden[part], reference[0][part], p))
+                total += self._sum(found, rows, part, "the divergence from the original model", first_row)
         return total
+
+    def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, what: str, first_row: int) -> float:
+        return finite_sum(values, lambda i: self._place(rows, part.start + i, first_row), what)
+
+    def _place(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+        """What errors call a position."""
+        row, token = divmod(position, rows.shape[1] - 1)
+        return f"row {first_row + row}, token {token}"
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """Logits of the model less those of the base; 0 where the base rules a token out."""
         if self.split and type(self.head) is nn.Linear:
             if self.narrow is None:
-                self.narrow = self.head.weight.detach().to(fast_dtype(hidden) or hidden.dtype)
+                self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), fast_dtype(hidden))
             return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
         difference = self._logits(hidden).float() - self._logits(base).float()
         return difference if self.split else difference.masked_fill(p == 0, 0)
 
-    def nll(self, rows: torch.Tensor) -> float:
-        """Summed negative log-likelihood of the next tokens, in nats."""
+    def nll(self, rows: torch.Tensor, first_row: int = 0) -> float:
+        """Summed negative log-likelihood of the next tokens, in nats; raises as `measure` does."""
         targets = rows[:, 1:].flatten()
         total = 0.0
         with torch.no_grad():
             hidden = self._hidden(rows)
             for part in self._parts(hidden):
-                total -= float(self._logp(hidden[part]).gather(1, targets[part, None]).double().sum())
+                found = -self._logp(hidden[part]).gather(1, targets[part, None])[:, 0]
+                total += self._sum(found, rows, part, "the likelihood of the next token", first_row)
         return total
 
-    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
-            return -logp.gather(1, _drawn(logp.detach().exp(), generator)).sum()
+            return -logp.gather(1, _drawn(logp.detach().exp(), generator))[:, 0]
 
-        self._backward(rows, loss)
+        self._backward(rows, loss, first_row)
 
-    def descend(self, rows: torch.Tensor, reference: Any) -> float:
+    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         def loss(place: int, part: slice, logp: torch.Tensor) -> torch.Tensor:
             p = self._base(reference, place, part)
-            return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum()
+            return (torch.xlogy(p, p) - p * logp.masked_fill(p == 0, 0)).sum(dim=-1)
 
-        return self._backward(rows, loss)
+        return self._backward(rows, loss, first_row)
 
-    def _backward(self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor]) -> float:
-        """Backward from a sum over positions, the head's share slice by slice."""
+    def _backward(
+        self, rows: torch.Tensor, loss: Callable[[int, slice, torch.Tensor], torch.Tensor], first_row: int
+    ) -> float:
+        """Backward from the sum of a loss of each position, the head's share slice by slice."""
         with torch.enable_grad():
             hidden = self._hidden(rows)
             gradient = torch.empty_like(hidden)
             total = 0.0
             for place, part in enumerate(self._parts(hidden)):
                 leaf = hidden[part].detach().requires_grad_(True)
-                value = loss(place, part, self._logp(leaf))
-                (gradient[part],) = torch.autograd.grad(value, leaf)
-                total += float(value.detach())
+                values = loss(place, part, self._logp(leaf))
+                total += self._sum(values, rows, part, "the loss", first_row)
+                (gradient[part],) = torch.autograd.grad(values.sum(), leaf)
             hidden.backward(gradient)
         return total
 
@@ -239,6 +294,9 @@ class Classes(NextToken):
     def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
         return self._forward(rows)
 
+    def _place(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+        return f"row {first_row + position}"
+
 
 class Embeddings:
     """1 − cosine of mean-pooled embeddings."""
@@ -257,21 +315,27 @@ class Embeddings:
         with torch.no_grad():
             return self._embed(rows)
 
-    def measure(self, rows: torch.Tensor, reference: Any) -> float:
+    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         with torch.no_grad():
-            return float((1 - (self._embed(rows) * reference).sum(dim=-1).double()).sum())
+            return self._sum(1 - (self._embed(rows) * reference).sum(dim=-1).double(), first_row)
 
-    def probe(self, rows: torch.Tensor, generator: torch.Generator) -> None:
+    def _sum(self, values: torch.Tensor, first_row: int) -> float:
+        return finite_sum(values, lambda i: f"row {first_row + i}", "the embedding")
+
+    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         with torch.enable_grad():
             embedding = self._embed(rows)
             direction = torch.randn(embedding.shape, generator=generator).to(embedding)
-            (embedding * direction).sum().backward()
+            values = (embedding * direction).sum(dim=-1)
+            self._sum(values, first_row)
+            values.sum().backward()
 
-    def descend(self, rows: torch.Tensor, reference: Any) -> float:
+    def descend(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         with torch.enable_grad():
-            loss = (1 - (self._embed(rows) * reference).sum(dim=-1)).sum()
-            loss.backward()
-        return float(loss.detach())
+            values = 1 - (self._embed(rows) * reference).sum(dim=-1)
+            total = self._sum(values, first_row)
+            values.sum().backward()
+        return total
 
     def _embed(self, rows: torch.Tensor) -> torch.Tensor:
         """Mean of the last hidden states, normalized: `[rows, hidden]`."""
@@ -284,10 +348,33 @@ def last_hidden(result: Any) -> torch.Tensor:
 
 
 def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-    """KL of distributions `p` `[positions, vocabulary]` to those whose logits are larger by `d`."""
-    # exp overflows at 88. A shift of all logits changes no distribution.
-    d = d - (d.amax(dim=-1, keepdim=True) - 40).clamp_(min=0)
-    return torch.log1p(torch.linalg.vecdot(p, d.expm1())) - torch.linalg.vecdot(p, d)
+    """KL of distributions to those whose logits are larger by `d`, float32 `[positions]`.
+
+    Args:
+        p: float32 `[positions, vocabulary]`; its sums, which a softmax over a large vocabulary gives to 2⁻¹⁵ only, are
+            divided out.
+        d: float32 of the same shape; what is added to a whole row of it does not matter.
+    """
+    total = p.sum(dim=-1)
+    # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. What
+    # rounding leaves of that mean is taken out at the end.
+    d = d - (vecdot(p, d) / total)[:, None]
+    found = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
+    # The exponential overflows where a logit rises by more than 88 above the mean.
+    far = ~found.isfinite()
+    if bool(far.any()):
+        p64, d64 = p[far].double(), d[far].double()
+        weight = p64 / p64.sum(dim=-1, keepdim=True)
+        found[far] = (torch.logsumexp(weight.log() + d64, dim=-1) - vecdot(weight, d64)).to(found.dtype)
+    return found
+
+
+def _narrowed(weight: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The head's weight `[vocabulary, hidden]` in `dtype`, less the mean of its rows; None leaves it as it is.
+
+    The mean moves all logits together, and so far that rounding to `dtype` would hide what moves them apart.
+    """
+    return weight if dtype is None else (weight - weight.mean(dim=0)).to(dtype)
 
 
 def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

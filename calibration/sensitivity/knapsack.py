@@ -42,12 +42,22 @@ class Problem:
         candidates: F names.
         scores: expected loss, float64 `[G, F]`; infinite where the format is not allowed.
         costs: of each resource by name, float64 `[G, F]`.
+
+    Raises:
+        ValueError: a score is NaN, or a cost is not finite; comparisons would pass over either.
     """
 
     groups: tuple[str, ...]
     candidates: tuple[str, ...]
     scores: np.ndarray
     costs: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        unusable = {SCORE: np.isnan(self.scores), **{name: ~np.isfinite(cost) for name, cost in self.costs.items()}}
+        for resource, bad in unusable.items():
+            for group, format_ in np.argwhere(bad)[:1]:
+                value = (self.scores if resource == SCORE else self.costs[resource])[group, format_]
+                raise ValueError(f"{self.groups[group]} in {self.candidates[format_]}: its {resource} is {value}")
 
     @property
     def allowed(self) -> np.ndarray:

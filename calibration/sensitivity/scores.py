@@ -23,6 +23,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
-from quant.calibration.sensitivity.divergence import Divergence, divergence_of
+from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
 from quant.calibration.sensitivity.solved_groups import Form, Key, digest_of
 from quant.calibration.sensitivity.switchable import (
     Seen,
@@ -88,6 +89,7 @@ def score_groups(
 
     Raises:
         ValueError: unknown method, or a group that no token reached.
+        NotFinite: a score is NaN or infinite; the group and its format, or the row and token are named.
     """
     if method not in METHODS:
         raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
@@ -147,7 +149,7 @@ class _Fisher:
         for probe in range(self.divergence.probes):
             products = TokenProducts(self.trial, self.allowed)
             with observed(self.trial, products.observe, row.numel()):
-                self.divergence.probe(row, generator)
+                self.divergence.probe(row, generator, index)
             if self.divergence.by_token:
                 found[str(probe)] = products.squares()
             else:
@@ -204,9 +206,10 @@ class TokenProducts:
 
     def _flush(self) -> None:
         for name, product in self.products.items():
+            place = partial("{}, token {}".format, f"{self.group} in {name}")
             for sums, value in ((self.square, product.square()), (self.linear, product)):
                 into = sums.setdefault(self.group, {})
-                into[name] = into.get(name, 0.0) + float(value.double().sum())
+                into[name] = into.get(name, 0.0) + finite_sum(value, place, "its score")
         self.products, self.input = {}, None
         self.trial.forget_inputs()
 
@@ -225,7 +228,8 @@ class _Output:
         def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
             assert isinstance(module, TrialLayer)
             into = sums.setdefault(module.group, {"": 0.0})
-            into[""] += float(out.double().square().sum())
+            layer = module.plan.name
+            into[""] += finite(float(out.double().square().sum()), f"{layer} in 16 bit", "its output")
             which = args[1] if len(args) > 1 else None
             for candidate in self.allowed[module.group]:
                 if candidate.weight is None:
@@ -233,7 +237,8 @@ class _Output:
                 weight = self.trial.dense(module, candidate, which).to(out.dtype)
                 x = self.trial.round_input(module.group, args[0], candidate)
                 error = torch.nn.functional.linear(x, weight, module.bias) - out
-                into[candidate.name] = into.get(candidate.name, 0.0) + float(error.double().square().sum())
+                square = finite(float(error.double().square().sum()), f"{layer} in {candidate.name}", "its output")
+                into[candidate.name] = into.get(candidate.name, 0.0) + square
 
         self.trial.set({})
         handles = [layer.register_forward_hook(hook) for layer in self.trial.layers.values()]
@@ -269,9 +274,15 @@ class _Kl:
         if self.baseline.choice is None:
             self.baseline.start({})
         return {
-            group: {c.name: self.baseline.loss({group: c.name}) for c in self.allowed[group] if c.weight is not None}
+            group: {c.name: self._loss(group, c.name) for c in self.allowed[group] if c.weight is not None}
             for group in self.groups[name]
         }
+
+    def _loss(self, group: str, format: str) -> float:
+        try:
+            return self.baseline.loss({group: format})
+        except NotFinite as error:
+            raise NotFinite(f"{group} in {format}: {error}") from None
 
     def finish(self, sums: Result) -> Result:
         return sums

@@ -15,12 +15,14 @@ goes on where it stopped and never on another model's scores.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from quant.recipes.json_data import JsonData
+from quant.recipes.json_text import json_text
 
 METHODS = ("kl", "fisher", "output")
 UNITS = {
@@ -42,6 +44,9 @@ class GroupScores(JsonData):
         scores: loss by format name, in the unit of the table; `keep` is 0.
         bits: bits per weight by format name.
         bytes: bytes by format name.
+
+    Raises:
+        ValueError: a score is NaN or infinite, which no choice can be made by.
     """
 
     name: str
@@ -50,6 +55,11 @@ class GroupScores(JsonData):
     scores: dict[str, float]
     bits: dict[str, float]
     bytes: dict[str, int]
+
+    def __post_init__(self) -> None:
+        for format, score in self.scores.items():
+            if not math.isfinite(score):
+                raise ValueError(f"{self.name}: its score in {format} is {score}; measure it again")
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Sensitivity(JsonData):
 
     def save(self, path: str | Path) -> None:
         """Writes the table as JSON, whole or not at all."""
-        write_atomically(path, json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_atomically(path, json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Sensitivity:

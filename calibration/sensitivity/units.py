@@ -54,7 +54,8 @@ def run_units(
     for count, name in enumerate(mine, 1):
         own[name] = work(name)
         if path is not None:
-            write_atomically(_part(path, rank), json.dumps({"key": key, "units": {**_own(path, key, rank), **own}}))
+            held = {"key": key, "units": {**_own(path, key, rank), **own}}
+            write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
         if progress is not None:
             progress(len(names) - len(mine) + count, len(names))
     done = _from_all({**done, **own})

@@ -6,6 +6,7 @@ of each solved layer, so that the groups behind it get the inputs that the quant
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -249,7 +250,10 @@ class BlockWork:
         assert guard is not None
         wanted = [torch.cat([nn.functional.linear(ref, targets[n].to(ref)) for _, ref in pairs]) for n in group.names]
         given = [torch.cat([self.stand_ins[n].product(x) for x, _ in pairs]) for n in group.names]
-        worst = max(relative_error(w, g) for w, g in zip(wanted, given, strict=True))
+        try:
+            worst = max(relative_error(w, g) for w, g in zip(wanted, given, strict=True))
+        except ValueError as error:
+            raise ValueError(f"{group.members[0].name}: {error}") from None
         promoted = [promote(m, worst, guard.limit, guard.formats_for(m)) for m in group.members]
         changed = promoted[0].weight != group.members[0].weight
         group.members = [with_supported_solver(member) for member in promoted]
@@ -379,6 +383,9 @@ class BlockWork:
             stand_in.keeps = False
             stand_in.outputs.clear()
         found = reconstruct_block(self.block, calls, outputs, layers, settings)
+        if not math.isfinite(found.before):
+            first = self.groups[0].members[0].name
+            raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
         for name, weight in found.weights.items():
             member, solved = self.solved[name]
             assert solved is not None

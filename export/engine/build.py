@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 import tempfile
 import time
@@ -42,6 +41,7 @@ from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.export import export_onnx
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
 RECEIPT_VERSION = 1
@@ -129,7 +129,7 @@ def export_engine(
         receipt = _receipt(built, out, findings, problems, layers, plan)
         receipt["codes_found"] = [name for name, found in held.items() if found]
         receipt["codes_not_found"] = [name for name, found in held.items() if not found]
-        text = json.dumps(receipt, indent=1) + "\n"
+        text = json_text(receipt, indent=1) + "\n"
         (Path(folder) / "receipt.json").write_text(text, encoding="utf-8")
         os.replace(built.path, out)
         os.replace(Path(folder) / "receipt.json", receipt_path(out))

@@ -54,7 +54,7 @@ def run_worker(
         assert process.stdin is not None
         try:
             with process.stdin:
-                process.stdin.write(json.dumps(request).encode())
+                process.stdin.write(json.dumps(request, allow_nan=False).encode())
             for line in messages:
                 message = json.loads(line)
                 if "stage" in message and progress:

@@ -180,7 +180,7 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def _say(out: TextIO, **message: Any) -> None:
-    out.write(json.dumps(message) + "\n")
+    out.write(json.dumps(message, allow_nan=False) + "\n")
     out.flush()
 
 

@@ -101,7 +101,8 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
     known.update({name: to_entry(timing) for name, timing in entries.items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.tmp")
-    partial.write_text(json.dumps({"gpu": gpu.name, "entries": known}, indent=1, sort_keys=True) + "\n")
+    table = {"gpu": gpu.name, "entries": known}
+    partial.write_text(json.dumps(table, indent=1, sort_keys=True, allow_nan=False) + "\n")
     partial.replace(path)
     _table.cache_clear()
     global edition

@@ -116,6 +116,7 @@ def allocate(
     Raises:
         Infeasible: no choice keeps the budgets; the message says the smallest feasible value.
         UserError: an unknown format, or a target that runs none of them.
+        NotFinite: a score or a loss is NaN or infinite; the group and its format, or the row and token are named.
     """
     started = time.perf_counter()
     home = next(model.parameters()).device
@@ -256,8 +257,4 @@ def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None) -> 
     """The joint loss of a model that is quantized for real."""
     divergence = divergence_of(quantized, bench.check)
     with prepared(quantized, dtype):
-        total = sum(
-            divergence.measure(part, reference)
-            for part, reference in zip(bench.checked.batches, bench.checked.references, strict=True)
-        )
-    return max(total, 0.0) / divergence.count(bench.check)
+        return bench.checked.loss_of(divergence)

@@ -111,14 +111,14 @@ class Bench:
             raise UserError(
                 f"--max-ppl-increase needs a causal language model; use --max-kl, here {self.divergence.unit}"
             )
-        return math.exp(self._nll(choice) - self._nll(None)) - 1
+        return math.expm1(min(self._nll(choice) - self._nll(None), 700.0))
 
     def _nll(self, choice: np.ndarray | None) -> float:
         assert isinstance(self.divergence, NextToken)
         key = () if choice is None else tuple(int(j) for j in choice)
         if key not in self.nlls:
             self.trial.set({} if choice is None else self.space.named(choice))
-            total = sum(self.divergence.nll(rows) for rows in self.check.split(1))
+            total = sum(self.divergence.nll(row, i) for i, row in enumerate(self.check.split(1)))
             self.trial.forget_inputs()
             self.nlls[key] = total / self.divergence.count(self.check)
             self._tick()
@@ -139,7 +139,7 @@ class Bench:
         for place, rows in enumerate(self.scored.split(1)):
             products = TokenProducts(self.trial, self.space.allowed)
             with observed(self.trial, products.observe, rows.numel()):
-                self.divergence.descend(rows, self.references[place])
+                self.divergence.descend(rows, self.references[place], place)
             for i, group in enumerate(problem.groups):
                 for name, value in products.sums().get(group, {}).items():
                     sums[i, names.index(name)] += value

@@ -61,9 +61,6 @@ class AllocationRequest:
                     "--bits, --fit, --latency, --max-kl or --max-ppl-increase"
                 )
             return None
-        for option, value in (("--bits", self.bits), ("--max-kl", self.max_kl)):
-            if value is not None and not value > 0:
-                raise UserError(f"{option} {value:g}: give a number above zero")
         return Goal(
             bits=self.bits,
             fit=_read("--fit", self.fit, "size"),

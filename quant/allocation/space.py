@@ -62,6 +62,10 @@ class Goal:
             raise UserError("give one limit on the loss: --max-kl or --max-ppl-increase")
         if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
             raise UserError("nothing to allocate for: give --bits, --fit, --latency, --max-kl or --max-ppl-increase")
+        for name in ("bits", "fit", "latency", "max_kl", "max_ppl_increase"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise UserError(f"--{name.replace('_', '-')} {value:g}: give a finite number above zero")
         timing = self.timing
         if self.latency is not None and timing is None:
             raise UserError("--latency needs the GPU or a table of kernel times: --target h100, or --target FILE.json")

@@ -79,13 +79,16 @@ def convert(
                 continue
             (shutil.copytree if source.is_dir() else shutil.copy2)(source, temporary / source.name)
         plan.save(temporary / PLAN_FILE)
-        fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        # What other tools wrote as the bare word Infinity becomes what transformers writes and reads for it.
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        fields = json.loads(text, parse_constant=lambda word: {"__float__": word})
         if to == "modelopt":
             fields["quantization_config"], whole = modelopt.configs(plan, names)
-            (temporary / modelopt.CONFIG_FILE).write_text(json.dumps(whole, indent=4) + "\n", encoding="utf-8")
+            text = json.dumps(whole, indent=4, allow_nan=False)
+            (temporary / modelopt.CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
         else:
             fields["quantization_config"] = layout.quantization_config(plan, names)
-        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False)
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
         (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
         sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
     return {"files": sizes, "rounded_scales": rounded}

@@ -14,7 +14,6 @@ written and compared.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,6 +40,7 @@ from quant.export.serving import publish
 from quant.export.serving_guide import SERVE_FILE, serving_text
 from quant.export.torch_tensorrt import lower
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
 RECEIPT_FILE = "receipt.json"
@@ -107,7 +107,7 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
         receipt = next(iter(receipts.values()))
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)
-        (folder / RECEIPT_FILE).write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        (folder / RECEIPT_FILE).write_text(json_text(receipt, indent=1) + "\n", encoding="utf-8")
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     return {"out": str(job.out), "files": files, **receipt}
 

@@ -6,7 +6,6 @@ shows its traceback. A warning of this package is one line too.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 import click
 
+from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
@@ -47,7 +47,7 @@ def attention_options(model: str, attention: str | None, kv_cache: str | None) -
 
 def print_json(value: Any) -> None:
     """Prints the result of --json."""
-    click.echo(json.dumps(value, indent=1))
+    click.echo(json_text(value, indent=1))
 
 
 class Command(click.Command):

@@ -7,9 +7,9 @@ offline; without JavaScript the tables still say everything.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from quant.calibration.sensitivity.table import write_atomically
 from quant.errors import UserError, counted, megabytes
 from quant.layer_result import LayerResult
 from quant.page.charts import budget_text, format_colours, number, sections
+from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.report import Receipt, Report
 
@@ -45,7 +46,8 @@ def render_html(report: Report, plan: Plan) -> str:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters["breakable"] = lambda name: Markup(re.sub(r"([.|])", r"\1<wbr>", str(escape(name))))
-    environment.filters["finite"] = _finite
+    # A point at "top" stands at the upper end of its axis.
+    environment.filters["finite"] = partial(finite, instead="top")
     return environment.get_template("report.html.j2").render(
         report=report,
         plan=plan,
@@ -138,11 +140,6 @@ def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
     return {"Time and memory": seconds, "Versions": report.versions, "Plan": {**origin, **digest}}
 
 
-def _finite(chart: Any) -> Any:
-    """Replaces numbers that JSON cannot hold: a point at "top" stands at the upper end of its axis."""
-    return json.loads(json.dumps(chart), parse_constant=lambda _: "top")
-
-
 def rewrite(
     directory: Path, receipt: Mapping[str, Any] | None = None, *, out: Path | None = None, source: str = "the receipt"
 ) -> Path:
@@ -172,7 +169,7 @@ def rewrite(
         strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
         if receipt.get("plan") not in (None, plan.digest()) or strangers:
             raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
-        write_atomically(directory / "report.json", json.dumps(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
+        write_atomically(directory / "report.json", json_text(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
     page = out or directory / "report.html"
     write_atomically(page, render_html(report, plan))
     return page

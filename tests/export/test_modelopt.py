@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import re
 import shutil
 from collections.abc import Callable
@@ -215,6 +216,18 @@ def test_an_fp8_kv_cache_is_named_as_in_the_golden_checkpoint(quantized: Callabl
         stem = f"model.layers.{layer}.self_attn"
         found = ours[f"{stem}.{operand}_proj.{operand}_scale"]
         assert float(found) == float(stored[f"{stem}.{operand}_scale"])
+
+
+@ROUNDED
+def test_an_infinity_in_the_config_is_written_as_transformers_reads_it(tmp_path: Path) -> None:
+    """Older tools wrote the bare word, which is no JSON."""
+    source = shutil.copytree(GOLDENS / "modelopt" / "fp8", tmp_path / "source")
+    config = {**fields(source), "time_step_limit": [0.0, math.inf]}
+    (source / "config.json").write_text(json.dumps(config))
+    convert(source, tmp_path / "out", "compressed-tensors")
+    text = (tmp_path / "out" / "config.json").read_text()
+    json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").time_step_limit == [0.0, math.inf]
 
 
 def test_a_layout_that_is_not_known(tmp_path: Path) -> None:

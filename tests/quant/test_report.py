@@ -17,6 +17,7 @@ from rich.console import Console
 
 from quant import layer_result as result_module
 from quant.errors import megabytes
+from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.layer_result import LayerResult, layer_result
@@ -68,6 +69,24 @@ def test_round_trip(make_report: Make, tmp_path: Path) -> None:
         text = (tmp_path / "report.json").read_text(encoding="utf-8")
         assert Report.load(tmp_path / "report.json") == report
         assert json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))["schema_version"] == 1
+
+
+def test_a_perplexity_beyond_all_numbers_is_null(make_report: Make, tmp_path: Path) -> None:
+    report = replace(make_report()[0], evaluation=Evaluation(math.inf, 0.5, 0.7, 8176, 61.3, 18.683))
+    report.save(tmp_path / "report.json")
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    fields = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert fields["evaluation"]["perplexity"] is None and fields["evaluation"]["kl"] == 0.5
+    assert Report.load(tmp_path / "report.json").evaluation == Evaluation(None, 0.5, 0.7, 8176, 61.3, 18.683)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_weight_that_is_not_finite_is_named(value: float) -> None:
+    weight = torch.randn(32, 64)
+    quantized = quantize(weight, FORMATS["nvfp4"])
+    weight[3, 5] = value
+    with pytest.raises(ValueError, match=r"^a\.b: NaN or infinity in the weight"):
+        layer_result(LayerPlan("a.b", "linear", (32, 64), FORMATS["nvfp4"]), weight, quantized)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -112,6 +113,11 @@ def test_latency_table(tmp_path: Path) -> None:
     assert table.read(500) == 500e-9
     with pytest.raises(ValueError, match=r"l \[8, 16\]: table 'mine' has no time for 16 bit with inputs in 16 bit"):
         table.linear(LayerPlan("l", "linear", (8, 16)), 1)
+    for bandwidth, seconds in ((math.nan, 1e-6), (1e9, math.inf), (1e9, 0.0)):
+        times = [{**row, "tokens": 1, "seconds": seconds}]
+        path.write_text(json.dumps({"name": "mine", "bandwidth": bandwidth, "times": times}))
+        with pytest.raises(ValueError, match=r"gpu\.json: not a table .* must be finite and above zero"):
+            get_timing(str(path))
     path.write_text("{}")
     with pytest.raises(ValueError, match=r"gpu\.json: not a table of kernel times"):
         get_timing(str(path))

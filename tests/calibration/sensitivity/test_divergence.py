@@ -1,4 +1,4 @@
-"""Classifiers are compared by their classes, and solvers are tried on whole inputs of theirs."""
+"""KL agrees with float64 whatever shifts all logits, classifiers are compared by classes, and no NaN goes unnoticed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
-from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, divergence_of
+from quant.calibration.sensitivity.candidates import Candidate, groups_of, parse_candidates
+from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, NotFinite, _kl, divergence_of
 from quant.calibration.sensitivity.scores import score_groups
+from quant.calibration.sensitivity.switchable import Trial
 from quant.calibration.texts.rows import few_of
 from quant.planning import make_plan
 
@@ -126,3 +127,173 @@ def test_solvers_work_on_inputs_of_any_kind(make: Callable[[], tuple[nn.Module, 
         quant.quantize(copied, "nvfp4a16", rows, solver=name)
         errors[name] = float((logits(copied, rows) - base).norm())
     assert errors[solver] < 1.1 * errors["rtn"]
+
+
+SHIFTS = (-60.0, -33.0, -10.0, 0.0, 10.0, 33.0, 60.0)
+# The spread of the original's logits, and how far its likeliest token is ahead.
+SHARPNESS = {"flat": (0.05, 0.0), "language": (3.0, 0.0), "sharp": (3.0, 20.0)}
+
+
+def kl_in_float64(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+    """KL of what is given, p normalized, straight from the definition; nothing is shifted or expanded."""
+    logp = (p.double() / p.double().sum(-1, keepdim=True)).log()
+    return torch.where(p > 0, logp.exp() * (logp - (logp + d.double()).log_softmax(-1)), 0.0).sum(-1)
+
+
+def distribution(spread: float, lead: float, total: float, vocabulary: int = 5000) -> torch.Tensor:
+    """Eight of them, float32, with that sum, as a softmax over a large vocabulary may give it."""
+    logits = spread * torch.randn(8, vocabulary, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    logits[:, 7] += lead
+    return (total * logits.softmax(-1)).float()
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("sharpness", SHARPNESS)
+@pytest.mark.parametrize("total", [1.0, 1.0000251, 0.99998])
+@pytest.mark.parametrize("product", [torch.float32, torch.bfloat16])
+def test_a_shift_of_all_logits_costs_no_digits(
+    shift: float, sharpness: str, total: float, product: torch.dtype
+) -> None:
+    p = distribution(*SHARPNESS[sharpness], total)
+    change = torch.randn(p.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    change[:, 7] -= 2.0
+    d = (0.4 * change + shift).to(product).float()
+    torch.testing.assert_close(_kl(p, d).double(), kl_in_float64(p, d), rtol=4e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-2, 1e-1])
+def test_small_divergences_keep_their_digits(size: float) -> None:
+    """Rounding d itself costs its digits of the shift, so there is none here; the smallest of these is 5e-7 nats."""
+    p = distribution(*SHARPNESS["language"], 1.0000251)
+    d = (size * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))).float()
+    torch.testing.assert_close(_kl(p, d).double(), kl_in_float64(p, d), rtol=1e-6 + 4e-7 / size, atol=0.0)
+
+
+def test_logits_that_rise_beyond_the_range_of_the_exponential() -> None:
+    """A token that the original gives 1e-30 becomes the likeliest; one that it rules out may rise by anything."""
+    p = distribution(*SHARPNESS["language"], 1.0)
+    p[:, 3], p[:, 4] = 1e-30, 0.0
+    d = 0.4 * torch.randn(p.shape, generator=torch.Generator().manual_seed(2))
+    d[:, 3] += torch.tensor([0.0, 60.0, 80.0, 90.0, 120.0, 200.0, 1000.0, 1e4])
+    d[:, 4] += torch.tensor([0.0, 1e4, 1e4, 0.0, 1e4, 1e4, 1e4, 1e4])
+    expected = kl_in_float64(p, d)
+    assert expected[-1] > 9900
+    torch.testing.assert_close(_kl(p, d).double(), expected, rtol=4e-6, atol=0.0)
+
+
+class Words(nn.Module):
+    """Next-token logits of an embedding, whose head has a row that all of its rows share: as trained ones do."""
+
+    def __init__(self, spread: float, lead: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, 64), nn.Linear(64, 3000, bias=False)
+        self.change = nn.Parameter(torch.zeros(64))
+        own, self.shared = torch.randn(3000, 64), 2 * torch.randn(64)
+        own -= own @ self.shared[:, None] * self.shared / self.shared.square().sum()
+        self.head.weight.data = (own / 8 + self.shared).requires_grad_(False)
+        self.embedding.weight.data.mul_(spread)
+        self.embedding.weight.data += lead * own[7] / own[7].square().sum() * 8
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(rows) + self.change)
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+@pytest.mark.parametrize("sharpness", SHARPNESS)
+@pytest.mark.parametrize("fast", [False, True])
+def test_measured_kl_is_that_of_float64_for_any_shift(
+    shift: float, sharpness: str, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A product in BF16 has the precision of what moves the logits apart; one in FP32 ends at 2⁻²⁴ of the shift."""
+    monkeypatch.setattr("quant.calibration.cpu_bf16._multiplies_bf16", lambda device: fast)
+    model = Words(*SHARPNESS[sharpness])
+    rows = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(3))
+    found = divergence_of(model, rows)
+    reference = found.reference(rows)
+    change = 0.4 * torch.randn(64, generator=torch.Generator().manual_seed(4))
+    exact = copy.deepcopy(model).double()
+    base = logits(exact, rows)[:, :-1]
+    for each in (model, exact):
+        each.change.data = (change + shift * model.shared / model.shared.square().sum()).to(each.change)
+    expected = kl(base.flatten(0, 1), logits(exact, rows)[:, :-1].flatten(0, 1))
+    assert expected > 1e-4
+    measured = found.measure(rows, reference) / found.count(rows)
+    assert measured == pytest.approx(expected, rel=2e-2 if fast else 2e-4)
+
+
+class Broken(nn.Module):
+    """A module whose output is not finite for one token of one row."""
+
+    def __init__(self, inner: nn.Module, row: int, token: int, value: float) -> None:
+        super().__init__()
+        self.inner, self.row, self.token, self.value = inner, row, token, value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x).clone()
+        out[self.row, self.token] = self.value
+        return out
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("when", ["measure", "nll", "probe", "descend"])
+def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float, when: str) -> None:
+    model = Words(*SHARPNESS["language"])
+    rows = torch.randint(0, 50, (4, 9))
+    found = divergence_of(model, rows)
+    assert isinstance(found, NextToken)
+    reference = found.reference(rows)
+    model.embedding = Broken(model.embedding, 2, 5, value)  # type: ignore[assignment]
+    calls: dict[str, Callable[[], Any]] = {
+        "measure": lambda: found.measure(rows, reference, 10),
+        "nll": lambda: found.nll(rows, 10),
+        "probe": lambda: found.probe(rows, torch.Generator(), 10),
+        "descend": lambda: found.descend(rows, reference, 10),
+    }
+    with pytest.raises(NotFinite, match=r"^row 12, token 5: NaN or infinity in the .*; find the layer"):
+        calls[when]()
+
+
+@pytest.mark.parametrize("when", ["measure", "probe", "descend"])
+def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
+    model, rows = texts()
+    for measured, inner in ((model, model), (model.bert, model.bert)):
+        found = divergence_of(measured, rows)  # type: ignore[arg-type]
+        reference = found.reference(rows)
+        layer = inner.bert.encoder.layer[0] if measured is model else inner.encoder.layer[0]  # type: ignore
+        kept, layer.output.dense = layer.output.dense, Broken(layer.output.dense, 17, 0, torch.nan)
+        calls: dict[str, Callable[[], Any]] = {
+            "measure": lambda f=found, r=reference: f.measure(rows, r, 100),
+            "probe": lambda f=found: f.probe(rows, torch.Generator(), 100),
+            "descend": lambda f=found, r=reference: f.descend(rows, r, 100),
+        }
+        with pytest.raises(NotFinite, match=r"^row 117: NaN or infinity in"):
+            calls[when]()
+        layer.output.dense = kept
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("kl", r"^2 in fp8_channel: row 5: NaN or infinity in the divergence"),
+        ("output", r"^2 in fp8_channel: NaN or infinity in its output"),
+        ("fisher", r"^2 in fp8_channel, token 0: NaN or infinity in its score"),
+    ],
+)
+def test_a_format_that_breaks_a_group_is_named(method: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's input rounds to NaN in the sixth row of a batch, or in the only one."""
+    rounded = Trial.round_input
+
+    def broken(self: Trial, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
+        out = rounded(self, group, x, candidate)
+        if group != "2" or candidate.activation is None:
+            return out
+        return out.index_fill(0, torch.tensor(min(5, len(out) - 1)), torch.nan)
+
+    monkeypatch.setattr(Trial, "round_input", broken)
+    model, rows = vectors()
+    with pytest.raises(NotFinite, match=message):
+        scores(model, rows, method)

@@ -145,3 +145,14 @@ def test_limits_that_exclude_each_other() -> None:
     )
     with pytest.raises(Infeasible, match=r"bytes ≤ 2 and seconds ≤ 2 together"):
         solve(problem, {"bytes": 2, "seconds": 2})
+
+
+def test_a_score_or_cost_that_compares_with_nothing_is_refused_by_name() -> None:
+    scores, bytes_ = np.array([[0.1, np.inf], [0.2, 0.3]]), np.array([[1.0, 2.0], [1.0, 2.0]])
+    problem = Problem(("a", "b"), ("small", "large"), scores, {"bytes": bytes_})
+    assert problem.allowed.tolist() == [[True, False], [True, True]]
+    with pytest.raises(ValueError, match=r"^b in small: its score is nan$"):
+        Problem(("a", "b"), ("small", "large"), np.array([[0.1, np.inf], [np.nan, 0.3]]), {"bytes": bytes_})
+    for value in (np.nan, np.inf):
+        with pytest.raises(ValueError, match=rf"^a in large: its bytes is {value}$"):
+            Problem(("a", "b"), ("small", "large"), scores, {"bytes": np.array([[1.0, value], [1.0, 2.0]])})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -89,7 +90,8 @@ def test_kl_is_that_of_quantizing_one_group_for_real(make: Any) -> None:
     for name in list(groups)[1::3]:
         for preset in ("nvfp4", "fp8a16"):
             real = evaluate(_really_quantized(model, groups[name], preset, rows), rows, model).kl
-            assert table.by_name[name].scores[preset] == pytest.approx(real, rel=1e-3, abs=1e-7)
+            # Where the processor multiplies BF16, changes are rounded to it: 2⁻⁹ each, and 1e-3 is left in the mean.
+            assert table.by_name[name].scores[preset] == pytest.approx(real, rel=2e-3, abs=1e-7)
 
 
 def test_fisher_is_what_plain_autograd_gives() -> None:
@@ -416,3 +418,33 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
             for choice in near:
                 assert resumed.loss(choice) == pytest.approx(whole.loss(choice), rel=1e-2)
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("score", ["NaN", "Infinity"])
+def test_a_table_that_holds_no_number_is_refused_by_group_and_format(tmp_path: Path, score: str) -> None:
+    """Such files were written once."""
+    table = _score(_llama(), "nvfp4,fp8", "output", _rows(1))
+    table.save(tmp_path / "table.json")
+    fields = json.loads((tmp_path / "table.json").read_text())
+    fields["groups"][2]["scores"]["fp8"] = float(score)
+    (tmp_path / "table.json").write_text(json.dumps(fields))
+    message = rf"table\.json: not a sensitivity table: {re.escape(fields['groups'][2]['name'])}: its score in fp8 is"
+    with pytest.raises(ValueError, match=message):
+        Sensitivity.load(tmp_path / "table.json")
+
+
+def test_errors_count_rows_through_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of measuring hands every batch over with the number of its first row."""
+    monkeypatch.setattr("quant.calibration.sensitivity.baseline._BATCH_TOKENS", 4 * SEQLEN)
+    model, rows = _llama(torch.float32), _rows()
+    found = divergence_of(model, rows)
+    seen: list[tuple[torch.Tensor, int]] = []
+    measure = found.measure
+    monkeypatch.setattr(found, "measure", lambda part, kept, first: seen.append((part, first)) or measure(part, kept))
+    with Trial(model, {}, {}, {}) as trial, torch.no_grad():
+        baseline = Baseline(trial, found, rows)
+        for run in (lambda: baseline.loss({}), lambda: baseline.start({}), lambda: baseline.loss_of(found)):
+            seen.clear()
+            assert run() == 0.0
+            assert [(first, len(part)) for part, first in seen] == [(0, 4), (4, 2)]
+            assert all(torch.equal(part, rows[first : first + len(part)]) for part, first in seen)

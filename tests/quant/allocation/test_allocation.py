@@ -21,6 +21,7 @@ from quant.allocation.request import AllocationRequest
 from quant.allocation.space import Constraint, Goal
 from quant.allocation_record import AllocationRecord
 from quant.api.quantize import quantize
+from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
@@ -155,6 +156,20 @@ def test_from_python_in_one_call() -> None:
         quantize(_llama(), data=_rows(), bits=6.0, observer="mse")
 
 
+@pytest.mark.parametrize("goal", [Goal(bits=6.0), Goal(max_kl=0.02), Goal(max_ppl_increase=0.02)])
+def test_a_loss_that_is_no_number_stops_the_allocation(goal: Goal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A NaN compares with nothing: the first choice would stay, whatever it costs."""
+    real = divergence._kl
+
+    def broken(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+        # Of a row's 23 predictions the eighth, in the fourth row.
+        return real(p, d).index_fill(0, torch.tensor(3 * 23 + 7), torch.nan)
+
+    monkeypatch.setattr(divergence, "_kl", broken)
+    with pytest.raises(divergence.NotFinite, match=r"^row 3, token 7: NaN or infinity in the divergence"):
+        _allocate(goal)
+
+
 def test_every_layer_says_why() -> None:
     found = _allocate(Goal(bits=5.5))
     formats = {str(layer.weight) for layer in found.plan.layers if layer.kind == "linear"}
@@ -286,6 +301,11 @@ def test_bad_requests() -> None:
         AllocationRequest(fit="many").goal()
     with pytest.raises(UserError, match="--latency needs the GPU"):
         AllocationRequest(latency="1ms").goal()
+    for bad in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match=f"--max-kl {bad:g}: give a finite number above zero"):
+            AllocationRequest(max_kl=bad).goal()
+        with pytest.raises(UserError, match=f"--bits {bad:g}: give a finite number above zero"):
+            Goal(bits=bad)
     with pytest.raises(UserError, match="one limit on the loss"):
         AllocationRequest(max_kl=0.1, max_ppl_increase="1%").goal()
     with pytest.raises(UserError, match="--at-least 'fp8': write it as GLOB=FORMAT"):

@@ -1,0 +1,30 @@
+"""JSON for files and for `--json`: a float that is NaN or infinite becomes null.
+
+Python would write it as the word NaN or Infinity, which the standard does not have and other readers refuse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """`value` as JSON.
+
+    Args:
+        value: of dicts, lists, tuples, strings and numbers.
+        options: of `json.dumps`.
+    """
+    return json.dumps(finite(value), allow_nan=False, **options)
+
+
+def finite(value: Any, instead: str | None = None) -> Any:
+    """A copy of `value` with `instead` for every float that is NaN or infinite, and lists for tuples."""
+    if isinstance(value, Mapping):
+        return {key: finite(item, instead) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item, instead) for item in value]
+    return instead if isinstance(value, float) and not math.isfinite(value) else value
