@@ -69,7 +69,7 @@ def by_expert() -> list[dict[str, Any]]:
     values = torch.randn(EXPERTS, INNER, HIDDEN, device="cuda", dtype=torch.bfloat16) * 0.05
     weights = {name: quantize(values, FORMATS[name]) for name, _ in GROUPED}
     if current().has_wgmma:
-        weights["nvfp4"] = prepack(weights["nvfp4"])  # as `quant generate` lays out a model
+        weights["nvfp4"] = prepack(weights["nvfp4"])  # as a loaded model has it
     for tokens in (1, 64, 1024, 4096):
         index = torch.rand(tokens, EXPERTS, device="cuda").topk(CHOICES).indices
         order, offsets = experts.sort_by_expert(index, EXPERTS)

@@ -39,7 +39,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention, has_fp8_tensor_cores
 from quant.kernels.attention_reference import fp8_attention_reference
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
-from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.linear.modules import QuantLinear, restore_layout
 from quant.kernels.linear.ops import LINEAR
 
 _ATTENTION = "quant::fp8_attention"
@@ -140,6 +140,7 @@ def traced(
         name: torch.export.Dim(name, **dict(zip(("min", "max"), ranges.get(name, ()), strict=False))) for name in names
     }
     dynamic = {name: {axis: sizes[dim] for axis, dim in (dims or {}).get(name, {}).items()} for name in inputs}
+    restore_layout(model)
     with torch.no_grad(), _traceable(model, inputs, ranges.get("sequence"), attention_scales) as graph:
         try:
             program = torch.export.export(graph, (), dict(inputs), dynamic_shapes=dynamic, strict=False)

@@ -46,6 +46,7 @@ from quant.export.onnx_graph.decoder import (
 from quant.export.onnx_graph.ops import translations
 from quant.export.onnx_graph.opsets import OPSET
 from quant.export.onnx_graph.shapes import Input, parse_profile
+from quant.kernels.linear.modules import restore_layout
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
@@ -201,6 +202,7 @@ def _trace(
     dynamic: Any = tuple(axes.values())
     if split is not None:
         dynamic = (dict(list(axes.items())[:split]), list(axes.values())[split:])
+    restore_layout(module)
     try:
         with torch.no_grad():
             exported = torch.export.export(module, arguments, dynamic_shapes=dynamic, strict=False)

@@ -140,8 +140,8 @@ class _QuantModule(nn.Module):
         Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
         nor where accelerate copies it from the CPU anew for each forward.
         """
-        codes = self.codes
-        if type(codes) is not torch.Tensor or codes.is_meta or torch.compiler.is_compiling():
+        codes, is_traced = self.codes, torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if type(codes) is not torch.Tensor or codes.is_meta or is_traced:
             return
         if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
             weight = self.stored_weight
@@ -197,6 +197,14 @@ class _QuantModule(nn.Module):
     def extra_repr(self) -> str:
         activation = self.activation_format or "16 bit"
         return f"{list(self.weight_shape)}, weight={self.weight_format}, activation={activation}"
+
+
+def restore_layout(model: nn.Module) -> None:
+    """Puts all weights of `model` in the layout of a checkpoint, for exporters; a forward arranges them again."""
+    for module in model.modules():
+        if isinstance(module, _QuantModule) and is_prepacked(module.stored_weight):
+            module._store(restore(module.stored_weight))
+            module._arranged = None
 
 
 def _is_offloaded(module: nn.Module) -> bool:

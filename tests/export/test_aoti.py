@@ -15,6 +15,7 @@ from quant.export.aoti import dequantize_in_graph, export_aoti, load_aoti, lower
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
+from quant.kernels.linear import modules
 from quant.kernels.linear.modules import QuantLinear
 
 # Weight format, activation format, and whether the input scale is static.
@@ -210,3 +211,14 @@ def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path],
     path = package(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, device="cuda")
     got = load_aoti(path)(x=x.cuda()).float().cpu()
     assert float((got - expected).norm() / expected.norm()) < 0.05
+
+
+def test_weights_in_a_kernels_layout_are_restored_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
+    monkeypatch.setattr(modules, "is_wanted", lambda device: True)
+    model, x = Gated("nvfp4", None, False), torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        assert model.up.codes.dtype is torch.int32
+        assert torch.equal(lowered(model, {"x": x}, dims=DIMS).module()(x=x), expected)
+        assert torch.equal(model(x), expected) and model.up.codes.dtype is torch.int32

@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, quantize
+from quant.kernels.linear import modules
 from quant.kernels.linear.modules import QuantLinear
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
@@ -255,3 +256,13 @@ def test_the_model_is_left_as_it_was(tmp_path: Path) -> None:
     after = module.state_dict(keep_vars=True)
     assert {name: id(t) for name, t in after.items()} == {name: i for name, (i, _) in before.items()}
     assert all(torch.equal(after[name].float(), t.float()) for name, (_, t) in before.items())
+
+
+def test_weights_in_a_kernels_layout_are_written_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
+    module, x = nn.Sequential(layer("nvfp4", None, torch.bfloat16)), torch.randn(2, ROWS, IN).bfloat16()
+    before = exported(module, x, tmp_path / "before.onnx").read_bytes()
+    monkeypatch.setattr(modules, "is_wanted", lambda device: True)
+    module(x)
+    assert module[0].codes.dtype is torch.int32
+    assert exported(module, x, tmp_path / "after.onnx").read_bytes() == before

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, quantize
@@ -195,6 +196,13 @@ def test_compiled_and_exported_modules_keep_their_layout(format: str, hopper: Si
     torch._dynamo.reset()
     with torch.no_grad():
         assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(x), y)
+
+
+def test_a_fake_forward_leaves_the_weight_alone(hopper: SimpleNamespace) -> None:
+    module = QuantLinear(weight_in("nvfp4"))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert module(torch.randn(4, IN).bfloat16()).shape == (4, OUT)
+    assert type(module.codes) is torch.Tensor and module.codes.dtype is torch.uint8
 
 
 # On a GPU
