@@ -85,34 +85,23 @@ def _has_ops() -> bool:
     return all(hasattr(torch.ops.tensorrt, name) for name in ("quantize_op", "dynamic_block_quantize_op"))
 
 
-class _Fp8Quantizer(nn.Module):
-    """To E4M3 and back; without a static `amax` it is measured in the graph."""
+class _Quantizer(nn.Module):
+    """To a format and back: FP8, or NVFP4 in blocks; without a static `scale`, amax is measured in the graph."""
 
     amax: torch.Tensor | None
 
-    def __init__(self, amax: torch.Tensor | None) -> None:
+    def __init__(self, format: Format, scale: torch.Tensor | None) -> None:
         super().__init__()
-        self.register_buffer("amax", amax)
+        largest = format.element.max * (format.scale.max if format.global_scale else 1.0)
+        self.register_buffer("amax", None if scale is None else scale * largest)
+        self.block = format.block[1] if format.global_scale else 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         amax = x.abs().amax().float() if self.amax is None else self.amax
-        return torch.ops.tensorrt.quantize_op(x, amax, *_E4M3, False, False)  # type: ignore[no-any-return]
-
-
-class _Nvfp4Quantizer(nn.Module):
-    """To blocks of E2M1 with E4M3 scales, and back."""
-
-    amax: torch.Tensor | None
-
-    def __init__(self, amax: torch.Tensor | None, block: int) -> None:
-        super().__init__()
-        self.register_buffer("amax", amax)
-        self.block = block
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        amax = x.abs().amax().float() if self.amax is None else self.amax
-        op = torch.ops.tensorrt.dynamic_block_quantize_op
-        return op(x, self.block, amax, *_E2M1, *_E4M3)  # type: ignore[no-any-return]
+        ops = torch.ops.tensorrt
+        if self.block:
+            return ops.dynamic_block_quantize_op(x, self.block, amax, *_E2M1, *_E4M3)  # type: ignore[no-any-return]
+        return ops.quantize_op(x, amax, *_E4M3, False, False)  # type: ignore[no-any-return]
 
 
 class _LoweredLinear(nn.Module):
@@ -125,9 +114,9 @@ class _LoweredLinear(nn.Module):
         weight = linear.quantized_weight
         self.register_buffer("weight", weight.dequantize(dtype))
         self.bias, self.parts = linear.bias, linear.parts
-        self.weight_quantizer = _quantizer(weight.format, _per_tensor_scale(weight))
+        self.weight_quantizer = _Quantizer(weight.format, _per_tensor_scale(weight))
         given = linear.activation_format
-        self.input_quantizer = _quantizer(given, linear.input_scale) if given else nn.Identity()
+        self.input_quantizer = _Quantizer(given, linear.input_scale) if given else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.parts.input(x)
@@ -140,14 +129,6 @@ def _per_tensor_scale(weight: BlockScaledTensor) -> torch.Tensor:
     scale = weight.global_scale if weight.format.global_scale else weight.scale
     assert scale is not None
     return scale.float().reshape(())
-
-
-def _quantizer(format: Format, scale: torch.Tensor | None) -> nn.Module:
-    """The quantizer of a format; None as its scale measures it in the graph."""
-    if not format.global_scale:
-        return _Fp8Quantizer(None if scale is None else scale * format.element.max)
-    largest = format.element.max * format.scale.max
-    return _Nvfp4Quantizer(None if scale is None else scale * largest, format.block[1])
 
 
 def _check(name: str, linear: QuantLinear) -> None:

@@ -32,13 +32,12 @@ from quant.export.engine.graph import (
     as_profiles,
     check_graph,
     label_nodes,
-    layer_of,
     load_graph,
     make_profiles,
 )
 from quant.export.engine.process import Progress, run_worker, timing_cache, worker_environment
 from quant.export.engine.targets import choose_backend, resolve_target
-from quant.export.onnx_graph.export import export_onnx
+from quant.export.onnx_graph.export import export_onnx, layer_of
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
 from quant.recipes.json_text import json_text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.export.engine.targets import Target
-from quant.export.onnx_graph.export import LAYER_KEY
+from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM, Input, Shapes, graph_inputs, parse_profile
 
@@ -162,8 +162,8 @@ def _node_problems(
             weight = next((s for s in sources if types.get(s.input[0])), None)
             inputs = next((s for s in sources if not types.get(s.input[0])), None)
             blocked = weight is not None and _attribute(weight, "block_size", 0) > 0
-            static = inputs is not None and _is_static_quantize(producer.get(inputs.input[0]))
-            if blocked and static and weight is not None:
+            maker = producer.get(inputs.input[0]) if inputs is not None else None
+            if blocked and weight is not None and maker is not None and maker.op_type == "QuantizeLinear":
                 yield _blocked_and_quantized(types[weight.input[0]])
     if node.op_type == "Attention":
         heads, queries = _heads_and_queries(node.input[0], shapes)
@@ -197,18 +197,9 @@ def _unwrap(node: Any, producer: Mapping[str, Any]) -> Any:
     return node
 
 
-def _is_static_quantize(node: Any) -> bool:
-    return node is not None and node.op_type == "QuantizeLinear"
-
-
 def _attribute(node: Any, name: str, default: Any) -> Any:
     found = next((a for a in node.attribute if a.name == name), None)
     return default if found is None else (found.f if isinstance(default, float) else found.i)
-
-
-def layer_of(node: Any) -> str:
-    """Name of the layer that the exporter made a node for, or an empty string."""
-    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
 
 
 def _place(node: Any) -> str:

@@ -158,11 +158,6 @@ def integer_arguments(q: Sequence[Any], k: Sequence[Any]) -> tuple[Any, Any, Any
     return q[1], k[1], q[2], k[2]
 
 
-def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
-    return -(-a // b)
-
-
 def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Sequence[int], stream: int = 0) -> None:
     """Launches the PTX as an engine does.
 
@@ -173,7 +168,7 @@ def launch(kernel: LoadedKernel, shapes: Sequence[Sequence[int]], addresses: Seq
         stream: handle of a CUDA stream.
     """
     q, k = shapes
-    grid = launch_grid(q, tiles_for(q[3], kernel.compiled.arch), ceil_div)
+    grid = launch_grid(q, tiles_for(q[3], kernel.compiled.arch), lambda a, b: -(-a // b))
     kernel.launch(grid, [*addresses[:4], *integer_arguments(q, k), *addresses[4:]], stream)
 
 

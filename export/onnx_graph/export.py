@@ -307,6 +307,11 @@ def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:
             value.shape = ir.Shape([named(dim) for dim in value.shape])
 
 
+def layer_of(node: Any) -> str:
+    """The layer that a node of an exported file belongs to, or nothing."""
+    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
+
+
 def _clean(model: Any) -> None:
     """Removes the exporter's metadata, such as stack traces with paths of this machine."""
     for value in [*model.graph.inputs, *model.graph.outputs, *model.graph.initializers.values()]:

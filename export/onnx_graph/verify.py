@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from quant.calibration.blocks import stored_dtype
-from quant.export.onnx_graph.export import LAYER_KEY
+from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import register_schemas
 from quant.export.onnx_graph.reference import evaluator
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
@@ -104,9 +104,9 @@ class LayerGraphs:
         graph = self.model.graph
         self.constants = {tensor.name: tensor for tensor in graph.initializer}
         self.maker = {name: node for node in graph.node for name in node.output}
-        self.layer = {name: _layer_of(node) for name, node in self.maker.items()}
+        self.layer = {name: layer_of(node) for name, node in self.maker.items()}
         self.outputs = {
-            _layer_of(node): node.output[0] for node in graph.node if _layer_of(node)
+            layer_of(node): node.output[0] for node in graph.node if layer_of(node)
         }  # the last tagged node of a layer is the one that its output comes from
 
     def linear(self, name: str) -> tuple[Any, str]:
@@ -177,10 +177,6 @@ class LayerGraphs:
         return model, free[0] if free else ""
 
 
-def _layer_of(node: Any) -> str:
-    return next((entry.value for entry in node.metadata_props if entry.key == LAYER_KEY), "")
-
-
 def _compare(
     name: str, module: QuantLinear, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
 ) -> dict[str, Any]:
@@ -231,7 +227,7 @@ class _Error:
 
     @property
     def relative(self) -> float:
-        """As `relative_error` of the whole."""
+        """Frobenius norm of the difference over that of the reference."""
         return math.sqrt(self.difference) / max(math.sqrt(self.reference), 1e-30)
 
 
@@ -277,12 +273,6 @@ def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
             global_scale=module.input_scale if second else None,
         )
     return linear(x.double(), weight.double(), None if bias is None else bias.double())
-
-
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Frobenius norm of the difference over that of what was expected, in float64."""
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:

@@ -19,6 +19,7 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.space import Goal
 from quant.api.save import save_state_dict, write_model
+from quant.calibration.progress import Progress
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
@@ -96,16 +97,7 @@ def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, seconds: d
         )
     eval_rows = _eval_rows(job, source, source.model)
     with console.stages(quiet) as progress:
-        data = read_calibration(
-            source,
-            job.calib,
-            samples=job.calib_samples,
-            seqlen=job.seqlen,
-            seed=job.seed,
-            progress=progress,
-            include=job.include,
-            exclude=job.exclude,
-        )
+        data = _calibration(job, source, progress)
         found = allocate(
             source.model,
             data,
@@ -143,15 +135,7 @@ def _run_model(
     evaluation = None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data = read_calibration(
-                source,
-                job.calib,
-                samples=job.calib_samples,
-                seqlen=job.seqlen,
-                seed=job.seed,
-                progress=progress,
-                plan=asked,
-            )
+            data = _calibration(job, source, progress, asked)
         quantized = ready or solve_plan(model, asked, data, progress=progress)
         model, plan = quantized.model, quantized.plan
         if plan.provenance.get("guard"):
@@ -198,6 +182,14 @@ def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, seconds: 
         finish=lambda directory, hashes: _finish_directory(source, report, plan, directory, hashes),
     )
     return report
+
+
+def _calibration(job: Job, source: Source, progress: Progress, plan: Plan | None = None) -> torch.Tensor:
+    """Rows of --calib; `plan` is None while an allocation has yet to find it."""
+    return read_calibration(
+        source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, progress=progress,
+        plan=plan, include=job.include, exclude=job.exclude,
+    )  # fmt: skip
 
 
 def _eval_rows(job: Job, source: Source, model: nn.Module) -> torch.Tensor | None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from attention_operators import attention_operators
+from onnx_samples import attention_operators, relative_error
 from torch import nn
 
 from quant.api.quantize import quantize
@@ -27,7 +27,7 @@ transformers = pytest.importorskip("transformers", reason="needs the extra hf")
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, kv_scales_of, operand_scales  # noqa: E402
 from quant.export.onnx_graph.export import export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx_graph.verify import check_file, relative_error, to_numpy  # noqa: E402
+from quant.export.onnx_graph.verify import check_file, to_numpy  # noqa: E402
 
 FP8 = FORMATS["fp8"]
 

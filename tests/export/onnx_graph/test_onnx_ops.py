@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_samples import relative_error
 from torch import nn
 from torch.nn.functional import linear
 
@@ -23,7 +24,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
 from quant.export.onnx_graph.export import LAYER_KEY, PLAN_KEY, export_onnx  # noqa: E402
 from quant.export.onnx_graph.reference import evaluator  # noqa: E402
-from quant.export.onnx_graph.verify import relative_error, to_numpy  # noqa: E402
+from quant.export.onnx_graph.verify import to_numpy  # noqa: E402
 from quant.recipes.plan import LayerPlan, Plan  # noqa: E402
 
 ROWS, IN, OUT = 5, 256, 128

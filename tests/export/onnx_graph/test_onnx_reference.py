@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attention_operators import plugin_attention, quantized_attention
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from onnx_samples import plugin_attention, quantized_attention
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize

@@ -1,4 +1,4 @@
-"""This file has the attention operators of exported graphs in numpy, for tests that run whole files."""
+"""Tests of ONNX files share the relative error and, to run whole files, the attention operators in numpy."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
 
 _E4M3_MAX = np.float32(448)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of what was expected, in float64."""
+    difference = (found.double() - expected.double()).norm()
+    return float(difference / expected.double().norm().clamp_min(1e-30))
 
 
 def quantized_attention(
