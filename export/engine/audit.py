@@ -63,13 +63,9 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor that a kernel reads or writes.
+    """A tensor that a kernel reads or writes; views of one tensor share its `name`.
 
-    Attributes:
-        name: of the memory it lies in; views of one tensor share it.
-        type: `fp4`, `fp8`, `int8`, `int4`, `half`, `float`, or the compiler's word where it is none of them.
-        dims: its shape; a dynamic dimension is None.
-        constant: whether it is stored in the engine.
+    `type` is a key of `_BITS` or the compiler's word; a dynamic dimension is None; `constant` says it is in the engine.
     """
 
     name: str
@@ -87,15 +83,9 @@ class Operand:
 class Kernel:
     """One line of a compiled program.
 
-    Attributes:
-        kind: the compiler's word: `fully_connected`, `runtime_fusion`, `function`, …
-        name: of the kernel, or of the nodes it stands for.
-        nodes: names of the ONNX nodes that were fused into it.
-        inputs: operands in order; for a `fully_connected`, the activation and then the weight.
-        outputs: names of what it writes.
-        backbone: of a `runtime_fusion`: `gemm` where it is one.
-        is_body: whether it only says what a `runtime_fusion` consists of.
-        program: index of the program it belongs to.
+    `kind` is the compiler's word, such as `fully_connected`, whose inputs are activation and weight, or
+    `runtime_fusion`, whose `backbone` may be `gemm`; `nodes` are the ONNX nodes fused into it; `is_body` marks a part
+    of a `runtime_fusion`; `program` is an index.
     """
 
     kind: str
@@ -127,14 +117,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Finding:
-    """A layer or an attention as planned and as found.
-
-    Attributes:
-        name: of the layer in the plan or of the attention's module; of its ONNX node where that names no layer.
-        planned: what the plan asks for.
-        found: what the engine does, the worst of its programs.
-        passed: whether that is what was planned, or better.
-    """
+    """A layer, attention or other GEMM as planned and as found, the worst of the engine's programs."""
 
     name: str
     planned: str

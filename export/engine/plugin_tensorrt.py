@@ -75,16 +75,9 @@ def register_quick(trt: Any, trtp: Any, arch: int) -> None:
         return [trtp.AutoTuneCombination(", ".join(types), "LINEAR")]
 
     def implement(
-        q: Any,
-        k: Any,
-        v: Any,
-        scales: Any,
-        causal: Any,
-        softmax_scale: Any,
-        output_type: Any,
-        outputs: Any,
-        tactic: Any,
-    ) -> Any:
+        q: Any, k: Any, v: Any, scales: Any, causal: Any, softmax_scale: Any, output_type: Any,
+        outputs: Any, tactic: Any,
+    ) -> Any:  # fmt: skip
         attributes = Attributes(causal, softmax_scale, output_type)
         shapes = [[_constant(size) for size in x.shape_expr] for x in (q, k, v, scales)]
         compiled = compile_attention(check_shapes(shapes), attributes, arch)

@@ -23,12 +23,7 @@ EXTRAS = {"tensorrt_rtx": "tensorrt-rtx", "tensorrt": "tensorrt"}
 
 @dataclass(frozen=True)
 class Target:
-    """A GPU generation.
-
-    Attributes:
-        name: as the user wrote it.
-        capability: CUDA compute capability.
-    """
+    """A GPU generation: its name as the user wrote it, and its CUDA compute capability."""
 
     name: str
     capability: tuple[int, int]
@@ -54,12 +49,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Backend:
-    """What builds the engine, and why that one.
-
-    Attributes:
-        module: `tensorrt_rtx` or `tensorrt`.
-        reason: one sentence for the user and the receipt.
-    """
+    """The library that builds the engine, and one sentence for the user and the receipt why that one."""
 
     module: str
     reason: str

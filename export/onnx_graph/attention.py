@@ -39,31 +39,6 @@ def attention_translations() -> dict[Any, Callable[..., Any]]:
     }
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    scales: Sequence[float],
-    kind: str,
-) -> torch.Tensor:
-    """The attention that an exported graph holds as one op; PyTorch runs it too.
-
-    Args:
-        q: `[batch, heads, seq_q, dim]`.
-        k, v: `[batch, kv_heads, seq_kv, dim]`.
-        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
-        scale: multiplies q·k.
-        causal: query i sees keys up to i.
-        scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
-        kind: "native" or "plugin".
-    """
-    out: torch.Tensor = torch.ops.quant.onnx_attention(q, k, v, mask, scale, causal, list(scales), kind)
-    return out
-
-
 def _attention_body(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -74,6 +49,17 @@ def _attention_body(
     scales: list[float],
     kind: str,
 ) -> torch.Tensor:
+    """The attention that an exported graph holds as one op, in PyTorch.
+
+    Args:
+        q: `[batch, heads, seq_q, dim]`.
+        k, v: `[batch, kv_heads, seq_kv, dim]`.
+        mask: bool `[batch, 1, seq_q, seq_kv]`, True where a query sees a key; None for all.
+        scale: multiplies q·k.
+        causal: query i sees keys up to i.
+        scales: of q, k, v and the probabilities for FP8; empty for 16 bit.
+        kind: "native" or "plugin".
+    """
     if scales and kind == "plugin":
         q8, k8, v8 = (_to_e4m3(x, s) for x, s in zip((q, k, v), scales, strict=False))
         operands = torch.tensor(scales[:3])
@@ -187,3 +173,5 @@ def _register_ops() -> None:
 
 
 _register_ops()
+attend = torch.ops.quant.onnx_attention
+"""The op, with the arguments of `_attention_body`."""

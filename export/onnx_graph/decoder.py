@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
-from quant.export.onnx_graph.attention import attention as attend
+from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
 
 ATTENTIONS = ("native", "plugin", "none")
@@ -94,7 +94,7 @@ class Attention:
             check_attention(name, self.kind, query, key, attention_mask is not None)
         # A single query, or one with a mask of its own, sees all keys that are left.
         causal = causal and attention_mask is None and not self.past
-        out = attend(query, key, value, attention_mask, scale, causal, scales, self.kind)
+        out: torch.Tensor = attend(query, key, value, attention_mask, scale, causal, list(scales), self.kind)
         return out.transpose(1, 2), None
 
     def _cached(self, name: str, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -39,20 +39,16 @@ if TYPE_CHECKING:
 @JSON
 def sensitivity_command(
     model: str,
-    formats: str,
-    method: str,
     out: Path | None,
     calib: str | None,
     samples: int,
     seqlen: int,
-    solver: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
     seed: int,
     model_factory: str | None,
     unsafe_load: bool,
     quiet: bool,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Score what each fusion group of MODEL loses in each format.
 
@@ -74,10 +70,7 @@ def sensitivity_command(
     module.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     with stages(silent) as progress:
         rows = read_calibration(source, calib, samples=samples, seqlen=seqlen, seed=seed, progress=progress)
-        found = score(
-            module, rows[:samples], formats=formats, method=method, solver=solver, include=include,
-            exclude=exclude, seed=seed, path=out, progress=progress,
-        )  # fmt: skip
+        found = score(module, rows[:samples], seed=seed, path=out, progress=progress, **options)
     if not is_first:
         return
     if as_json:
