@@ -13,9 +13,8 @@ A model without an output head, such as an encoder, has no predictions. Its embe
 
     cosine     = mean [1 − cosine similarity of the mean last hidden states of a row]
 
-Logits are what does not fit: 512 positions of a 150k vocabulary are 300 MB in FP32, several times over. So the
-model without its output head runs on a whole row, and the head on a slice of positions at a time. The logits of
-both models for one slice are compared and dropped. Sums over positions are kept in float64.
+The logits of both models are computed for one slice of positions at a time, compared and dropped. Sums over positions
+are kept in float64.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ from torch import nn
 
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import last_hidden
+from quant.calibration.sensitivity.logits import Logits, device_of, logits_of
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
-
-# 32 MB of FP32 logits: about 170 positions of a 49k vocabulary, 55 of a 150k one.
-_SLICE_ELEMENTS = 1 << 23
-
-Read = Callable[[slice], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,10 +99,10 @@ def evaluate(
         if _has_no_predictions(model, rows[:1, :2]):
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
-        readers = [_logits_reader(each, rows[:1, :16]) for each in models]
+        logits = [Logits(each, output_head(each)) for each in models]
         for start in range(0, len(rows), batch_size):
             batch = rows[start : start + batch_size]
-            sums += _measure([read(batch) for read in readers], batch, start)
+            sums += _measure(logits, batch, start)
             if progress is not None:
                 progress(start + len(batch), len(rows))
     tokens = len(rows) * (rows.shape[1] - 1)
@@ -148,10 +143,9 @@ def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: it does not run on them.
     """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     try:
         with torch.no_grad():
-            return _call(model, probe.to(device), "logits")
+            return logits_of(model, probe.to(device_of(model)))
     except Exception as error:  # the model's own code, which may fail in any way on what it is not made for
         raise ValueError(f"it does not run on token ids ({' '.join(str(error).split())})") from error
 
@@ -161,8 +155,7 @@ def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:
     find_head = getattr(model, "get_output_embeddings", None)
     if not callable(find_head) or find_head() is not None:
         return False
-    device = next((t.device for t in model.parameters()), torch.device("cpu"))
-    return not hasattr(model(input_ids=probe.to(device)), "logits")
+    return not hasattr(model(probe.to(device_of(model))), "logits")
 
 
 def _embedding_distance(
@@ -189,20 +182,17 @@ def _embedding_distance(
 
 def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     """Mean of the last hidden states, float64 `[rows, hidden]`."""
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    return last_hidden(model(input_ids=batch.to(device))).double().mean(dim=1)
+    return last_hidden(model(batch.to(device_of(model)))).double().mean(dim=1)
 
 
-def _measure(reads: Sequence[Read], batch: torch.Tensor, first_row: int) -> torch.Tensor:
+def _measure(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> torch.Tensor:
     """Sums over one batch: NLL of the model, NLL of the baseline, KL, agreements; float64 `[4]`."""
     sums = torch.zeros(4, dtype=torch.float64)
     targets = batch[:, 1:].flatten()
     per_row = batch.shape[1] - 1
-    vocabulary = reads[0](slice(0, 1)).shape[-1]
-    step = max(_SLICE_ELEMENTS // vocabulary, 1)
-    for start in range(0, len(targets), step):
-        part = slice(start, start + step)
-        logp = [read(part).log_softmax(dim=-1) for read in reads]
+    hidden = [each.hidden(batch.to(device_of(each.model))) for each in logits]
+    for part in logits[0].parts(hidden[0]):
+        logp = [each.logp(h[part]) for each, h in zip(logits, hidden, strict=True)]
         if len({x.shape[-1] for x in logp}) > 1:
             raise ValueError(f"model and baseline have different vocabularies: {[x.shape[-1] for x in logp]} tokens")
         target = targets[part, None].to(logp[0].device)
@@ -214,7 +204,7 @@ def _measure(reads: Sequence[Read], batch: torch.Tensor, first_row: int) -> torc
             found[2] = _kl_(logp[1].to(target.device), logp[0])
         if not bool(found.isfinite().all()):
             bad = ~found.isfinite()
-            position = start + int(bad.any(dim=0).nonzero()[0])
+            position = part.start + int(bad.any(dim=0).nonzero()[0])
             where = ("the model's logits", "the baseline's logits", "KL")[int(bad.any(dim=1).nonzero()[0])]
             raise ValueError(
                 f"row {first_row + position // per_row}, position {position % per_row}: NaN or infinity in {where}; "
@@ -232,54 +222,6 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     p = logp_base.exp()
     # A token that the baseline rules out (p = 0) counts nothing, though its logarithms may differ by infinity.
     return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
-
-
-def _logits_reader(model: nn.Module, probe: torch.Tensor) -> Callable[[torch.Tensor], Read]:
-    """From rows of ids to a function from a slice of their positions to FP32 logits; last positions left out.
-
-    Between the hidden states and the logits a model may do more than apply its head (scale, soft-cap), so the
-    short cut is compared with the model's own forward on `probe` and not taken where the two differ.
-    """
-    device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-    def whole(ids: torch.Tensor) -> Read:
-        logits = _call(model, ids.to(device), "logits")[:, :-1].flatten(0, 1)
-        return lambda part: logits[part].float()
-
-    backbone, head, cap = _split_head(model)
-    if backbone is None or head is None:
-        return whole
-
-    def split(ids: torch.Tensor) -> Read:
-        hidden = _call(backbone, ids.to(device), "last_hidden_state")[:, :-1].flatten(0, 1)
-        return lambda part: _soft_cap(head(hidden[part]).float(), cap)
-
-    everything = slice(None)
-    expected, found = whole(probe)(everything), split(probe)(everything)
-    # Rounding differs by far less than this even in BF16, a forgotten factor by more.
-    agrees = expected.shape == found.shape and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
-    return split if agrees else whole
-
-
-def _split_head(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None, float | None]:
-    """Backbone, output head and soft-cap of a Hugging Face model; no backbone where there is none apart."""
-    head = output_head(model)
-    backbone = getattr(model, getattr(model, "base_model_prefix", "") or "model", None)
-    if head is None or not isinstance(backbone, nn.Module) or backbone is model:
-        return None, None, None
-    return backbone, head, getattr(_text_config(model), "final_logit_softcapping", None)
-
-
-def _soft_cap(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
-    return logits if cap is None else torch.tanh(logits / cap) * cap
-
-
-def _call(model: nn.Module, ids: torch.Tensor, output: str) -> torch.Tensor:
-    """The tensor called `output` of a Hugging Face model, or what another module returns (first, where several)."""
-    result = model(input_ids=ids, use_cache=False) if hasattr(model, "config") else model(ids)
-    if isinstance(result, torch.Tensor):
-        return result
-    return getattr(result, output) if hasattr(result, output) else result[0]  # type: ignore[no-any-return]
 
 
 def _text_config(model: nn.Module) -> Any:

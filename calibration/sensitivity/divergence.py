@@ -9,9 +9,6 @@ All are zero and flat at the original, so near it they are quadratic forms: ½ �
 negative log-likelihood of one that the model itself proposes; for an embedding its product with a random direction.
 Then ½ E[(g · δ)²] is the divergence that a change δ causes, and one backward pass gives g at every layer.
 
-Logits are what does not fit, so the output head is left out of the forward pass and applied to slices of positions.
-A model that does more than its head to the hidden states (soft caps, scales) is taken whole.
-
 A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and in these terms
 
     KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
@@ -27,8 +24,7 @@ before they are rounded to BF16.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -37,11 +33,9 @@ from torch.linalg import vecdot
 
 from quant.calibration.blocks import output_of
 from quant.calibration.cpu_bf16 import fast_dtype
+from quant.calibration.sensitivity.logits import Logits, logits_of
 from quant.calibration.texts.rows import few_of
 from quant.recipes.layers import output_head
-
-# 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
-_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 
 
 class NotFinite(ValueError):  # noqa: N818 -- what it says of a measured value
@@ -136,16 +130,15 @@ def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
     return Classes(model) if found.dim() == 2 else Embeddings(model)
 
 
-class NextToken:
+class NextToken(Logits):
     """KL of next-token distributions."""
 
     unit = "nats: KL(base‖model) of the next token"
     probes = 1
     by_token = True
 
-    def __init__(self, model: nn.Module, head: nn.Module) -> None:
-        self.model, self.head = model, head
-        self.split: bool | None = None
+    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+        super().__init__(model, head)
         self.narrow: torch.Tensor | None = None  # weight of the head for products of small differences
 
     def count(self, rows: torch.Tensor) -> int:
@@ -153,14 +146,14 @@ class NextToken:
 
     def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
-            hidden = self._hidden(rows)
-            return hidden, [self._p(hidden[part]) for part in self._parts(hidden)] if keep else None
+            hidden = self.hidden(rows)
+            return hidden, [self._p(hidden[part]) for part in self.parts(hidden)] if keep else None
 
     def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> float:
         total = 0.0
         with torch.no_grad():
-            hidden = self._hidden(rows)
-            for place, part in enumerate(self._parts(hidden)):
+            hidden = self.hidden(rows)
+            for place, part in enumerate(self.parts(hidden)):
                 p = self._base(reference, place, part)
                 found = _kl(p, self._difference(hidden[part], reference[0][part], p))
                 total += self._sum(found, rows, part, "the divergence from the original model", first_row)
@@ -176,11 +169,11 @@ class NextToken:
 
     def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
         """Logits of the model less those of the base; 0 where the base rules a token out."""
-        if self.split and type(self.head) is nn.Linear:
+        if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
                 self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), fast_dtype(hidden))
             return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
-        difference = self._logits(hidden).float() - self._logits(base).float()
+        difference = self.logits(hidden).float() - self.logits(base).float()
         return difference if self.split else difference.masked_fill(p == 0, 0)
 
     def nll(self, rows: torch.Tensor, first_row: int = 0) -> float:
@@ -188,9 +181,9 @@ class NextToken:
         targets = rows[:, 1:].flatten()
         total = 0.0
         with torch.no_grad():
-            hidden = self._hidden(rows)
-            for part in self._parts(hidden):
-                found = -self._logp(hidden[part]).gather(1, targets[part, None])[:, 0]
+            hidden = self.hidden(rows)
+            for part in self.parts(hidden):
+                found = -self.logp(hidden[part]).gather(1, targets[part, None])[:, 0]
                 total += self._sum(found, rows, part, "the likelihood of the next token", first_row)
         return total
 
@@ -212,12 +205,12 @@ class NextToken:
     ) -> float:
         """Backward from the sum of a loss of each position, the head's share slice by slice."""
         with torch.enable_grad():
-            hidden = self._hidden(rows)
+            hidden = self.hidden(rows)
             gradient = torch.empty_like(hidden)
             total = 0.0
-            for place, part in enumerate(self._parts(hidden)):
+            for place, part in enumerate(self.parts(hidden)):
                 leaf = hidden[part].detach().requires_grad_(True)
-                values = loss(place, part, self._logp(leaf))
+                values = loss(place, part, self.logp(leaf))
                 total += self._sum(values, rows, part, "the loss", first_row)
                 (gradient[part],) = torch.autograd.grad(values.sum(), leaf)
             hidden.backward(gradient)
@@ -230,51 +223,8 @@ class NextToken:
         with torch.no_grad():
             return self._p(hidden[part])
 
-    def _parts(self, hidden: torch.Tensor) -> list[slice]:
-        with torch.no_grad():
-            vocabulary = self._logits(hidden[:1]).shape[-1]
-        step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
-        return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
-
     def _p(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits(hidden).float().softmax(dim=-1)
-
-    def _logp(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._logits(hidden).float().log_softmax(dim=-1)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden) if self.split else hidden
-
-    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
-        if self.split is None:
-            self.split = self._can_split(few_of(rows))
-        if not self.split:
-            return self._forward(rows)[:, :-1].flatten(0, 1)
-        return self._before_head(rows)[:, :-1].flatten(0, 1)
-
-    def _forward(self, rows: torch.Tensor) -> torch.Tensor:
-        result = self.model(rows)
-        return result.logits if hasattr(result, "logits") else output_of(result)
-
-    def _before_head(self, rows: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-
-        def stand_in(hidden: torch.Tensor) -> torch.Tensor:
-            seen.append(hidden)
-            return hidden[..., :1].detach()
-
-        with _replaced_forward(self.head, stand_in):
-            self.model(rows)
-        return seen[-1]
-
-    def _can_split(self, rows: torch.Tensor) -> bool:
-        with torch.no_grad():
-            expected = self._forward(rows).float()
-            found = self.head(self._before_head(rows)).float()
-        # Rounding differs by far less than this even in BF16, a forgotten factor by more.
-        same = expected.shape == found.shape
-        return same and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+        return self.logits(hidden).float().softmax(dim=-1)
 
 
 class Classes(NextToken):
@@ -285,14 +235,13 @@ class Classes(NextToken):
     by_token = False
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__(model, nn.Identity())
-        self.split = False
+        super().__init__(model, None)
 
     def count(self, rows: torch.Tensor) -> int:
         return rows.shape[0]
 
-    def _hidden(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._forward(rows)
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        return logits_of(self.model, rows)
 
     def _place(self, rows: torch.Tensor, position: int, first_row: int) -> str:
         return f"row {first_row + position}"
@@ -383,12 +332,3 @@ def _drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     chance = torch.rand(len(p), 1, generator=generator).to(p.device)
     upto = p.cumsum(dim=-1)
     return torch.searchsorted(upto, chance * upto[:, -1:], right=True).clamp_(max=p.shape[-1] - 1)
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward

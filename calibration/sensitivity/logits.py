@@ -1,0 +1,104 @@
+"""`Logits` computes the logits of a model for slices of positions, since those of whole rows do not fit in memory.
+
+512 positions of a vocabulary of 150k are 300 MB in FP32, several times over. So the model runs on whole rows without
+its output head, and the head is applied to a slice of positions at a time. Between the hidden states and the logits a
+model may do more than apply its head and a soft cap: the short cut is compared with the model's own forward on a few
+tokens, and a model for which the two differ is taken whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import output_of
+from quant.calibration.texts.rows import few_of
+
+# 32 MB of FP32 logits on a CPU; on a GPU what counts is the number of kernels.
+_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
+
+
+class Logits:
+    """Logits of next tokens: of every position of a row but the last.
+
+    Args:
+        model: from token ids to logits, or to an output with `.logits`.
+        head: its last linear layer, whose outputs are logits; None takes the model whole.
+    """
+
+    def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
+        self.model, self.head = model, head
+        self.split = None if head is not None else False
+        config: Any = getattr(model, "config", None)
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        self.cap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+        """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
+        if self.split is None:
+            self.split = self._can_split(few_of(rows))
+        return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
+
+    def parts(self, hidden: torch.Tensor) -> list[slice]:
+        """Slices of positions, each with about as many logits as suit the device."""
+        with torch.no_grad():
+            vocabulary = self.logits(hidden[:1]).shape[-1]
+        step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+        return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[positions, vocabulary]`, of what `hidden` gave."""
+        return self._head(hidden) if self.split else hidden
+
+    def logp(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities, float32."""
+        return self.logits(hidden).float().log_softmax(dim=-1)
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert self.head is not None
+        logits: torch.Tensor = self.head(hidden)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    def _before_head(self, rows: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+
+        def stand_in(hidden: torch.Tensor) -> torch.Tensor:
+            seen.append(hidden)
+            return hidden[..., :1].detach()
+
+        assert self.head is not None
+        with _replaced_forward(self.head, stand_in):
+            self.model(rows)
+        return seen[-1]
+
+    def _can_split(self, rows: torch.Tensor) -> bool:
+        with torch.no_grad():
+            expected = logits_of(self.model, rows).float()
+            found = self._head(self._before_head(rows)).float()
+        # Rounding differs by far less than this even in BF16, a forgotten factor by more.
+        same = expected.shape == found.shape
+        return same and bool((expected - found).abs().max() <= 0.01 * expected.abs().max())
+
+
+def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """What a model gives for token ids: logits where it has any, else the first of its outputs."""
+    result = model(rows)
+    return result.logits if hasattr(result, "logits") else output_of(result)  # type: ignore[no-any-return]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the first tensor of a model is."""
+    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.forward
