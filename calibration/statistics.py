@@ -21,7 +21,7 @@ from functools import reduce
 import torch
 from torch.nn.functional import pad
 
-from quant.calibration.cpu_matmul import usual_products
+from quant.calibration.fast_matmul import default_matmul
 from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of, scale_of
@@ -133,7 +133,7 @@ class MomentSum:
 
 def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
     x = pad(x, (0, -x.shape[1] % width)).unflatten(1, (-1, width)).transpose(0, 1)
-    with usual_products():
+    with default_matmul():
         return x.mT @ x
 
 

@@ -1,13 +1,12 @@
-"""A model in one choice of formats, remembered, so that the loss of choices near it is cheap to measure.
+"""`Baseline` keeps a run of the model in one choice of formats, so that similar choices are cheap to measure.
 
-Measuring what one group costs runs the model once for every group and format. Two things are the same in all these
-runs and in the first:
+Measuring the loss of one group runs the model once for every format. All these runs share two things with the first:
 
-    the blocks before the group that differs      they are skipped; the one before it hands out what it gave
-    most of every activation after it             only what changed is multiplied (`calibration.fast_products`)
+    the blocks before the group that differs      they are skipped; the last of them returns its kept output
+    most of every activation after it             only the differences are multiplied (`fast_matmul`)
 
-Nothing is approximated beyond the rounding of *changes* to BF16. A choice far from the one that is remembered is
-measured as well, only without gaining anything.
+Nothing is approximated beyond the rounding of *differences* to BF16. A choice that differs everywhere is measured too,
+without a gain.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ import torch
 
 from quant.calibration.blocks import find_chains
 from quant.calibration.sensitivity.divergence import Divergence
-from quant.calibration.sensitivity.switchable import Memory, Trial
+from quant.calibration.sensitivity.switchable_layer import CallCache
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
 
 _BATCH_TOKENS = 4096
-# Bytes of activations and of distributions that are remembered.
+# Bytes of activations and of distributions that are kept.
 _ACTIVATIONS = {"cpu": 2 << 30, "cuda": 8 << 30}
 _DISTRIBUTIONS = {"cpu": 1 << 30, "cuda": 4 << 30}
 
@@ -33,54 +33,54 @@ class Baseline:
     """Measures the mean divergence of choices on one text.
 
     Args:
-        trial: entered.
+        switchable: the model, entered.
         divergence: from the model in 16 bit.
         rows: token ids, int64 `[rows, seqlen]`.
 
     A divergence that is NaN or infinite is the error NotFinite, which names the row and token.
     """
 
-    def __init__(self, trial: Trial, divergence: Divergence, rows: torch.Tensor) -> None:
-        self.trial, self.divergence, self.rows = trial, divergence, rows
+    def __init__(self, switchable: SwitchableModel, divergence: Divergence, rows: torch.Tensor) -> None:
+        self.switchable, self.divergence, self.rows = switchable, divergence, rows
         self.batch_rows = max(_BATCH_TOKENS // rows.shape[1], 1)
         self.batches = rows.split(self.batch_rows)
-        self.chain = _chain(trial, few_of(rows))
+        self.chain = _chain(switchable, few_of(rows))
         self.place = {
             group: next((i for i, block in enumerate(self.chain) if group.startswith(f"{block}.")), 0)
-            for group in trial.groups
+            for group in switchable.groups
         }
         self.choice: dict[str, str] | None = None
         self.outputs: list[list[Any]] = []  # of each block of the chain, by batch
-        self.memories: list[Memory] = []
+        self.caches: list[CallCache] = []
         self.references: list[Any] = []
 
     def start(self, choice: Mapping[str, str]) -> float:
-        """Measures `choice` whole, and remembers it."""
+        """Measures `choice` with a whole run, and keeps that run."""
         self._remember_references()
-        self.choice, self.outputs, self.memories = dict(choice), [], []
-        self.trial.set(choice)
+        self.choice, self.outputs, self.caches = dict(choice), [], []
+        self.switchable.set(choice)
         budget = _ACTIVATIONS.get(self.rows.device.type, _ACTIVATIONS["cpu"])
         total = 0.0
         for i in range(len(self.batches)):
-            memory = Memory(budget // len(self.batches))
-            with self.trial.remembering(memory), self._collected() as outputs:
+            cache = CallCache(budget // len(self.batches))
+            with self.switchable.caching(cache), self._collected() as outputs:
                 total += self._measured(i)
-            memory.writing = False
+            cache.writing = False
             self.outputs.append(outputs)
-            self.memories.append(memory)
+            self.caches.append(cache)
         return self._mean(total)
 
     def loss(self, choice: Mapping[str, str]) -> float:
-        """Measures `choice`: from the first block that differs from what is remembered, or whole if nothing is."""
+        """Measures `choice` from the first block that differs from the kept run; with a whole run if none is kept."""
         self._remember_references()
-        self.trial.set(choice)
+        self.switchable.set(choice)
         if self.choice is None:
             return self._mean(sum(self._measured(i) for i in range(len(self.batches))))
         total = 0.0
         changed = [g for g in self.place if choice.get(g) != self.choice.get(g)]
         first = min((self.place[g] for g in changed), default=0)
         for i in range(len(self.batches)):
-            with self.trial.remembering(self.memories[i]), self._skipped(first, self.outputs[i]):
+            with self.switchable.caching(self.caches[i]), self._skipped(first, self.outputs[i]):
                 total += self._measured(i)
         return self._mean(total)
 
@@ -94,23 +94,23 @@ class Baseline:
         return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
 
     def _mean(self, total: float) -> float:
-        self.trial.forget_inputs()
+        self.switchable.forget_inputs()
         # A distance of zero may come out negative by a rounding error.
         return max(total, 0.0) / self.divergence.count(self.rows)
 
     def _remember_references(self) -> None:
         if self.references:
             return
-        vocabulary = getattr(getattr(self.trial.model, "config", None), "vocab_size", 0)
+        vocabulary = getattr(getattr(self.switchable.model, "config", None), "vocab_size", 0)
         keep = 4 * self.rows.numel() * vocabulary <= _DISTRIBUTIONS.get(self.rows.device.type, _DISTRIBUTIONS["cpu"])
-        self.trial.set({})
+        self.switchable.set({})
         self.references = [self.divergence.reference(batch, keep=keep) for batch in self.batches]
 
     @contextmanager
     def _collected(self) -> Iterator[list[Any]]:
-        """Within it, what the blocks of the chain give is collected, in their order."""
+        """Collects the outputs of the chain's blocks, in their order."""
         found: list[Any] = []
-        blocks = [self.trial.model.get_submodule(name) for name in self.chain]
+        blocks = [self.switchable.model.get_submodule(name) for name in self.chain]
         handles = [block.register_forward_hook(lambda module, args, out: found.append(out)) for block in blocks]
         try:
             yield found
@@ -120,8 +120,8 @@ class Baseline:
 
     @contextmanager
     def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:
-        """Within it, the blocks before number `first` of the chain return at once what they gave."""
-        skipped = [self.trial.model.get_submodule(name) for name in self.chain[:first]]
+        """Lets the blocks before number `first` of the chain return `outputs` at once."""
+        skipped = [self.switchable.model.get_submodule(name) for name in self.chain[:first]]
         for module, output in zip(skipped, outputs, strict=False):
             module.forward = _giving(output)
         try:
@@ -131,9 +131,11 @@ class Baseline:
                 del module.forward
 
 
-def _chain(trial: Trial, few: torch.Tensor) -> list[str]:
-    """Names of the model's blocks where one follows the other; none where they are no single chain."""
-    chains = find_chains(trial.model, trial.blocks, lambda: trial.model(few)) if trial.blocks else []
+def _chain(switchable: SwitchableModel, few: torch.Tensor) -> list[str]:
+    """Names of the model's blocks if they form a single chain, else none."""
+    chains = (
+        find_chains(switchable.model, switchable.blocks, lambda: switchable.model(few)) if switchable.blocks else []
+    )
     return chains[0] if len(chains) == 1 else []
 
 

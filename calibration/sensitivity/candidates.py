@@ -1,4 +1,4 @@
-"""Candidates: the formats an allocator may choose from, by the names that `--formats` takes.
+"""A `Candidate` is a pair of formats that an allocator may choose, under the name that `--formats` takes.
 
 nvfp4, mxfp8, fp8, …     a preset: its weights and its inputs
 nvfp4a16, fp8a16, …      the same weights, inputs in 16 bit

@@ -1,4 +1,4 @@
-"""What a choice of formats costs: bytes exactly, seconds as far as they are known.
+"""This file counts what a choice of formats costs: bytes exactly, seconds from a table or a roofline.
 
 Bits and bytes come from `LayerPlan`, the one place that counts them: codes, block scales, global scales and pads.
 Effective bits are bytes over weights, taken over all layers that an allocator may choose for, those that it leaves

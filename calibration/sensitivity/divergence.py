@@ -1,4 +1,4 @@
-"""How far a changed model is from the original: next-token distributions, classes, or embeddings.
+"""A `Divergence` measures how far a changed model is from the original.
 
     next token   KL(base‖model) over the vocabulary, at every position of a row but the last
     class        KL(base‖model) over the classes, one figure a row
@@ -14,7 +14,7 @@ A model that is changed a little has logits z + d with d = (h' − h) Wᵀ, and 
     KL(base‖model) = ln Σ p exp(d) − Σ p d        p the base's distribution; logarithm and exponential by log1p, expm1
 
 which loses nothing to cancellation, as a difference of two log-probabilities does. It also lets the product run in
-BF16: its relative error is one of d and not of z (see `calibration.cpu_bf16`).
+BF16: its relative error is one of d and not of z (see `fast_matmul`).
 
 What all logits of a position gain together changes no distribution, and it can be far larger than what does: −33 where
 the logits differ by tenths. So d is taken from its mean Σ p d before the exponential, and the rows of W from their mean
@@ -32,7 +32,7 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.blocks import output_of
-from quant.calibration.cpu_bf16 import fast_dtype
+from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.sensitivity.logits import Logits, logits_of
 from quant.calibration.texts.rows import few_of
 from quant.recipes.layers import output_head
@@ -171,7 +171,7 @@ class NextToken(Logits):
         """Logits of the model less those of the base; 0 where the base rules a token out."""
         if self.split and self.cap is None and type(self.head) is nn.Linear:
             if self.narrow is None:
-                self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), fast_dtype(hidden))
+                self.narrow = _narrowed(self.head.weight.detach().to(hidden.dtype), difference_dtype(hidden))
             return torch.nn.functional.linear((hidden - base).to(self.narrow.dtype), self.narrow).float()
         difference = self.logits(hidden).float() - self.logits(base).float()
         return difference if self.split else difference.masked_fill(p == 0, 0)

@@ -1,4 +1,4 @@
-"""Allocation: one format for every group, as an exact multiple-choice knapsack.
+"""`solve` chooses one format for every group: an exact multiple-choice knapsack.
 
     minimize    Σ_g Σ_f score[g, f] · x[g, f]
     subject to  Σ_f x[g, f] = 1                     every group gets exactly one format

@@ -1,11 +1,11 @@
-"""Three ways to score a group in a format, from the cheapest to the most literal.
+"""`score_groups` scores every fusion group in every format, in one of three ways, the cheapest first.
 
     output   Σ ‖Y_q − Y‖² / Σ ‖Y‖²                one forward pass; how wrong the layer's own output gets
     fisher   ½ Σ_tokens (∂L/∂Y · (Y_q − Y))²      one forward and one backward pass for all groups and formats
     kl       KL(base‖model with this group alone quantized), measured: a forward pass for each group and format
 
 `fisher` is the second-order expansion of what `kl` measures, where L is the likelihood of a token that the model
-itself proposes (see `calibration.divergence`) and errors of different tokens are taken to be independent; for
+itself proposes (see `divergence`) and errors of different tokens are taken to be independent; for
 embeddings, which average tokens, the square is that of the sum over a row. With Y = x Wᵀ and Y_q = x_q W_qᵀ, a
 token's term is
 
@@ -14,7 +14,7 @@ token's term is
 so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
 is at that layer anyway. Members of a group are added up before the square, for they err together.
 
-`kl` runs the model from the group's block on, and multiplies only what changed, see `calibration.baseline`.
+`kl` runs the model from the group's block on, and multiplies only what changed; see `baseline`.
 """
 
 from __future__ import annotations
@@ -37,15 +37,9 @@ from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
-from quant.calibration.sensitivity.solved_groups import Form, Key, digest_of
-from quant.calibration.sensitivity.switchable import (
-    Seen,
-    Trial,
-    TrialLayer,
-    measure_amax,
-    recomputed,
-    same_tensor,
-)
+from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of
+from quant.calibration.sensitivity.switchable_layer import LayerGradient, SwitchableLayer, same_tensor
+from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax, recomputed
 from quant.calibration.sensitivity.table import METHODS, UNITS, GroupScores, Sensitivity
 from quant.calibration.sensitivity.units import Result, rank_and_world, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
@@ -63,7 +57,7 @@ def score_groups(
     *,
     method: str = "fisher",
     solver: str = "rtn",
-    forms: Mapping[Key, Form] | None = None,
+    solutions: Mapping[Key, GroupSolution] | None = None,
     dtype: torch.dtype | None = torch.float32,
     seed: int = 0,
     amax: Mapping[str, torch.Tensor] | None = None,
@@ -73,13 +67,13 @@ def score_groups(
     """Scores of every group in every format that is allowed for it.
 
     Args:
-        model: called as `model(rows)`; as before afterwards.
+        model: called as `model(rows)`; restored afterwards.
         groups: layers by fusion group.
         allowed: formats by group; `keep` needs no mention.
         rows: token ids, int64 `[rows, seqlen]`.
         method: "kl", "fisher" or "output".
         solver: rounds the weights meanwhile; one that needs no data.
-        forms: weights that another solver has rounded; see `calibration.alone`.
+        solutions: weights that another solver has rounded; see `group_solutions`.
         dtype: what 16-bit tensors are widened to meanwhile; None leaves them.
         seed: of the tokens and directions that `fisher` draws.
         amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
@@ -95,7 +89,7 @@ def score_groups(
         raise ValueError(f"unknown method {method!r}; known methods: {', '.join(METHODS)}")
     started = time.perf_counter()
     ranges = None if amax is None else {name: float(value) for name, value in amax.items()}
-    made = digest_of(forms) if forms else None
+    made = digest_of(solutions) if solutions else None
     key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges, *([made] if made else []))
     if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
         return found
@@ -106,8 +100,11 @@ def score_groups(
     if amax is None:
         with prepared(model, None):
             amax = measure_amax(model, groups, candidates, rows, report)
-    with prepared(model, dtype), Trial(model, groups, candidates, amax, solver, stored, forms or {}) as trial:
-        units = _UNITS[method](trial, allowed, rows, divergence, seed)
+    with (
+        prepared(model, dtype),
+        SwitchableModel(model, groups, candidates, amax, solver, stored, solutions or {}) as switchable,
+    ):
+        units = _UNITS[method](switchable, allowed, rows, divergence, seed)
         results = run_units(units.names, units.work, key=key, path=path, progress=reporter(progress, "score"))
     sums = units.finish(total(results))
     silent = [name for name in groups if name not in sums and allowed[name]]
@@ -136,19 +133,22 @@ def score_groups(
 class _Fisher:
     """One unit is one row: a forward and a backward pass for each probe."""
 
-    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
-        self.trial, self.allowed, self.rows, self.divergence, self.seed = trial, allowed, rows, divergence, seed
+    def __init__(
+        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
+    ) -> None:
+        self.switchable, self.allowed, self.rows = switchable, allowed, rows
+        self.divergence, self.seed = divergence, seed
         self.names = [f"row {i}" for i in range(len(rows))]
 
     def work(self, name: str) -> Result:
         index = int(name.split()[1])
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + index)
         row = self.rows[index : index + 1]
-        self.trial.set({})
+        self.switchable.set({})
         found: dict[str, Result] = {}
         for probe in range(self.divergence.probes):
-            products = TokenProducts(self.trial, self.allowed)
-            with observed(self.trial, products.observe, row.numel()):
+            products = TokenProducts(self.switchable, self.allowed)
+            with observed(self.switchable, products.observe, row.numel()):
                 self.divergence.probe(row, generator, index)
             if self.divergence.by_token:
                 found[str(probe)] = products.squares()
@@ -168,28 +168,28 @@ class TokenProducts:
     Members share their input, and one follows the other in a backward pass; another input is another call.
     """
 
-    def __init__(self, trial: Trial, allowed: Allowed) -> None:
-        self.trial, self.allowed = trial, allowed
+    def __init__(self, switchable: SwitchableModel, allowed: Allowed) -> None:
+        self.switchable, self.allowed = switchable, allowed
         self.group = ""
         self.input: torch.Tensor | None = None
         self.products: dict[str, torch.Tensor] = {}
         self.square: Result = {}
         self.linear: Result = {}
 
-    def observe(self, layer: TrialLayer, seen: Seen) -> None:
+    def observe(self, layer: SwitchableLayer, seen: LayerGradient) -> None:
         """Takes in one call of a layer."""
-        group, trial = layer.group, self.trial
+        group, switchable = layer.group, self.switchable
         if self.group != group or not same_tensor(self.input, seen.x):
             self._flush()
             self.group, self.input = group, seen.x
-        now = trial.current(group)
-        x_now = trial.round_input(group, seen.x, now)
+        now = switchable.current(group)
+        x_now = switchable.round_input(group, seen.x, now)
         for candidate in {c.name: c for c in (*self.allowed[group], KEPT)}.values():
             if candidate.name == now.name:
                 continue
-            x = trial.round_input(group, seen.x, candidate)
+            x = switchable.round_input(group, seen.x, candidate)
             product = vecdot(seen.back, x - x_now)
-            change = trial.change(layer, candidate, seen.index)
+            change = switchable.change(layer, candidate, seen.index)
             if change is not None:
                 product = product + vecdot((seen.gradient.to(change.dtype) @ change).to(x.dtype), x)
             self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
@@ -211,14 +211,16 @@ class TokenProducts:
                 into = sums.setdefault(self.group, {})
                 into[name] = into.get(name, 0.0) + finite_sum(value, place, "its score")
         self.products, self.input = {}, None
-        self.trial.forget_inputs()
+        self.switchable.forget_inputs()
 
 
 class _Output:
     """One unit is one row: a forward pass in which every layer also computes what it would give in each format."""
 
-    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
-        self.trial, self.allowed, self.rows = trial, allowed, rows
+    def __init__(
+        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
+    ) -> None:
+        self.switchable, self.allowed, self.rows = switchable, allowed, rows
         self.names = [f"row {i}" for i in range(len(rows))]
 
     def work(self, name: str) -> Result:
@@ -226,7 +228,7 @@ class _Output:
         sums: Result = {}
 
         def hook(module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
-            assert isinstance(module, TrialLayer)
+            assert isinstance(module, SwitchableLayer)
             into = sums.setdefault(module.group, {"": 0.0})
             layer = module.plan.name
             into[""] += finite(float(out.double().square().sum()), f"{layer} in 16 bit", "its output")
@@ -234,21 +236,21 @@ class _Output:
             for candidate in self.allowed[module.group]:
                 if candidate.weight is None:
                     continue
-                weight = self.trial.dense(module, candidate, which).to(out.dtype)
-                x = self.trial.round_input(module.group, args[0], candidate)
+                weight = self.switchable.dense(module, candidate, which).to(out.dtype)
+                x = self.switchable.round_input(module.group, args[0], candidate)
                 error = torch.nn.functional.linear(x, weight, module.bias) - out
                 square = finite(float(error.double().square().sum()), f"{layer} in {candidate.name}", "its output")
                 into[candidate.name] = into.get(candidate.name, 0.0) + square
 
-        self.trial.set({})
-        handles = [layer.register_forward_hook(hook) for layer in self.trial.layers.values()]
+        self.switchable.set({})
+        handles = [layer.register_forward_hook(hook) for layer in self.switchable.layers.values()]
         try:
             with torch.no_grad():
-                self.trial.model(self.rows[index : index + 1])
+                self.switchable.model(self.rows[index : index + 1])
         finally:
             for handle in handles:
                 handle.remove()
-            self.trial.forget_inputs()
+            self.switchable.forget_inputs()
         return sums
 
     def finish(self, sums: Result) -> Result:
@@ -261,11 +263,13 @@ class _Output:
 class _Kl:
     """One unit is one block: each of its groups in each format, from the block to the end of the model."""
 
-    def __init__(self, trial: Trial, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int) -> None:
+    def __init__(
+        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
+    ) -> None:
         self.allowed = allowed
-        self.baseline = Baseline(trial, divergence, rows)
+        self.baseline = Baseline(switchable, divergence, rows)
         self.groups: dict[str, list[str]] = {}
-        for group in trial.groups:
+        for group in switchable.groups:
             block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")
             self.groups.setdefault(f"block {block}" if block else "rest", []).append(group)
         self.names = list(self.groups)
@@ -289,19 +293,19 @@ class _Kl:
 
 
 @contextmanager
-def observed(trial: Trial, observe: Callable[..., None], tokens: int) -> Iterator[None]:
+def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
     """Within it, backward passes over `tokens` tokens show every layer's input and output gradient.
 
     Where what autograd would remember of all blocks is much, it remembers their inputs and runs each block again.
     """
-    features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in trial.layers.values())
-    names = trial.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
-    trial.observe = observe
+    features = sum(sum(layer.plan.shape[-2:]) * layer.original.dtype.itemsize for layer in switchable.layers.values())
+    names = switchable.blocks if 2 * tokens * features > _ACTIVATION_BYTES else []
+    switchable.observe = observe
     try:
-        with recomputed(trial.model, names):
+        with recomputed(switchable.model, names):
             yield
     finally:
-        trial.observe = None
+        switchable.observe = None
 
 
 _UNITS: dict[str, Any] = {"fisher": _Fisher, "kl": _Kl, "output": _Output}

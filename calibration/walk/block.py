@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Call, Stop, output_of
-from quant.calibration.cpu_matmul import quick_products
+from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
 from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
 from quant.calibration.solvers.group import solve_stacked
@@ -102,7 +102,7 @@ class BlockWork:
 
     def _outputs(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         out = []
-        with quick_products():
+        with fast_matmul():
             for self.clock[0], call in enumerate(calls):
                 out.append(output_of(self.block(*call.args, **call.kwargs)))
         return out
@@ -222,7 +222,7 @@ class BlockWork:
 
         hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, sums, pairs, strict=True)}
         if judged or any(group.pipeline.needs_moment for group in stage):
-            with quick_products(), _hooks(self.block, hooks):
+            with fast_matmul(), _hooks(self.block, hooks):
                 for self.clock[0], call in enumerate(calls):
                     with suppress(Stop):
                         self.block(*call.args, **call.kwargs)

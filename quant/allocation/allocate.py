@@ -12,7 +12,7 @@ Scores are guesses that add up. They leave out that errors of different groups c
 that a large error is not a large small one. So a limit on the loss is never taken from the sum: `--max-kl` searches
 for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
 
-The loop measures on a model whose layers change format at a word (`calibration.trial`), with the codes and scales
+The loop measures on a model whose layers can be switched between formats (`SwitchableModel`), with the codes and scales
 that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
 before it; scores and loop then run with what it gives for each group alone (`calibration.alone`), and the outcome is
 quantized for real, measured, and corrected.
@@ -39,10 +39,10 @@ from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
+from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, solve_each_group
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible
 from quant.calibration.sensitivity.scores import score_groups
-from quant.calibration.sensitivity.solved_groups import Form, Key, solve_alone
-from quant.calibration.sensitivity.switchable import Trial, measure_amax
+from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
 from quant.recipes.plan import Plan
@@ -128,9 +128,9 @@ def allocate(
     with prepared(model, None):
         amax = measure_amax(model, space.groups, space.candidates, rows, reporter(progress, "calibrate"))
     scored = rows[: effort.score_rows]
-    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
+    stand_in, solutions = _solutions(model, space, rows, solver, dtype, progress)
     scores = score_groups(
-        model, space.groups, space.allowed, scored, method=method, solver=stand_in, forms=forms, dtype=dtype,
+        model, space.groups, space.allowed, scored, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
         seed=seed, amax=amax, path=path, progress=progress,
     )  # fmt: skip
     started += scores.seconds
@@ -140,11 +140,11 @@ def allocate(
         check = check if len(check) else scored
     searched = rest[: effort.search_rows] if len(rest) else scored
     problem = space.problem(scores)
-    trial = Trial(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), forms)
+    switchable = SwitchableModel(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), solutions)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
-    bench = Bench(trial, space, divergence_of(model, rows), scored, check, searched, progress, expected)
+    bench = Bench(switchable, space, divergence_of(model, rows), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
-    with prepared(model, dtype), trial:
+    with prepared(model, dtype), switchable:
         found = loop.run()
         uniform = bench.uniform(problem)
         curve = loop.curve()
@@ -193,28 +193,28 @@ def score(
     """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
     space = Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
     rows = rows.to(next(model.parameters()).device)
-    stand_in, forms = _forms(model, space, rows, solver, dtype, progress)
+    stand_in, solutions = _solutions(model, space, rows, solver, dtype, progress)
     return score_groups(
-        model, space.groups, space.allowed, rows, method=method, solver=stand_in, forms=forms, dtype=dtype, seed=seed,
-        path=path, progress=progress,
+        model, space.groups, space.allowed, rows, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
+        seed=seed, path=path, progress=progress,
     )  # fmt: skip
 
 
-def _forms(
+def _solutions(
     model: nn.Module,
     space: Space,
     rows: torch.Tensor,
     solver: str,
     dtype: torch.dtype | None,
     progress: Progress | None,
-) -> tuple[str, dict[Key, Form]]:
-    """The solver that a trial rounds with, and what it gets ready-made from one that works from data."""
+) -> tuple[str, dict[Key, GroupSolution]]:
+    """The solver that a switchable model rounds with, and the solutions of one that needs data."""
     if not get_pipeline(solver).needs_data:
         return solver, {}
     stored = stored_dtype(model)
     report = reporter(progress, "alone")
     with prepared(model, dtype):
-        return _STAND_IN, solve_alone(model, space.groups, space.allowed, rows, solver, stored, report)
+        return _STAND_IN, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report)
 
 
 def _with_real_solver(
@@ -242,7 +242,7 @@ def _with_real_solver(
         if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best[0].choice)):
             best = Found(found.choice, measured), quantized
         loop.scale = measured / found.measured if found.measured else 1.0
-        with prepared(model, dtype), loop.bench.trial:
+        with prepared(model, dtype), loop.bench.switchable:
             found = loop.run()
         if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best[0].choice):
             break

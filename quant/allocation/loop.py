@@ -26,7 +26,7 @@ from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
 from quant.calibration.sensitivity.scores import TokenProducts, observed
-from quant.calibration.sensitivity.switchable import Trial
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.errors import UserError
 
 # On a CPU a measurement takes seconds, and a hundred of them gain a percent or two.
@@ -65,7 +65,7 @@ class Bench:
     """Measures the joint loss of choices, each once.
 
     Attributes:
-        trial: entered.
+        switchable: the model, entered.
         space: the choices.
         divergence: what is measured.
         scored: rows for gains.
@@ -75,7 +75,7 @@ class Bench:
         expected: how many measurements there will be, about.
     """
 
-    trial: Trial
+    switchable: SwitchableModel
     space: Space
     divergence: Divergence
     scored: torch.Tensor
@@ -91,7 +91,7 @@ class Bench:
     @cached_property
     def checked(self) -> Baseline:
         """Measures on the check rows."""
-        return Baseline(self.trial, self.divergence, self.check)
+        return Baseline(self.switchable, self.divergence, self.check)
 
     def loss(self, choice: np.ndarray) -> float:
         """Mean divergence on the check rows."""
@@ -117,9 +117,9 @@ class Bench:
         assert isinstance(self.divergence, NextToken)
         key = () if choice is None else tuple(int(j) for j in choice)
         if key not in self.nlls:
-            self.trial.set({} if choice is None else self.space.named(choice))
+            self.switchable.set({} if choice is None else self.space.named(choice))
             total = sum(self.divergence.nll(row, i) for i, row in enumerate(self.check.split(1)))
-            self.trial.forget_inputs()
+            self.switchable.forget_inputs()
             self.nlls[key] = total / self.divergence.count(self.check)
             self._tick()
         return self.nlls[key]
@@ -131,14 +131,14 @@ class Bench:
         scores, of which the change takes one away and brings another.
         """
         if not self.references:
-            self.trial.set({})
+            self.switchable.set({})
             self.references = [self.divergence.reference(part) for part in self.scored.split(1)]
         sums = np.zeros(problem.scores.shape)
         names = list(self.space.candidates)
-        self.trial.set(self.space.named(choice))
+        self.switchable.set(self.space.named(choice))
         for place, rows in enumerate(self.scored.split(1)):
-            products = TokenProducts(self.trial, self.space.allowed)
-            with observed(self.trial, products.observe, rows.numel()):
+            products = TokenProducts(self.switchable, self.space.allowed)
+            with observed(self.switchable, products.observe, rows.numel()):
                 self.divergence.descend(rows, self.references[place], place)
             for i, group in enumerate(problem.groups):
                 for name, value in products.sums().get(group, {}).items():
@@ -345,7 +345,7 @@ class Loop:
         limits = self.space.limits(self.goal)
         if self.goal.has_limit:
             limits["bytes"] = self.space.bytes(found.choice)
-        baseline = Baseline(bench.trial, bench.divergence, bench.searched)
+        baseline = Baseline(bench.switchable, bench.divergence, bench.searched)
         search = Search(self.problem, limits, baseline, self.space.named, count, bench.probe)
         choice = search.improve(found.choice)
         if np.array_equal(choice, found.choice):

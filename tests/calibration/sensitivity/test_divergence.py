@@ -15,7 +15,7 @@ import quant
 from quant.calibration.sensitivity.candidates import Candidate, groups_of, parse_candidates
 from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, NotFinite, _kl, divergence_of
 from quant.calibration.sensitivity.scores import score_groups
-from quant.calibration.sensitivity.switchable import Trial
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
 from quant.planning import make_plan
 
@@ -209,7 +209,7 @@ def test_measured_kl_is_that_of_float64_for_any_shift(
     shift: float, sharpness: str, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A product in BF16 has the precision of what moves the logits apart; one in FP32 ends at 2⁻²⁴ of the shift."""
-    monkeypatch.setattr("quant.calibration.cpu_bf16._multiplies_bf16", lambda device: fast)
+    monkeypatch.setattr("quant.calibration.fast_matmul._multiplies_bf16", lambda device: fast)
     model = Words(*SHARPNESS[sharpness])
     rows = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(3))
     found = divergence_of(model, rows)
@@ -285,15 +285,15 @@ def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
 )
 def test_a_format_that_breaks_a_group_is_named(method: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second layer's input rounds to NaN in the sixth row of a batch, or in the only one."""
-    rounded = Trial.round_input
+    rounded = SwitchableModel.round_input
 
-    def broken(self: Trial, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
+    def broken(self: SwitchableModel, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
         out = rounded(self, group, x, candidate)
         if group != "2" or candidate.activation is None:
             return out
         return out.index_fill(0, torch.tensor(min(5, len(out) - 1)), torch.nan)
 
-    monkeypatch.setattr(Trial, "round_input", broken)
+    monkeypatch.setattr(SwitchableModel, "round_input", broken)
     model, rows = vectors()
     with pytest.raises(NotFinite, match=message):
         scores(model, rows, method)

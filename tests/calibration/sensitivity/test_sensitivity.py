@@ -23,7 +23,7 @@ from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import score_groups
-from quant.calibration.sensitivity.switchable import Trial, measure_amax
+from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.sensitivity.units import run_units, total
 from quant.evaluation import evaluate
@@ -102,14 +102,14 @@ def test_fisher_is_what_plain_autograd_gives() -> None:
     layers = {m.name: model.get_submodule(m.name) for members in groups.values() for m in members}
     candidates = parse_candidates("nvfp4,fp8a16")[:-1]
     amax = measure_amax(model, groups, {c.name: c for c in candidates}, rows)
-    trial = Trial(model, groups, {c.name: c for c in candidates}, amax)
+    switchable = SwitchableModel(model, groups, {c.name: c for c in candidates}, amax)
     sums = {(g, c.name): 0.0 for g in groups for c in candidates}
-    with trial:
+    with switchable:
         quantized = {
-            (m.name, c.name): trial.solved(g, c)[m.name].dequantize()
+            (m.name, c.name): switchable.solved(g, c)[m.name].dequantize()
             for g, members in groups.items() for m in members for c in candidates
         }  # fmt: skip
-        scales = {(g, c.name): trial.input_scale(g, c) for g in groups for c in candidates}
+        scales = {(g, c.name): switchable.input_scale(g, c) for g in groups for c in candidates}
     for index in range(2):
         seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -169,9 +169,9 @@ def test_output_is_the_relative_error_in_float64() -> None:
     handle.remove()
     (candidate, _) = parse_candidates("mxfp8")
     error = signal = 0.0
-    trial = Trial(model, groups, {"mxfp8": candidate}, {})
-    with trial:
-        solved = trial.solved(name, candidate)
+    switchable = SwitchableModel(model, groups, {"mxfp8": candidate}, {})
+    with switchable:
+        solved = switchable.solved(name, candidate)
     x = inputs[0].detach().double()
     x_q = fake_quantize(inputs[0].detach(), candidate.activation).double()  # type: ignore[arg-type]
     for m in members:
@@ -386,19 +386,19 @@ def test_one_rank_and_two_give_the_same_bits(tmp_path: Path) -> None:
     assert json.loads(outputs[0]) == json.loads(alone.stdout)
 
 
-def test_a_trial_in_16_bit_is_the_model() -> None:
+def test_a_switchable_model_in_16_bit_is_the_model() -> None:
     model, rows = _experts(), _rows(1)
     groups = _groups(model)
     with torch.no_grad(), prepared(model, None):
         expected = model(rows).logits
-        with Trial(model, groups, {}, {}):
+        with SwitchableModel(model, groups, {}, {}):
             assert torch.allclose(model(rows).logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", [_llama, _experts, _bert])
 @pytest.mark.parametrize("budget", [1 << 30, 20_000])
 def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole runs of a trial, which tests above compare with quantizing for real, against runs that begin halfway."""
+    """Whole runs, which tests above compare with quantizing for real, against runs that begin halfway."""
     monkeypatch.setattr("quant.calibration.sensitivity.baseline._ACTIVATIONS", {"cpu": budget})
     monkeypatch.setattr("quant.calibration.sensitivity.baseline._BATCH_TOKENS", 2 * SEQLEN)
     model, rows = make(), _rows(5)
@@ -410,8 +410,8 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
     near = [{**base, names[-1]: "nvfp4"}, {**base, names[0]: "keep", names[3]: "fp8a16"}, base]
     with prepared(model, torch.float32):
         amax = measure_amax(model, groups, by_name, rows)
-        with Trial(model, groups, by_name, amax, stored=torch.bfloat16) as trial:
-            whole, resumed = (Baseline(trial, divergence_of(model, rows), rows) for _ in range(2))
+        with SwitchableModel(model, groups, by_name, amax, stored=torch.bfloat16) as switchable:
+            whole, resumed = (Baseline(switchable, divergence_of(model, rows), rows) for _ in range(2))
             assert len(resumed.batches) == 3 and len(resumed.chain) == 2
             assert resumed.start(base) == pytest.approx(whole.loss(base), rel=1e-6)
             # A changed bit of an input is rounded the other way now and then, as an expert is routed.
@@ -441,8 +441,8 @@ def test_errors_count_rows_through_all_batches(monkeypatch: pytest.MonkeyPatch) 
     seen: list[tuple[torch.Tensor, int]] = []
     measure = found.measure
     monkeypatch.setattr(found, "measure", lambda part, kept, first: seen.append((part, first)) or measure(part, kept))
-    with Trial(model, {}, {}, {}) as trial, torch.no_grad():
-        baseline = Baseline(trial, found, rows)
+    with SwitchableModel(model, {}, {}, {}) as switchable, torch.no_grad():
+        baseline = Baseline(switchable, found, rows)
         for run in (lambda: baseline.loss({}), lambda: baseline.start({}), lambda: baseline.loss_of(found)):
             seen.clear()
             assert run() == 0.0

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
-from quant.calibration.cpu_matmul import quick_products
+from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.base import GroupInputs
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
@@ -373,7 +373,7 @@ def test_quick_products_are_exact_and_put_back() -> None:
     before = torch.backends.mkldnn.matmul.fp32_precision
     x = torch.randn(512, 600)
     wanted = x.double().t() @ x.double()
-    with quick_products():
+    with fast_matmul():
         found = x.t() @ x
     assert float((found - wanted).norm() / wanted.norm()) < 2e-6
     assert torch.backends.mkldnn.matmul.fp32_precision == before

@@ -1,20 +1,16 @@
-"""A model whose layers change format at a word: what scores and the closed loop measure with.
+"""`SwitchableModel`: a model whose layers can be switched between formats at run time, for scores and measured losses.
 
-Within a `Trial`, each linear of a fusion group is replaced by one that holds the original and, once asked for, its
-quantized form in every candidate format. `set` chooses; the next forward pass computes with exactly the codes,
-scales and rounded inputs that quantizing for real would give, because the same solver makes them.
+While it is entered, each linear of a fusion group is replaced by a `SwitchableLayer`, which holds the original and,
+once asked for, its quantized weight in every candidate format. `set` chooses; the next forward pass computes with
+exactly the codes, scales and rounded inputs of real quantization, because the same solver makes them.
 
-Quantized forms are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
+Quantized weights are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
-For a solver that works from data the forms are made beforehand (`calibration.alone`); one whose input is divided by s
-is used as Q(x / s) s and Q(W s) / s, which is the same product, so that all forms of a weight can be compared.
+For a solver that needs data the weights are solved beforehand (`group_solutions`); one whose input is divided by s is
+used as Q(x / s) s and Q(W s) / s, which is the same product, so that all candidates of a weight can be compared.
 
-A run may be remembered (`remembering`): inputs and outputs of all layers, exactly. Later runs on the same tokens then
-multiply only what has changed since, in BF16, which is several times as fast (see `calibration.fast_products`).
-
-For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
-input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards. Where even
-the inputs of all layers are too much, `recomputed` keeps those of blocks and runs each block again.
+Where the inputs of all layers are too much for the backward pass, `recomputed` keeps those of blocks and runs each
+block again.
 """
 
 from __future__ import annotations
@@ -23,156 +19,42 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
-from quant.calibration.cpu_bf16 import fast_dtype
+from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
-from quant.calibration.sensitivity.solved_groups import Form, Key
+from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
+from quant.calibration.sensitivity.switchable_layer import (
+    CallCache,
+    Observe,
+    SwitchableExperts,
+    SwitchableLayer,
+    same_tensor,
+)
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_pipeline, get_solver
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.linear.modules import QuantExperts, experts_forward
+from quant.kernels.linear.modules import experts_forward
 from quant.recipes.plan import LayerPlan
 
 
-@dataclass(frozen=True, eq=False)
-class Seen:
-    """What a backward pass shows of one call of a layer.
-
-    Attributes:
-        x: its input, `[..., in]`.
-        gradient: ∂L/∂Y, `[..., out]`.
-        back: gradient · W with the weight as it is now, `[..., in]`.
-        index: the expert, or None.
-    """
-
-    x: torch.Tensor
-    gradient: torch.Tensor
-    back: torch.Tensor
-    index: int | None
-
-
-Observe = Callable[["TrialLayer", Seen], None]
-
-
-@dataclass(frozen=True, eq=False)
-class Known:
-    """One call of a layer in a run that is remembered.
-
-    Attributes:
-        candidate: the layer's format then.
-        x: its input, rounded.
-        y: its output.
-    """
-
-    candidate: str
-    x: torch.Tensor
-    y: torch.Tensor
-
-
-class Memory:
-    """Calls of all layers in one run, as far as they fit.
-
-    Attributes:
-        budget: bytes that may still be kept.
-        writing: whether calls are kept; otherwise they are looked up.
-    """
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.calls: dict[str, Known] = {}
-        self.held: set[int] = set()
-        self.writing = True
-
-    def keep(self, name: str, call: Known) -> None:
-        """Remembers a call unless the budget is used up; layers with one input share it."""
-        new = {t.data_ptr(): t.nbytes for t in (call.x, call.y) if t.data_ptr() not in self.held}
-        if sum(new.values()) <= self.budget:
-            self.budget -= sum(new.values())
-            self.held |= new.keys()
-            self.calls[name] = call
-
-
-class TrialLayer(nn.Module):
-    """A linear, or one projection of a fused-experts module, in whatever format its trial says."""
-
-    trial: Trial
-    original: torch.Tensor
-    bias: torch.Tensor | None
-
-    def __init__(self, trial: Trial, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
-        nn.Module.__init__(self)
-        self.plan, self.group = plan, group
-        object.__setattr__(self, "trial", trial)  # no submodule
-        object.__setattr__(self, "original", weight)
-        object.__setattr__(self, "bias", bias)
-
-    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`; `index` is the expert's."""
-        if torch.is_grad_enabled():
-            return _Probe.apply(x, self.trial.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
-        return self.compute(x, index)
-
-    def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
-        """The output in the present format."""
-        trial = self.trial
-        candidate = trial.current(self.group)
-        x = trial.round_input(self.group, x, candidate)
-        memory = trial.memory if index is None else None  # how many tokens an expert gets differs from run to run
-        if memory is not None and not memory.writing:
-            known = memory.calls.get(self.plan.name)
-            if known is not None and known.candidate == candidate.name and known.x.shape == x.shape:
-                weight = trial.narrow(self, candidate)
-                return known.y + linear((x - known.x).to(weight.dtype), weight).to(x.dtype)
-        y = linear(x, trial.dense(self, candidate, index).to(x.dtype), self.bias)
-        if memory is not None and memory.writing:
-            memory.keep(self.plan.name, Known(candidate.name, x, y))
-        return y
-
-
-class _TrialExperts(TrialLayer, QuantExperts):
-    """`experts_forward` calls modules of this class by expert; nothing else of `QuantExperts` is used."""
-
-
-class _Probe(torch.autograd.Function):
-    """y = layer(x), with a backward that shows x and dL/dy to the trial's observer."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: TrialLayer, index: int | None) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer, ctx.index = layer, index
-        return layer.compute(x, index)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (x,), layer = ctx.saved_tensors, ctx.layer
-        (gradient,) = gradients
-        weight = layer.trial.dense(layer, layer.trial.current(layer.group), ctx.index)
-        back = gradient @ weight.to(gradient.dtype)
-        if layer.trial.observe is not None:
-            layer.trial.observe(layer, Seen(x, gradient, back, ctx.index))
-        return back if ctx.needs_input_grad[0] else None, None, None, None
-
-
 @dataclass(eq=False)
-class Trial:
+class SwitchableModel:
     """See the module docstring.
 
     Attributes:
-        model: changed while the trial is entered, as before afterwards.
+        model: changed while this is entered, and restored afterwards.
         groups: fusion groups by name, quantizable layers only.
         candidates: formats by name; `keep` is always there.
         amax: largest input magnitude of each layer, for static scales; see `measure_amax`.
         solver: rounds the weights; one that needs no data.
-        forms: what groups are in a format where another solver has made them, as `solve_alone` gives it.
+        solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
         stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
         budget: bytes of dense weights that are kept.
         blocks: names of the model's repeated blocks, found while their linears can still be seen.
@@ -184,12 +66,12 @@ class Trial:
     amax: Mapping[str, torch.Tensor]
     solver: str = "rtn"
     stored: torch.dtype | None = None
-    forms: Mapping[Key, Form] = field(default_factory=dict)
+    solutions: Mapping[Key, GroupSolution] = field(default_factory=dict)
     budget: int = 2 << 30
     blocks: list[str] = field(default_factory=list)
-    layers: dict[str, TrialLayer] = field(default_factory=dict)
+    layers: dict[str, SwitchableLayer] = field(default_factory=dict)
     observe: Observe | None = None
-    memory: Memory | None = None
+    cache: CallCache | None = None
     choice: dict[str, str] = field(default_factory=dict)
     _solved: dict[tuple[str, str], dict[str, BlockScaledTensor]] = field(default_factory=dict)
     _dense: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
@@ -198,11 +80,13 @@ class Trial:
 
     def __post_init__(self) -> None:
         if get_pipeline(self.solver).needs_data:
-            raise ValueError(f"solver {self.solver!r} needs data; a trial takes one that does not, such as 'mse'")
+            raise ValueError(
+                f"solver {self.solver!r} needs data; a switchable model takes one that does not, such as 'mse'"
+            )
         self.candidates = {**self.candidates, KEPT.name: KEPT}
         self.anchor = torch.empty(0, requires_grad=True)
 
-    def __enter__(self) -> Trial:
+    def __enter__(self) -> SwitchableModel:
         self.blocks = block_names(self.model)
         experts: set[nn.Module] = set()
         for group, members in self.groups.items():
@@ -211,13 +95,21 @@ class Trial:
                 parent = self.model.get_submodule(parent_name)
                 original = getattr(parent, last)
                 if layer.kind == "experts":
-                    self._replace_parameter(parent, last, _TrialExperts(self, layer, group, original.detach(), None))
+                    self._replace_parameter(
+                        parent, last, SwitchableExperts(self, layer, group, original.detach(), None)
+                    )
                     experts.add(parent)
                 else:
-                    trial = TrialLayer(self, layer, group, original.weight.detach(), _detached(original.bias))
-                    trial.train(original.training)
+                    new = SwitchableLayer(
+                        self,
+                        layer,
+                        group,
+                        original.weight.detach(),
+                        None if original.bias is None else original.bias.detach(),
+                    )
+                    new.train(original.training)
                     self._undo.append(partial(setattr, parent, last, original))
-                    setattr(parent, last, trial)
+                    setattr(parent, last, new)
                 self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
         for module in experts:
             module.forward = partial(experts_forward, module)
@@ -253,8 +145,8 @@ class Trial:
     def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
         """Codes and scales of a group in a format, solved when first asked for."""
         key = (group, candidate.name)
-        if key in self.forms:
-            return dict(self.forms[key].weights)
+        if key in self.solutions:
+            return dict(self.solutions[key].weights)
         if key not in self._solved:
             assert candidate.weight is not None
             weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
@@ -269,7 +161,7 @@ class Trial:
         stacked = [name for name, weight in weights.items() if weight.dim() == 3]
         return [{name: weights[name]} for name in stacked] if stacked else [weights]
 
-    def dense(self, layer: TrialLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
+    def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
         """The weight `[out, in]` in a format, of one expert where `index` says."""
         if candidate.weight is None:
             return layer.original if index is None else layer.original[index]
@@ -282,17 +174,17 @@ class Trial:
             return self.dense(layer, candidate, index)
         return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
 
-    def _restored(self, layer: TrialLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
+    def _restored(self, layer: SwitchableLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
         """Dense values for the input as the model gives it."""
         dense = quantized.dequantize(layer.original.dtype)
-        form = self.forms.get((layer.group, candidate.name))
-        return dense if form is None or form.divisor is None else dense / form.divisor.to(dense.dtype)
+        solution = self.solutions.get((layer.group, candidate.name))
+        return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense.dtype)
 
-    def narrow(self, layer: TrialLayer, candidate: Candidate) -> torch.Tensor:
+    def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
         """The weight for products with small differences: BF16 where that is fast."""
         return self._narrowed(layer, (candidate.name, "narrow"), lambda: self._values(layer, candidate))
 
-    def change(self, layer: TrialLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
+    def change(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
         """What `candidate` would add to the weight as it is now, `[out, in]`, as `narrow`; None for nothing."""
         now = self.current(layer.group)
         if candidate.weight == now.weight:
@@ -303,7 +195,7 @@ class Trial:
             layer, (candidate.name, now.name, "change"), lambda: self._values(layer, candidate) - self.dense(layer, now)
         )
 
-    def _values(self, layer: TrialLayer, candidate: Candidate) -> torch.Tensor:
+    def _values(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
         """As `dense`, not kept."""
         if candidate.weight is None:
             return layer.original
@@ -312,29 +204,31 @@ class Trial:
             return kept
         return self._restored(layer, candidate, self.solved(layer.group, candidate)[layer.plan.name])
 
-    def _narrowed(self, layer: TrialLayer, what: tuple[str, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _narrowed(
+        self, layer: SwitchableLayer, what: tuple[str, ...], make: Callable[[], torch.Tensor]
+    ) -> torch.Tensor:
         key = (layer.plan.name, *what)
         if key in self._dense:
             return self._dense[key]
         weight = make()
-        weight = weight.to(fast_dtype(weight) or weight.dtype)
+        weight = weight.to(difference_dtype(weight) or weight.dtype)
         if self._fits(layer, weight.dtype):
             self._dense[key] = weight
         return weight
 
-    def _fits(self, layer: TrialLayer, dtype: torch.dtype) -> bool:
+    def _fits(self, layer: SwitchableLayer, dtype: torch.dtype) -> bool:
         """Whether one more weight may be kept."""
         held = sum(weight.nbytes for weight in self._dense.values())
         return held + layer.plan.numel * dtype.itemsize <= self.budget
 
     @contextmanager
-    def remembering(self, memory: Memory) -> Iterator[None]:
-        """Within it, calls of layers are written to `memory`, or taken from it."""
-        self.memory = memory
+    def caching(self, cache: CallCache) -> Iterator[None]:
+        """Within it, calls of layers are written to `cache`, or taken from it."""
+        self.cache = cache
         try:
             yield
         finally:
-            self.memory = None
+            self.cache = None
 
     def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
         """`x` as a group sees it in a format; kept until another input comes."""
@@ -344,8 +238,8 @@ class Trial:
             self._rounded = (group, x, {})
         by_name = self._rounded[2]
         if candidate.name not in by_name:
-            form = self.forms.get((group, candidate.name))
-            divisor = None if form is None or form.divisor is None else form.divisor.to(x.dtype)
+            solution = self.solutions.get((group, candidate.name))
+            divisor = None if solution is None or solution.divisor is None else solution.divisor.to(x.dtype)
             divided = x.detach() if divisor is None else x.detach() / divisor
             rounded = round_activation(divided, candidate.activation, self.input_scale(group, candidate))
             by_name[candidate.name] = rounded if divisor is None else rounded * divisor
@@ -359,8 +253,8 @@ class Trial:
         """Static scale of a group's inputs; None for formats that measure theirs."""
         if not candidate.has_static_scale:
             return None
-        if (group, candidate.name) in self.forms:
-            return self.forms[group, candidate.name].input_scale
+        if (group, candidate.name) in self.solutions:
+            return self.solutions[group, candidate.name].input_scale
         assert candidate.activation is not None
         members = self.groups[group]
         amax = torch.stack([self.amax[member.name] for member in members]).amax()
@@ -368,14 +262,9 @@ class Trial:
         return static_input_scale(amax, candidate.activation, self.stored or weight.dtype)
 
 
-def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
-    """Whether two tensors are the same memory: recomputing a block hands out one object for each use of a tensor."""
-    return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
-
-
 @contextmanager
 def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Within it, backward passes run the blocks `names` again instead of remembering what happened inside them."""
+    """Within it, backward passes run the blocks `names` again instead of storing what happened inside them."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
@@ -393,12 +282,8 @@ def measure_amax(
     rows: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """What `Trial.amax` takes: nothing where no candidate has static scales."""
+    """What `SwitchableModel.amax` takes: nothing where no candidate has static scales."""
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]
     return collect_input_amax(model, names, rows, progress)
-
-
-def _detached(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.detach()

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.calibration.sensitivity import solved_groups
+from quant.calibration.sensitivity import group_solutions
 from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of, solve_each_group
 from quant.calibration.sensitivity.scores import score_groups
-from quant.calibration.sensitivity.solved_groups import Form, Key, digest_of, solve_alone
-from quant.calibration.sensitivity.switchable import Trial
+from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.evaluation import evaluate
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan
@@ -35,9 +35,11 @@ def _groups(model: nn.Module) -> dict[str, list[LayerPlan]]:
     return groups_of(make_plan(model, "fp8").quantized)
 
 
-def _forms(model: nn.Module, formats: str, solver: str) -> dict[Key, Form]:
+def _solutions(model: nn.Module, formats: str, solver: str) -> dict[Key, GroupSolution]:
     groups = _groups(model)
-    return solve_alone(model, groups, dict.fromkeys(groups, parse_candidates(formats)), _rows(), solver, torch.float32)
+    return solve_each_group(
+        model, groups, dict.fromkeys(groups, parse_candidates(formats)), _rows(), solver, torch.float32
+    )
 
 
 def _loss_for_real(model: nn.Module, members: list[LayerPlan], preset: str, solver: str) -> float:
@@ -60,7 +62,12 @@ def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -
     groups = _groups(model)
     candidates = parse_candidates(formats)
     table = score_groups(
-        model, groups, dict.fromkeys(groups, candidates), _rows(), method="kl", forms=_forms(model, formats, solver)
+        model,
+        groups,
+        dict.fromkeys(groups, candidates),
+        _rows(),
+        method="kl",
+        solutions=_solutions(model, formats, solver),
     )
     plain = score_groups(model, groups, dict.fromkeys(groups, candidates), _rows(), method="kl", solver="mse")
     better = 0
@@ -75,41 +82,41 @@ def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -
 def test_parts_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama()
     seen: list[tuple[int, int]] = []
-    whole = _forms(model, "nvfp4,fp8a16", "gptq")
-    monkeypatch.setitem(solved_groups._MOMENTS, "cpu", 3 * 4 * 64**2)
+    whole = _solutions(model, "nvfp4,fp8a16", "gptq")
+    monkeypatch.setitem(group_solutions._MOMENTS, "cpu", 3 * 4 * 64**2)
     groups = _groups(model)
-    parts = solve_alone(
+    parts = solve_each_group(
         model, groups, dict.fromkeys(groups, parse_candidates("nvfp4,fp8a16")), _rows(), "gptq", torch.float32,
         lambda done, all_: seen.append((done, all_)),
     )  # fmt: skip
     assert digest_of(parts) == digest_of(whole) and len(whole) == 2 * len(groups)
-    for key, form in whole.items():
-        for name, weight in form.weights.items():
+    for key, solution in whole.items():
+        for name, weight in solution.weights.items():
             assert torch.equal(weight.codes, parts[key].weights[name].codes)
     assert seen == [(i + 1, len(groups)) for i in range(len(groups))]
-    other = _forms(model, "nvfp4,fp8a16", "local_hessian")
+    other = _solutions(model, "nvfp4,fp8a16", "local_hessian")
     assert digest_of(other) != digest_of(whole)
 
 
 def test_products_are_those_of_the_scaled_layer() -> None:
-    """Q(x / s) s times Q(W s) / s, as a trial has it, against Q(x / s) times Q(W s)."""
+    """Q(x / s) s times Q(W s) / s, as a switchable model has it, against Q(x / s) times Q(W s)."""
     model = _llama()
     groups = _groups(model)
-    forms = _forms(model, "nvfp4", "awq+gptq")
+    solutions = _solutions(model, "nvfp4", "awq+gptq")
     (candidate, _) = parse_candidates("nvfp4")
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-2, 1, 64)
-    with Trial(model, groups, {"nvfp4": candidate}, {}, "mse", torch.float32, forms) as trial:
+    with SwitchableModel(model, groups, {"nvfp4": candidate}, {}, "mse", torch.float32, solutions) as switchable:
         for group, members in groups.items():
-            form = forms[group, "nvfp4"]
-            assert form.divisor is not None and form.input_scale is not None
+            solution = solutions[group, "nvfp4"]
+            assert solution.divisor is not None and solution.input_scale is not None
             if members[0].shape[-1] != 64:
                 continue
-            trial.set({group: "nvfp4"})
-            divided = api_round(x / form.divisor, form.input_scale)
+            switchable.set({group: "nvfp4"})
+            divided = api_round(x / solution.divisor, solution.input_scale)
             for m in members:
                 with torch.no_grad():
-                    found = trial.layers[m.name].compute(x, None)
-                expected = divided.double() @ form.weights[m.name].dequantize().double().T
+                    found = switchable.layers[m.name].compute(x, None)
+                expected = divided.double() @ solution.weights[m.name].dequantize().double().T
                 torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -124,14 +131,14 @@ def api_round(x: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
 def test_what_cannot_be_solved_alone_is_left_out() -> None:
     """Experts, and formats that the solver's rounding does not know, are the stand-in's; a key says so."""
     model = tiny_models.qwen3_moe(vocab_size=VOCABULARY, num_hidden_layers=1)
-    forms = _forms(model, "nvfp4,fp8", "local_hessian")
-    assert {name for _, name in forms} == {"nvfp4"}
-    assert not any("experts" in group for group, _ in forms) and any("self_attn" in group for group, _ in forms)
+    solutions = _solutions(model, "nvfp4,fp8", "local_hessian")
+    assert {name for _, name in solutions} == {"nvfp4"}
+    assert not any("experts" in group for group, _ in solutions) and any("self_attn" in group for group, _ in solutions)
 
 
 def test_a_sample_keeps_no_more_than_itself() -> None:
     """As a view it kept all inputs of all layers: 6 GB of SmolLM2-135M's."""
-    inputs = solved_groups._Inputs(keep=True, every=16)
+    inputs = group_solutions._Inputs(keep=True, every=16)
     inputs.add("group", torch.ones(64, 8))
     (sample,) = inputs.sample["group"]
     assert sample.shape == (4, 8) and sample.untyped_storage().nbytes() == sample.nbytes

@@ -1,17 +1,17 @@
-"""Every group solved alone: what a solver that works from data leaves of each format's error.
+"""`solve_each_group` solves every group in every format on the inputs of the original model, before formats are chosen.
 
-Rounding to nearest says little about a solver such as GPTQ: in some groups it takes nine tenths of the error away, in
-others a third. So where formats are chosen for such a solver, it solves each group in each format first, and scores
-and measurements are taken with those weights. Here every group gets the inputs of the original model, for what stands
-before it is not decided yet; quantizing for real then solves it on the inputs that it really gets.
+Rounding to nearest says little about a solver such as GPTQ, which removes nine tenths of the error in some groups and a
+third in others. So where formats are chosen for such a solver, scores and measurements use weights that it has solved.
+The formats of the layers before a group are not decided yet, so each group gets the original model's inputs here;
+quantization later solves it again, on the inputs that it really gets.
 
     y = Q(x / s) · Q(W diag(s))ᵀ        s from the solver's transforms, such as AWQ's; each format has its own
 
-Scaling and rounding are done. A rotation, a branch of low rank or a reconstruction, which the solver's name may hold
-too, lowers the error of every format and is left out.
+Only scaling and rounding are done. A rotation, a low-rank branch or a reconstruction in the solver's name lowers the
+error of every format and is left out.
 
 All second moments at once would be larger than the model, so groups are taken in parts that fit, each with a forward
-pass over the text, as far into the model as the last of them.
+pass over the text that ends behind the last group of the part.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Stop
-from quant.calibration.cpu_matmul import quick_products
+from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.group import solve_group
@@ -45,8 +45,8 @@ Key = tuple[str, str]  # a group and a candidate
 
 
 @dataclass(frozen=True, eq=False)
-class Form:
-    """What a group is in a format.
+class GroupSolution:
+    """A group solved in one format.
 
     Attributes:
         weights: codes and scales by layer, of the weight times `divisor`.
@@ -59,7 +59,7 @@ class Form:
     input_scale: torch.Tensor | None = None
 
 
-def solve_alone(
+def solve_each_group(
     model: nn.Module,
     groups: Mapping[str, Sequence[LayerPlan]],
     allowed: Mapping[str, Sequence[Candidate]],
@@ -67,10 +67,10 @@ def solve_alone(
     solver: str,
     stored: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[Key, Form]:
-    """Forms of every group in every format that is allowed for it.
+) -> dict[Key, GroupSolution]:
+    """Solutions of every group in every format that is allowed for it.
 
-    Fused experts are left out, and formats that the solver's rounding does not know, and groups that no token reaches.
+    Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
 
     Args:
         model: called as `model(rows)`; not changed.
@@ -89,7 +89,7 @@ def solve_alone(
         if all(layer.kind == "linear" for layer in members)
     }
     wanted = {group: choices for group, choices in wanted.items() if choices}
-    found: dict[Key, Form] = {}
+    found: dict[Key, GroupSolution] = {}
     done = 0
     for part in _parts(groups, wanted, rows.device.type):
         watched = {groups[group][0].name: group for group in part}
@@ -104,9 +104,9 @@ def solve_alone(
             _watch(model, watched, batches, partial(_add, works))
         for group, choices in works.items():
             for work in choices:
-                form = work.solve(pipeline, stored)
-                if form is not None:
-                    found[group, work.candidate.name] = form
+                solution = work.solve(pipeline, stored)
+                if solution is not None:
+                    found[group, work.candidate.name] = solution
             choices.clear()  # and with them the second moments
             done += 1
             if progress:
@@ -114,12 +114,12 @@ def solve_alone(
     return found
 
 
-def digest_of(forms: Mapping[Key, Form]) -> str:
-    """SHA-256 of some scales of each form: what scores that are taken with them depend on."""
+def digest_of(solutions: Mapping[Key, GroupSolution]) -> str:
+    """SHA-256 of some scales of each solution, by which kept scores are recognised."""
     digest = hashlib.sha256()
-    for key, form in sorted(forms.items(), key=lambda item: item[0]):
+    for key, solution in sorted(solutions.items(), key=lambda item: item[0]):
         digest.update(repr(key).encode())
-        for weight in form.weights.values():
+        for weight in solution.weights.values():
             scale = weight.scale.flatten()
             digest.update(scale[:: max(len(scale) // 64, 1)].float().cpu().numpy().tobytes())
     return digest.hexdigest()
@@ -147,7 +147,7 @@ def _watch(
     batches: Sequence[torch.Tensor],
     see: Callable[[str, torch.Tensor], None],
 ) -> None:
-    """Shows every input `[tokens, in]` of the layers `names`, under their groups; passes end behind the last layer."""
+    """Calls `see(group, input)` for every input `[tokens, in]` of the layers `names`; passes end at the last layer."""
     calls: Counter[str] = Counter()
     last: str | None = None
 
@@ -158,14 +158,14 @@ def _watch(
             raise Stop
 
     for i, batch in enumerate(batches):
-        with torch.no_grad(), quick_products(), watch_inputs(model, list(names), observe), suppress(Stop):
+        with torch.no_grad(), fast_matmul(), watch_inputs(model, list(names), observe), suppress(Stop):
             model(batch)
         if i == 0 and len(calls) == len(names) and set(calls.values()) == {1}:
             last = next(reversed(calls))
 
 
 class _Inputs:
-    """What transforms and static scales are chosen from: magnitudes by channel, and some tokens."""
+    """Magnitudes by channel and some tokens, from which transforms and static scales are chosen."""
 
     def __init__(self, keep: bool, every: int) -> None:
         self.keep, self.every = keep, every
@@ -195,7 +195,7 @@ class _Inputs:
 
 
 class _Work:
-    """One group in one format: how its input is scaled, and the second moment of what comes of it."""
+    """One group in one format: its input scale, and the second moment of the scaled and rounded input."""
 
     def __init__(
         self,
@@ -224,19 +224,19 @@ class _Work:
             amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
             self.input_scale = static_input_scale(amax.amax(), candidate.activation, stored)
 
-    def solve(self, pipeline: Pipeline, stored: torch.dtype) -> Form | None:
-        """The group in the format; None if nothing is known of its input."""
+    def solve(self, pipeline: Pipeline, stored: torch.dtype) -> GroupSolution | None:
+        """The group solved in the format; None without statistics of its input."""
         stats: LayerStats | None = self.moment.stats()
         if stats is None and (pipeline.needs_moment or self.divisor is None):
             return None
         assert self.candidate.weight is not None
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in self.weights.items()}
         solved = solve_group(weights, dict.fromkeys(weights, stats), self.candidate.weight, pipeline.rounding, stored)
-        return Form(solved, self.divisor, self.input_scale)
+        return GroupSolution(solved, self.divisor, self.input_scale)
 
 
 def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor) -> None:
-    """Takes one call of a group into its second moments; formats that leave the input as it is share theirs."""
+    """Adds one call of a group to its second moments; formats that leave the input unchanged share one."""
     plain: MomentSum | None = None
     for work in works[group]:
         if work.candidate.activation is None and work.divisor is None:

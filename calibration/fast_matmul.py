@@ -1,0 +1,77 @@
+"""Two ways to multiply float32 matrices faster without losing digits.
+
+**oneDNN instead of MKL.** PyTorch multiplies with MKL, which leaves AVX-512 unused on CPUs that are not Intel's, and
+with it half of their speed. It asks oneDNN only where products may round their inputs to bfloat16, and oneDNN rounds
+them only on CPUs with bfloat16 units. So `fast_matmul` tries one product first: where it loses digits, nothing changes.
+Small products are slower in oneDNN, so this is for forward passes and second moments, not for searches.
+
+**BF16 for differences.** Sensitivity and allocation measure the effect of small changes: of a weight that is quantized,
+of an activation that follows from it. A linear layer passes a change on by itself,
+
+    y' = y + (x' − x) Wᵀ            with x and y kept from a run before
+
+and so does the gradient of a changed weight, g (W_q − W). Differences are formed in FP32 and then rounded to BF16: a
+relative error of 2⁻⁹ in each element of the *change*, random and averaged over thousands of them. The same rounding of
+x' and x themselves would be as large as the error of eight-bit formats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def fast_matmul() -> Any:
+    """A context in which float32 products on a CPU are oneDNN's, where these are exact."""
+    return _precision("bf16" if _has_exact_products() else None)
+
+
+def default_matmul() -> Any:
+    """A context in which products are PyTorch's own, within `fast_matmul` too."""
+    return _precision("none")
+
+
+@contextmanager
+def _precision(wanted: str | None) -> Iterator[None]:
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None or wanted is None or not _has_exact_products():
+        yield
+        return
+    before = matmul.fp32_precision
+    matmul.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+@cache
+def _has_exact_products() -> bool:
+    matmul = getattr(torch.backends.mkldnn, "matmul", None)
+    if matmul is None or not torch.backends.mkldnn.is_available() or matmul.fp32_precision != "none":
+        return False
+    x = torch.linspace(1, 2, 256 * 256).view(256, 256)
+    matmul.fp32_precision = "bf16"
+    try:
+        found = x @ x
+    finally:
+        matmul.fp32_precision = "none"
+    exact = x.double() @ x.double()
+    return float((found - exact).norm() / exact.norm()) < 1e-6
+
+
+def difference_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """BF16 where the device of `tensor` multiplies it faster than the tensor's own dtype; else None."""
+    return torch.bfloat16 if tensor.dtype is torch.float32 and _multiplies_bf16(tensor.device.type) else None
+
+
+@cache
+def _multiplies_bf16(device_type: str) -> bool:
+    if device_type == "cuda":
+        return torch.cuda.get_device_capability() >= (8, 0)
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return device_type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)

@@ -1,0 +1,150 @@
+"""`SwitchableLayer` computes a layer in whatever format its `SwitchableModel` is set to.
+
+Calls of a run may be kept in a `CallCache`: inputs and outputs of all layers, exactly. Later runs on the same tokens
+then multiply only what has changed since, in BF16, which is several times as fast (see `fast_matmul`).
+
+For gradients, a layer is one node of autograd that saves its input and nothing else. In the backward pass it shows
+input and output gradient to `observe`, so that scores need neither the output nor the graph afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from quant.kernels.linear.modules import QuantExperts
+from quant.recipes.plan import LayerPlan
+
+if TYPE_CHECKING:
+    from quant.calibration.sensitivity.switchable_model import SwitchableModel
+
+
+@dataclass(frozen=True, eq=False)
+class LayerGradient:
+    """Input and output gradient of one call of a layer, from a backward pass.
+
+    Attributes:
+        x: its input, `[..., in]`.
+        gradient: ∂L/∂Y, `[..., out]`.
+        back: gradient · W with the weight as it is now, `[..., in]`.
+        index: the expert, or None.
+    """
+
+    x: torch.Tensor
+    gradient: torch.Tensor
+    back: torch.Tensor
+    index: int | None
+
+
+Observe = Callable[["SwitchableLayer", LayerGradient], None]
+
+
+@dataclass(frozen=True, eq=False)
+class CachedCall:
+    """One call of a layer in a run that is kept.
+
+    Attributes:
+        candidate: the layer's format then.
+        x: its input, rounded.
+        y: its output.
+    """
+
+    candidate: str
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class CallCache:
+    """Calls of all layers in one run, as far as they fit.
+
+    Attributes:
+        budget: bytes that may still be kept.
+        writing: whether calls are kept; otherwise they are looked up.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.calls: dict[str, CachedCall] = {}
+        self.held: set[int] = set()
+        self.writing = True
+
+    def keep(self, name: str, call: CachedCall) -> None:
+        """Keeps a call unless the budget is used up; layers with one input share it."""
+        new = {t.data_ptr(): t.nbytes for t in (call.x, call.y) if t.data_ptr() not in self.held}
+        if sum(new.values()) <= self.budget:
+            self.budget -= sum(new.values())
+            self.held |= new.keys()
+            self.calls[name] = call
+
+
+class SwitchableLayer(nn.Module):
+    """A linear, or one projection of a fused-experts module, in the format that its model is set to."""
+
+    owner: SwitchableModel
+    original: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, owner: SwitchableModel, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
+        nn.Module.__init__(self)
+        self.plan, self.group = plan, group
+        object.__setattr__(self, "owner", owner)  # no submodule
+        object.__setattr__(self, "original", weight)
+        object.__setattr__(self, "bias", bias)
+
+    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`; `index` is the expert's."""
+        if torch.is_grad_enabled():
+            return _Probe.apply(x, self.owner.anchor, self, index)  # type: ignore[no-any-return, no-untyped-call]
+        return self.compute(x, index)
+
+    def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
+        """The output in the present format."""
+        owner = self.owner
+        candidate = owner.current(self.group)
+        x = owner.round_input(self.group, x, candidate)
+        cache = owner.cache if index is None else None  # how many tokens an expert gets differs from run to run
+        if cache is not None and not cache.writing:
+            known = cache.calls.get(self.plan.name)
+            if known is not None and known.candidate == candidate.name and known.x.shape == x.shape:
+                weight = owner.narrow(self, candidate)
+                return known.y + linear((x - known.x).to(weight.dtype), weight).to(x.dtype)
+        y = linear(x, owner.dense(self, candidate, index).to(x.dtype), self.bias)
+        if cache is not None and cache.writing:
+            cache.keep(self.plan.name, CachedCall(candidate.name, x, y))
+        return y
+
+
+class SwitchableExperts(SwitchableLayer, QuantExperts):
+    """`experts_forward` calls modules of this class by expert; nothing else of `QuantExperts` is used."""
+
+
+class _Probe(torch.autograd.Function):
+    """y = layer(x), with a backward that shows x and dL/dy to the model's observer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: SwitchableLayer, index: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.index = layer, index
+        return layer.compute(x, index)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (x,), layer = ctx.saved_tensors, ctx.layer
+        (gradient,) = gradients
+        weight = layer.owner.dense(layer, layer.owner.current(layer.group), ctx.index)
+        back = gradient @ weight.to(gradient.dtype)
+        if layer.owner.observe is not None:
+            layer.owner.observe(layer, LayerGradient(x, gradient, back, ctx.index))
+        return back if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+    """Whether two tensors are the same memory: recomputing a block hands out one object for each use of a tensor."""
+    return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
