@@ -210,7 +210,8 @@ def restore_layout(model: nn.Module) -> None:
 def _is_offloaded(module: nn.Module) -> bool:
     """Whether a hook of accelerate brings the weight to the device for each forward, and takes it away again."""
     hook = getattr(module, "_hf_hook", None)
-    return any(getattr(each, "offload", False) for each in getattr(hook, "hooks", (hook,)))
+    hooks = getattr(hook, "hooks", (hook,))
+    return any(getattr(each, "offload", False) and each.offload_buffers for each in hooks)
 
 
 class QuantLinear(_QuantModule):

@@ -126,12 +126,18 @@ def test_offloaded_weights_stay_as_they_are_stored(hopper: SimpleNamespace) -> N
     hopper.here = False
     y = model(x)
     hopper.here = True
+    plain = copy.deepcopy(model)
+    plain[0]._arranged = None
     model = accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+    model[0]._arranged = None
     for _ in range(2):
         assert torch.equal(model(x), y)
     assert model[0].codes.is_meta
     state = model[0]._hf_hook.weights_map
     assert bits({"0.codes": state["codes"]})["0.codes"] == saved["0.codes"]
+    # By default it takes away parameters only, and codes are buffers.
+    plain = accelerate.cpu_offload(plain, execution_device=torch.device("cpu"))
+    assert torch.equal(plain(x), y) and is_prepacked(plain[0].stored_weight)
 
 
 def test_dispatched_weights_are_arranged(hopper: SimpleNamespace) -> None:
