@@ -117,7 +117,7 @@ def _open(name: str, device: str) -> nn.Module:
 
 def _bits_of(model: nn.Module) -> float:
     """Exact bits a weight over all linears but the head, whatever format each is in."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     nbytes = numel = 0
     for module in model.modules():
         if isinstance(module, QuantLinear):

@@ -67,7 +67,7 @@ def fa3() -> Callable[..., Any] | None:
             from flash_attn_interface import flash_attn_func
         except ImportError:
             return None
-    return flash_attn_func  # type: ignore[no-any-return]
+    return flash_attn_func
 
 
 def contenders(dim: int, causal: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -123,7 +123,7 @@ def quantizing(compile_only: bool) -> Iterator[Row]:
         "block scales, Hadamard, smooth K": {"hadamard": True, "smooth_k": True},
     }
     for name, options in kinds.items():
-        calls = [lambda x=x, o=options: quantize_attention(*x, **o) for x in sets]  # type: ignore[misc]
+        calls = [lambda x=x, o=options: quantize_attention(*x, **o) for x in sets]
         calls[0]()
         if not compile_only:
             us = graph_microseconds(calls)

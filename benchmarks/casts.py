@@ -57,7 +57,7 @@ def rates(formats: list[str]) -> list[dict[str, Any]]:
                 row: dict[str, Any] = {"format": name, "width": columns, "after": source, "copy TB/s": copy}
                 moved = passes * 2 * tokens * columns + FORMATS[name].nbytes((tokens, columns))
                 for block in BLOCKS:
-                    us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)  # type: ignore[misc]
+                    us = graph_microseconds([lambda x=x, c=call, h=block: c(x, h) for x in inputs], 3)
                     row[f"H{block}"] = moved / us * 1e-6
                 rows.append(row)
     return rows
@@ -71,11 +71,11 @@ def latencies() -> list[dict[str, Any]]:
             x = torch.randn(tokens, columns, device="cuda", dtype=torch.bfloat16)
             y = torch.empty_like(x)
             row: dict[str, Any] = {"width": columns, "tokens": tokens}
-            row["copy µs"] = graph_microseconds([lambda x=x, y=y: y.copy_(x)] * 20)  # type: ignore[misc]
+            row["copy µs"] = graph_microseconds([lambda x=x, y=y: y.copy_(x)] * 20)
             for name in ("nvfp4", "mxfp8"):
                 made = calls(name, x)
                 for source, block in (("alone", 0), ("alone", 128), ("rmsnorm", 0), ("rmsnorm", 128)):
-                    one = [lambda x=x, c=made[source][1], h=block: c(x, h)]  # type: ignore[misc]
+                    one = [lambda x=x, c=made[source][1], h=block: c(x, h)]
                     row[f"{name} {source} H{block} µs"] = graph_microseconds(one * 20)
             rows.append(row)
     return rows

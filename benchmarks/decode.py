@@ -112,7 +112,7 @@ def step_of(
             x, residual = layer(x, residual, where)
         logits = head(add_rmsnorm(x, residual, norm, 1e-5)[0])
         tokens.copy_(greedy(logits))
-        return logits  # type: ignore[no-any-return]
+        return logits
 
     shapes = [((HEADS + 2 * KV_HEADS) * HEAD, HIDDEN), (HIDDEN, HIDDEN), (2 * INTERMEDIATE, HIDDEN)]
     shapes.append((HIDDEN, INTERMEDIATE))
@@ -163,7 +163,7 @@ def joules() -> float | None:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3  # type: ignore[no-any-return]
+        return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1e3
     except Exception:  # no binding, no driver library, or no counter
         return None
 

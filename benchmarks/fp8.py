@@ -49,11 +49,11 @@ def plain() -> list[dict[str, Any]]:
             return torch._scaled_mm(x8.codes, codes.t(), a, b, out_dtype=torch.bfloat16, use_fast_accum=True)
 
         calls: dict[str, Callable[[], Any]] = {
-            "bf16": lambda x=x, dense=dense: x @ dense.T,  # type: ignore[misc]
-            "tensor": lambda scaled=scaled, one=one: scaled(one, one),  # type: ignore[misc]
-            "row": lambda scaled=scaled, a=by_row, b=by_channel: scaled(a, b),  # type: ignore[misc]
-            "block": lambda x8=x8, w=weight: matmul_fp8_block.block_linear(x8, w, None, torch.bfloat16),  # type: ignore[misc]
-            "block, Triton": lambda x8=x8, w=weight: matmul_fp8_block.kernel_linear(x8, w, None, torch.bfloat16),  # type: ignore[misc]
+            "bf16": lambda x=x, dense=dense: x @ dense.T,
+            "tensor": lambda scaled=scaled, one=one: scaled(one, one),
+            "row": lambda scaled=scaled, a=by_row, b=by_channel: scaled(a, b),
+            "block": lambda x8=x8, w=weight: matmul_fp8_block.block_linear(x8, w, None, torch.bfloat16),
+            "block, Triton": lambda x8=x8, w=weight: matmul_fp8_block.kernel_linear(x8, w, None, torch.bfloat16),
         }
         times = {name: graph_microseconds([call]) for name, call in calls.items()}
         for name, us in times.items():
@@ -76,11 +76,11 @@ def by_expert() -> list[dict[str, Any]]:
         x = torch.randn(len(order), HIDDEN, device="cuda", dtype=torch.bfloat16)
         ends = offsets[1:]
         calls: dict[str, Callable[[], Any]] = {
-            "bf16": lambda x=x, ends=ends: torch._grouped_mm(x, values.transpose(1, 2), offs=ends)  # type: ignore[misc]
+            "bf16": lambda x=x, ends=ends: torch._grouped_mm(x, values.transpose(1, 2), offs=ends)
         }
         for name, activation in GROUPED:
             form = FORMATS[activation] if activation else None
-            calls[f"{name} × {activation or 'bf16'}"] = lambda x=x, w=weights[name], o=offsets, f=form: (  # type: ignore[misc]
+            calls[f"{name} × {activation or 'bf16'}"] = lambda x=x, w=weights[name], o=offsets, f=form: (
                 experts.grouped_linear(x, w, o, None, f)
             )
         times = {name: graph_microseconds([call]) for name, call in calls.items()}

@@ -157,7 +157,7 @@ def library(compile_only: bool) -> Iterator[Row]:
         copies = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
         for tokens in (1, 16, 64, *MIDDLE_TOKENS, *PREFILL_TOKENS):
             x = torch.randn(tokens, shape[1], device="cuda", dtype=torch.bfloat16)
-            us = graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])  # type: ignore[misc]
+            us = graph_microseconds([lambda w=w, x=x: x @ w.T for w in copies])
             yield _library_row("bf16", shape, tokens, us, 2)
     shape, tokens = WIDE, 4096
     x8 = torch.randn(tokens, shape[1], device="cuda").to(torch.float8_e4m3fn)
@@ -165,7 +165,7 @@ def library(compile_only: bool) -> Iterator[Row]:
     for name, sizes in (("tensor", ((), ())), ("row", ((tokens, 1), (1, shape[0])))):
         a, b = (torch.ones(size, device="cuda") for size in sizes)
         us = graph_microseconds(
-            [lambda a=a, b=b: torch._scaled_mm(x8, w8.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)]  # type: ignore[misc]
+            [lambda a=a, b=b: torch._scaled_mm(x8, w8.T, scale_a=a, scale_b=b, out_dtype=torch.bfloat16)]
         )
         yield _library_row(f"_scaled_mm {name}", shape, tokens, us, 1)
 
@@ -187,7 +187,7 @@ def peers(compile_only: bool) -> Iterator[Row]:
             if compile_only:
                 continue
             exact = x.double() @ weight.dequantize(torch.float64).T
-            us = graph_microseconds([lambda layer=layer, x=x: layer(x) for layer in layers])  # type: ignore[misc]
+            us = graph_microseconds([lambda layer=layer, x=x: layer(x) for layer in layers])
             row = {"what": "humming nvfp4", "N": shape[0], "K": shape[1], "M": tokens, "us": us}
             rates = {"TB/s": weight.nbytes / us * 1e-6, "TFLOP/s": 2 * tokens * shape[0] * shape[1] / us * 1e-6}
             yield {**row, **rates, "error": float((y.double() - exact).norm() / exact.norm())}
@@ -210,7 +210,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
         exact = x.double() @ dispatch.dequantize(weight, torch.bfloat16).double().T
         copies = list(tuning.copies(weight, current().l2))
         us = graph_microseconds(
-            [lambda w=w, x=x: dispatch.prefill_linear(x, w, None, None, "fp8_token") for w in copies]  # type: ignore[misc]
+            [lambda w=w, x=x: dispatch.prefill_linear(x, w, None, None, "fp8_token") for w in copies]
         )
         row = _library_row("nvfp4 × fp8_token", shape, tokens, us, 1)
         yield {**row, "TB/s": None, "error": float((y.double() - exact).norm() / exact.norm())}
@@ -220,7 +220,7 @@ def prefill(compile_only: bool) -> Iterator[Row]:
                 ("nvfp4 to bf16", decode_nvfp4.dequantize, 2 + 9 / 16),
                 ("nvfp4 to e4m3", decode_nvfp4.requantize, 1 + 9 / 16),
             ):
-                us = graph_microseconds([lambda w=w, c=call: c(w) for w in copies])  # type: ignore[misc]
+                us = graph_microseconds([lambda w=w, c=call: c(w) for w in copies])
                 yield {"what": name, "N": shape[0], "K": shape[1], "us": us, "TB/s": nbytes * elements / us * 1e-6}
 
 
@@ -257,7 +257,7 @@ def casts(compile_only: bool) -> Iterator[Row]:
                 call(inputs[0])
                 if compile_only:
                     continue
-                us = graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])  # type: ignore[misc]
+                us = graph_microseconds([lambda x=x, c=call: c(x) for x in inputs])
                 moved = passes * 2 * tokens * columns + form.nbytes((tokens, columns))
                 yield {"what": f"{what} {name}", "N": columns, "M": tokens, "us": us, "TB/s": moved / us * 1e-6}
             except Exception as error:

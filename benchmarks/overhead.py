@@ -84,7 +84,7 @@ def measure(tokens: int) -> list[dict[str, Any]]:
             with context():
                 for _ in range(3):
                     layer(x)
-                row[f"{mode} µs"] = microseconds(lambda layer=layer: layer(x))  # type: ignore[misc]
+                row[f"{mode} µs"] = microseconds(lambda layer=layer: layer(x))
                 row[f"{mode} functions"] = functions(layer, x)
         rows.append(row)
     return rows

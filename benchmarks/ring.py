@@ -50,7 +50,7 @@ def of_a_rank(rank: int, world: int, folder: str, options: argparse.Namespace) -
         q, k, v = (
             shard(x, rank, world) for x in operands(options.heads, options.kv_heads, options.tokens, options.dim)
         )
-        ms = milliseconds(lambda q=q, k=k, v=v, format=format: ring_attention(q, k, v, format=format, check=False))  # type: ignore[misc]
+        ms = milliseconds(lambda q=q, k=k, v=v, format=format: ring_attention(q, k, v, format=format, check=False))
         nbytes = [(world - 1) * message_bytes(k, each) for each in (format, None)]
         rows.append({"keys": name or "bf16", "ms": ms, "bytes": nbytes, "out": whole})
         del q, k, v
@@ -97,7 +97,7 @@ def main() -> None:
     found: dict[int, list[dict[str, Any]]] = {}
     for world in dict.fromkeys([1, *worlds]):
         with tempfile.TemporaryDirectory() as folder:
-            torch.multiprocessing.spawn(of_a_rank, (world, folder, options), nprocs=world)  # type: ignore[no-untyped-call]
+            torch.multiprocessing.spawn(of_a_rank, (world, folder, options), nprocs=world)
             found[world] = torch.load(Path(folder, "rows.pt"))
     rows = []
     for world, measured in found.items():

@@ -173,10 +173,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> triton_model.Trit
     )
     kinds = SimpleNamespace(FLOAT="float", HALF=1, BF16=2, INT64=3, INT32=4, INT8=5, UINT8=6, BOOL=7)
     trt = ModuleType("tensorrt_rtx")
-    trt.Logger = type("Logger", (), {"WARNING": 0, "__init__": lambda self, level: None})  # type: ignore[attr-defined]
-    trt.DataType = kinds  # type: ignore[attr-defined]
+    trt.Logger = type("Logger", (), {"WARNING": 0, "__init__": lambda self, level: None})
+    trt.DataType = kinds
     load = lambda blob: engine if blob == b"engine" else None  # noqa: E731
-    trt.Runtime = lambda logger: SimpleNamespace(deserialize_cuda_engine=load)  # type: ignore[attr-defined]
+    trt.Runtime = lambda logger: SimpleNamespace(deserialize_cuda_engine=load)
 
     class Tensor(SimpleNamespace):
         @staticmethod
@@ -184,10 +184,10 @@ def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> triton_model.Trit
             return Tensor(name=name, value=torch.from_dlpack(capsule))
 
     server = ModuleType("triton_python_backend_utils")
-    server.Tensor = Tensor  # type: ignore[attr-defined]
-    server.TritonError = str  # type: ignore[attr-defined]
-    server.get_input_tensor_by_name = lambda request, name: request[name]  # type: ignore[attr-defined]
-    server.InferenceResponse = lambda output_tensors, error=None: (output_tensors, error)  # type: ignore[attr-defined]
+    server.Tensor = Tensor
+    server.TritonError = str
+    server.get_input_tensor_by_name = lambda request, name: request[name]
+    server.InferenceResponse = lambda output_tensors, error=None: (output_tensors, error)
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", trt)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", server)
     monkeypatch.setattr(triton_model, "DEVICE", "cpu")

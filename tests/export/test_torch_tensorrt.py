@@ -66,7 +66,7 @@ def run(program: torch.export.ExportedProgram, x: torch.Tensor) -> torch.Tensor:
         def call_function(self, target: object, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             namespace, _, name = str(target).partition(".")
             body = bodies[name.partition(".")[0]] if namespace == "tensorrt" else target
-            return body(*args, **kwargs)  # type: ignore[operator]
+            return body(*args, **kwargs)
 
     module = program.module()
     assert isinstance(module, torch.fx.GraphModule)
@@ -79,7 +79,7 @@ def model_in(name: str, activation: str | None, static: bool, **parts: object) -
     weight = quantize(torch.randn(48, 64, dtype=torch.bfloat16), FORMATS[name])
     given = FORMATS[activation] if activation else None
     scale = torch.tensor(0.01 if name == "fp8" else 0.002) if static else None
-    linear = QuantLinear(weight, torch.randn(48, dtype=torch.bfloat16), given, scale, **parts)  # type: ignore[arg-type]
+    linear = QuantLinear(weight, torch.randn(48, dtype=torch.bfloat16), given, scale, **parts)
     return nn.Sequential(linear, nn.ReLU())
 
 
@@ -110,7 +110,7 @@ def test_lowered_graph_computes_the_layer(name: str, activation: str | None, sta
 @pytest.mark.parametrize("name", ["fp8", "nvfp4"])
 def test_amax_is_the_scale_of_the_checkpoint(name: str) -> None:
     model = model_in(name, name, True)
-    linear = model[0]  # type: ignore[index]
+    linear = model[0]
     program = lowered_program(model, {"input": torch.randn(5, 64, dtype=torch.bfloat16)})
     amax = {key: float(value) for key, value in program.state_dict.items() if key.endswith("amax")}
     weight = linear.scale if name == "fp8" else linear.global_scale
@@ -126,7 +126,7 @@ def test_what_runs_beside_the_matmul_stays() -> None:
         "hadamard": 64,
         "lowrank": (torch.randn(4, 64, dtype=torch.bfloat16), torch.randn(48, 4, dtype=torch.bfloat16)),
     }
-    assert RunTimeParts(**parts)  # type: ignore[arg-type]
+    assert RunTimeParts(**parts)
     model, x = model_in("fp8", "fp8", True, **parts), torch.randn(5, 64, dtype=torch.bfloat16)
     got, expected = run(lowered_program(model, {"input": x}), x).float(), model(x).float()
     assert float((got - expected).norm() / expected.norm()) < 2**-7

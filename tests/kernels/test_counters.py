@@ -32,13 +32,13 @@ def calls() -> list[Call]:
     cases = [(stored, 5, tiles.Tiles(16, 64, 128, splits=8))]
     if current().has_wgmma:
         laid_out = prepack(stored)
-        cases += [(laid_out, 5, tiles.gluon_tiles(8, 4, 4, current(), 4))]  # type: ignore[list-item]
-        cases += [(laid_out, 300, tiles.prefill_tiles(128, 1, current()))]  # type: ignore[list-item]
+        cases += [(laid_out, 5, tiles.gluon_tiles(8, 4, 4, current(), 4))]
+        cases += [(laid_out, 300, tiles.prefill_tiles(128, 1, current()))]
     found = []
     for weight, tokens, choice in cases:
         x = torch.randn(tokens, 4096, device="cuda").bfloat16()
         found.append(lambda x=x, w=weight, c=choice: dispatch.run(x, w, None, c))
-    return found  # type: ignore[return-value]
+    return found
 
 
 @pytest.mark.gpu

@@ -114,7 +114,7 @@ def test_soft_capped_logits() -> None:
     assert evaluate(model, ids).perplexity != pytest.approx(found, rel=1e-2)
 
 
-class Scaled(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+class Scaled(transformers.LlamaForCausalLM):
     """A model that does with its logits what no config key tells."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -131,7 +131,7 @@ def test_megabytes(nbytes: float, text: str) -> None:
 def test_peak_memory_of_this_process() -> None:
     status = Path("/proc/self/status")
     if status.exists():
-        high_water = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024  # type: ignore[index]
+        high_water = int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
         assert peak_rss() == pytest.approx(high_water, rel=0.05)
 
 
@@ -154,7 +154,7 @@ def test_parts_survive_the_file(rich_report: Rich, tmp_path: Path) -> None:
     report.save(tmp_path / "report.json")
     assert Report.load(tmp_path / "report.json") == report
     fields = json.loads((tmp_path / "report.json").read_text())
-    assert fields["allocation"]["chosen"]["bits"] == report.allocation.chosen.bits  # type: ignore[union-attr]
+    assert fields["allocation"]["chosen"]["bits"] == report.allocation.chosen.bits
     assert len(fields["sensitivity"]["groups"]) == 120
     assert fields["receipt"]["layers"][5]["passed"] is False
     plain = replace(report, sensitivity=None, allocation=None, receipt=None, kv_cache=None).to_dict()

@@ -30,8 +30,8 @@ from quant.recipes.plan import LayerPlan, Plan
 def test_bytes_are_those_of_the_tensors(name: str, shape: tuple[int, ...]) -> None:
     candidate = parse_candidates(name)[0]
     layer = LayerPlan("l", "experts" if len(shape) == 3 else "linear", shape)
-    stored = quantize(torch.randn(shape), candidate.weight)  # type: ignore[arg-type]
-    scale_bytes = stored.scale.numel() * candidate.weight.scale.bits // 8  # type: ignore[union-attr]
+    stored = quantize(torch.randn(shape), candidate.weight)
+    scale_bytes = stored.scale.numel() * candidate.weight.scale.bits // 8
     expected = stored.codes.nbytes + scale_bytes
     expected += 0 if stored.global_scale is None else stored.global_scale.nbytes
     assert group_bytes([layer], candidate) == expected

@@ -98,7 +98,7 @@ def test_formats_for_a_budget_spend_bits_where_the_classes_need_them() -> None:
 def test_which_divergence() -> None:
     model, rows = texts()
     assert isinstance(divergence_of(model, rows), Classes)
-    assert isinstance(divergence_of(model.bert, rows), Embeddings)  # type: ignore[arg-type]
+    assert isinstance(divergence_of(model.bert, rows), Embeddings)
     assert type(divergence_of(tiny_models.llama(), rows)) is NextToken
 
 
@@ -246,7 +246,7 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float
     found = divergence_of(model, rows)
     assert isinstance(found, NextToken)
     reference = found.reference(rows)
-    model.embedding = Broken(model.embedding, 2, 5, value)  # type: ignore[assignment]
+    model.embedding = Broken(model.embedding, 2, 5, value)
     calls: dict[str, Callable[[], Any]] = {
         "measure": lambda: found.measure(rows, reference, 10),
         "nll": lambda: found.nll(rows, 10),
@@ -261,9 +261,9 @@ def test_a_loss_that_is_not_finite_is_an_error_that_names_the_token(value: float
 def test_so_is_one_of_a_class_or_of_an_embedding(when: str) -> None:
     model, rows = texts()
     for measured, inner in ((model, model), (model.bert, model.bert)):
-        found = divergence_of(measured, rows)  # type: ignore[arg-type]
+        found = divergence_of(measured, rows)
         reference = found.reference(rows)
-        layer = inner.bert.encoder.layer[0] if measured is model else inner.encoder.layer[0]  # type: ignore
+        layer = inner.bert.encoder.layer[0] if measured is model else inner.encoder.layer[0]
         kept, layer.output.dense = layer.output.dense, Broken(layer.output.dense, 17, 0, torch.nan)
         calls: dict[str, Callable[[], Any]] = {
             "measure": lambda f=found, r=reference: f.measure(rows, r, 100),

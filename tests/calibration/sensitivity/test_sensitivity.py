@@ -129,7 +129,7 @@ def test_fisher_is_what_plain_autograd_gives() -> None:
                     scale = scales[group, c.name]
                     x_q = fake_quantize(x, c.activation, global_scale=scale) if c.activation else x
                     error = (x_q @ quantized[m.name, c.name].T - out.detach()).double()
-                    product = product + (error * out.grad.double()).sum(-1)  # type: ignore[union-attr]
+                    product = product + (error * out.grad.double()).sum(-1)
                 sums[group, c.name] += float(product.square().sum())
     for (group, name), value in sums.items():
         expected = 0.5 * value / (2 * (SEQLEN - 1))
@@ -173,7 +173,7 @@ def test_output_is_the_relative_error_in_float64() -> None:
     with switchable:
         solved = switchable.solved(name, candidate)
     x = inputs[0].detach().double()
-    x_q = fake_quantize(inputs[0].detach(), candidate.activation).double()  # type: ignore[arg-type]
+    x_q = fake_quantize(inputs[0].detach(), candidate.activation).double()
     for m in members:
         weight = model.get_submodule(m.name).weight.detach().double()
         out = x @ weight.T
@@ -296,7 +296,7 @@ def test_a_model_that_scales_its_logits_is_taken_whole() -> None:
         model.inner.lm_head.weight.mul_(1.1)
     assert other.measure(rows, reference) == pytest.approx(float(expected), rel=1e-4)
     plain.reference(rows)
-    assert plain.split is True and other.split is False  # type: ignore[attr-defined]
+    assert plain.split is True and other.split is False
 
 
 @pytest.mark.parametrize("make", [_llama, _bert])

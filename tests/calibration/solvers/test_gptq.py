@@ -94,7 +94,7 @@ def test_every_format_gains_over_its_searched_scales_and_stays_on_its_grid(forma
 def _scale(tensor: object) -> torch.Tensor:
     from quant.formats.rounding import decode
 
-    return decode(tensor.scale, tensor.format.scale)  # type: ignore[attr-defined]
+    return decode(tensor.scale, tensor.format.scale)
 
 
 def test_descent_never_raises_the_loss() -> None:

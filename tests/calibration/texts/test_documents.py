@@ -81,9 +81,9 @@ def test_data_loaders() -> None:
     targets = torch.full((6,), 99)
     assert rows(DataLoader(TensorDataset(ids), batch_size=2)) == ids.tolist()
     assert rows(DataLoader(TensorDataset(ids, targets), batch_size=4)) == ids.tolist()
-    loader = DataLoader([{"input_ids": row, "n": 1} for row in ids], batch_size=3)  # type: ignore[arg-type]
+    loader = DataLoader([{"input_ids": row, "n": 1} for row in ids], batch_size=3)
     assert rows(loader, samples=5) == ids[:5].tolist()
-    texts = DataLoader([{"text": "abc"}, {"text": "def"}], batch_size=2)  # type: ignore[arg-type]
+    texts = DataLoader([{"text": "abc"}, {"text": "def"}], batch_size=2)
     assert rows(texts) == [[0, 1, 2, END], [3, 4, 5, END]]
 
 
@@ -154,7 +154,7 @@ def test_bad_sources() -> None:
     with pytest.raises(ValueError, match="cannot take tokens from int"):
         rows([3])
     with pytest.raises(ValueError, match=r"calibration data \(Letters\): give a file, a data set, token ids"):
-        calibration_rows(Letters(), samples=1, seqlen=1)  # type: ignore[arg-type]
+        calibration_rows(Letters(), samples=1, seqlen=1)
     with pytest.raises(ValueError, match="needs the model's tokenizer"):
         calibration_rows(["abc"], None, samples=1, seqlen=1)
     with pytest.raises(ValueError, match="must be at least 1"):

@@ -150,7 +150,7 @@ class TensorDesc:
         return TensorDesc(self.shape_expr, self.dtype)
 
 
-class SymIntExprs(list):  # type: ignore[type-arg]
+class SymIntExprs(list):
     from_tuple = classmethod(lambda cls, items: cls(items))
 
 
@@ -221,7 +221,7 @@ def test_quick_plugin_has_the_signatures_that_tensorrt_reads(quick: SimpleNamesp
 
 def test_full_tensorrt_builds_for_one_gpu() -> None:
     with pytest.raises(ValueError, match=r"full TensorRT builds for the GPU it runs on, not for \[90, 100\]"):
-        plugin_tensorrt.register(SimpleNamespace(__name__="tensorrt"), [90, 100])  # type: ignore[arg-type]
+        plugin_tensorrt.register(SimpleNamespace(__name__="tensorrt"), [90, 100])
 
 
 BUILD = """

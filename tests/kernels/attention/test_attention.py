@@ -152,7 +152,7 @@ def test_parts_join_by_their_log_sum_exp() -> None:
     q, k, v, scales = operands(1, 2, 1, 30, 160, 128)
     options = dict(zip(("q_scale", "k_scale", "v_scale"), scales, strict=True))
     halves = (slice(0, 64), slice(64, 160))
-    parts = [attention(q, k[:, :, s], v[:, :, s], return_lse=True, **options) for s in halves]  # type: ignore[misc]
+    parts = [attention(q, k[:, :, s], v[:, :, s], return_lse=True, **options) for s in halves]
     weights = torch.stack([lse for _, lse in parts]).softmax(0)[..., None]
     joined = sum(w * out.float() for w, (out, _) in zip(weights, parts, strict=True))
     assert isinstance(joined, torch.Tensor)
@@ -203,14 +203,14 @@ def test_bad_input_is_named_before_any_launch(change: dict[str, object], message
     given |= {"v": torch.zeros(1, 2, 4, 64), "scales": torch.ones(3)}
     if "raw" not in change:
         given |= change
-    if given["q"].shape[-1] == 96:  # type: ignore[attr-defined]
+    if given["q"].shape[-1] == 96:
         given["k"] = given["v"] = torch.zeros(1, 2, 4, 96)
     for name in "qkv":
-        given[name] = given[name].to(torch.float8_e4m3fn)  # type: ignore[attr-defined]
+        given[name] = given[name].to(torch.float8_e4m3fn)
     if "raw" in change:
         given["k"] = change["raw"]
     with pytest.raises(ValueError, match=message):
-        fp8_attention(**given)  # type: ignore[arg-type]
+        fp8_attention(**given)
 
 
 @pytest.mark.gpu

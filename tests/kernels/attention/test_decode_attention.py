@@ -87,8 +87,8 @@ def kernel(
 def test_oracle_against_float64(name: str | None, options: dict[str, float]) -> None:
     cache = filled(name, [37, 3, 64])
     q = torch.randn(3, 4, 3, 64)
-    expected = exact(q, *cache, **{"softmax_scale": 0.125, **options})  # type: ignore[arg-type]
-    torch.testing.assert_close(paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
+    expected = exact(q, *cache, **{"softmax_scale": 0.125, **options})
+    torch.testing.assert_close(paged_attention(q, *cache, **options).double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", FORMAT_NAMES)
@@ -218,13 +218,13 @@ def test_bad_input_is_named_before_any_launch(change: dict[str, object], message
     pages, table, lengths = filled("fp8_token", [20, 17])
     given = {"q": Q, "pages": pages, "block_table": table, "lengths": lengths, **change}
     with pytest.raises(ValueError, match=message):
-        paged_attention(**given)  # type: ignore[arg-type]
+        paged_attention(**given)
 
 
 def test_pages_that_no_kernel_takes() -> None:
     pages, table, lengths = filled("fp8_token", [20, 17])
     with pytest.raises(ValueError, match="no format mxfp8"):
-        paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)  # type: ignore[arg-type]
+        paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
 
 
 @pytest.mark.gpu
@@ -240,8 +240,8 @@ def test_gpu_kernel_against_float64(name: str | None, dim: int, heads: int, new:
     cache = filled(name, [300, new, 128, 777], dim=dim, page_size=page_size, device="cuda")
     q = torch.randn(4, heads, new, dim, device="cuda").to(torch.bfloat16)
     for options in ({}, {"window": 50}, {"softcap": 4.0})[: 3 if (dim, new) == (64, 1) else 1]:
-        out = paged_attention(q, *cache, **options)  # type: ignore[arg-type]
-        expected = paged_reference(q, *cache, compute=torch.float64, **options)  # type: ignore[arg-type]
+        out = paged_attention(q, *cache, **options)
+        expected = paged_reference(q, *cache, compute=torch.float64, **options)
         assert bool(out.isfinite().all())
         assert error(out, expected.double()) < TOLERANCE[name]
     if name is not None:

@@ -23,7 +23,7 @@ def cache_of(name: str | None, *, layers: int = 2, kv_heads: int = 2, dim: int =
         if name == "nvfp4":
             scales = {n: scale / 6 for n, scale in scales.items()}
     options = {"pages": 3, "page_size": 16, **scales, **options}
-    return PagedKVCache(layers, kv_heads, dim, format=kv_format(name), **options)  # type: ignore[arg-type]
+    return PagedKVCache(layers, kv_heads, dim, format=kv_format(name), **options)
 
 
 def tokens(batch: int, kv_heads: int, new: int, dim: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
 )
 def test_bad_caches(make: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]
+        make()
 
 
 def test_bad_appends_change_nothing() -> None:

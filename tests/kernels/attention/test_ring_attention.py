@@ -76,7 +76,7 @@ def of_a_rank(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[Any, torch.Tensor]], list[str]]:
     folder = tmp_path_factory.mktemp("ring")
-    torch.multiprocessing.spawn(of_a_rank, (str(folder),), nprocs=max(WORLDS))  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(of_a_rank, (str(folder),), nprocs=max(WORLDS))
     ranks = range(max(WORLDS))
     return [torch.load(folder / f"rank{r}.pt") for r in ranks], [(folder / f"error{r}").read_text() for r in ranks]
 
@@ -200,7 +200,7 @@ def test_one_rank_and_bad_input() -> None:
         ((q[..., :24], k[..., :24], v[..., :24]), {"format": FORMATS["nvfp4"]}, "24 is no multiple of NVFP4's block"),
     ):
         with pytest.raises(ValueError, match=message):
-            ring_attention(*given, **options)  # type: ignore[arg-type]
+            ring_attention(*given, **options)
     with pytest.raises(ValueError, match="90 tokens over 4 ranks; pad them to a multiple of 8"):
         shard(q[:, :, :90], 0, 4)
     with pytest.raises(ValueError, match="rank 4 of 4"):
@@ -227,7 +227,7 @@ def of_a_gpu(rank: int, world: int, folder: str) -> None:
 def test_gpus_give_what_float64_gives(tmp_path: Path) -> None:
     """BF16 outputs of the parts; under FP8 the probabilities are E4M3, too (2.6e-2 for independent values)."""
     world = min(torch.cuda.device_count(), 4)
-    torch.multiprocessing.spawn(of_a_gpu, (world, str(tmp_path)), nprocs=world)  # type: ignore[no-untyped-call]
+    torch.multiprocessing.spawn(of_a_gpu, (world, str(tmp_path)), nprocs=world)
     found = [torch.load(tmp_path / f"rank{rank}.pt") for rank in range(world)]
     q, k, v = (x.bfloat16().float() for x in operands((1, 8, 2, 256 * world + 8 * world, 64)))
     for name, causal in found[0]:

@@ -148,7 +148,7 @@ def test_a_block_scaled_kernel_that_is_wrong_is_not_used(monkeypatch: pytest.Mon
     close(y, fake_quantize(x, FORMATS["mxfp8"]), weight)
 
 
-def _stay_on_cpu(to):  # type: ignore[no-untyped-def]
+def _stay_on_cpu(to):
     def moved(tensor: torch.Tensor, *args: object, **options: object) -> torch.Tensor:
         return (
             tensor if args and isinstance(args[0], str) and args[0].startswith("cuda") else to(tensor, *args, **options)

@@ -94,7 +94,7 @@ CHECKS = pytest.mark.parametrize("check", [check_norm, check_swiglu, check_greed
 
 @CHECKS
 @DTYPES
-def test_interpreted(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_interpreted(check, dtype: torch.dtype) -> None:
     with interpreted():
         check("cpu", dtype)
 
@@ -102,7 +102,7 @@ def test_interpreted(check, dtype: torch.dtype) -> None:  # type: ignore[no-unty
 @pytest.mark.gpu
 @CHECKS
 @DTYPES
-def test_on_a_gpu(check, dtype: torch.dtype) -> None:  # type: ignore[no-untyped-def]
+def test_on_a_gpu(check, dtype: torch.dtype) -> None:
     check("cuda", dtype)
 
 

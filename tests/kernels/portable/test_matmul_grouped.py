@@ -80,7 +80,7 @@ def check_poisoned_rows(device: str) -> None:
     for format in ("nvfp4", "fp8_block", "int8"):
         weight = stacked(format, 4, 77, 256, device)
         x = torch.randn(24, 256, device=device, dtype=torch.bfloat16)
-        check_poison(device, lambda x, offsets, w=weight: kernels.grouped_linear(x, w, offsets), x)  # type: ignore[misc]
+        check_poison(device, lambda x, offsets, w=weight: kernels.grouped_linear(x, w, offsets), x)
     for rows in ("fp8_token", "fp8_group"):
         weight, codes = stacked("fp8_block", 4, 77, 256, device), quantize(torch.randn(24, 256), FORMATS[rows])
         codes = BlockScaledTensor(codes.codes.to(device), codes.scale.to(device), codes.format, codes.shape)

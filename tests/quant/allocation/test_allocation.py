@@ -321,7 +321,7 @@ def model_dir(tmp_path: Path) -> Path:
     from safetensors.torch import save_file
 
     directory = tmp_path / "model"
-    _llama(2).save_pretrained(directory)  # type: ignore[operator]
+    _llama(2).save_pretrained(directory)
     save_file({"calibration": _rows(), "eval": _rows(16)[12:]}, tmp_path / "tokens.safetensors")
     return directory
 

@@ -46,7 +46,7 @@ def _search(seed: int, measurements: int) -> tuple[Search, Interacting, np.ndarr
     problem = Problem(tuple(map(str, range(GROUPS))), ("a", "b", "c"), scores, {"bytes": weights * SIZE})
     limit = 6.5 * weights.sum()
     named = lambda choice: dict(zip(problem.groups, map(int, choice), strict=True))  # noqa: E731
-    search = Search(problem, {"bytes": limit}, baseline, named, measurements)  # type: ignore[arg-type]
+    search = Search(problem, {"bytes": limit}, baseline, named, measurements)
     return search, baseline, solve(problem, {"bytes": limit}), limit
 
 

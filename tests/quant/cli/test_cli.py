@@ -440,7 +440,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", [("formats",), ("inspect", "DIR"), ("plan", "show", "DIR"), ("--help",)])
 def test_what_only_reads_does_not_wait_for_torch(command: tuple[str, ...], tmp_path: Path) -> None:
     """torch takes seconds to import."""
-    make_plan(open_model(BASE, meta=True).model, "nvfp4").save(tmp_path / "plan.json")  # type: ignore[arg-type]
+    make_plan(open_model(BASE, meta=True).model, "nvfp4").save(tmp_path / "plan.json")
     arguments = [str(tmp_path) if part == "DIR" else part for part in command]
     program = (
         "import sys; from click.testing import CliRunner; from quant.cli.main import main; "

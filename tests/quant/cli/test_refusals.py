@@ -197,7 +197,7 @@ def test_no_memory_is_one_line(library: str) -> None:
 @pytest.mark.parametrize("out", ["runs", "runs/model"])
 def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> None:
     """Not even where the place is one that an earlier run wrote."""
-    llama().save_pretrained(tmp_path / "runs" / "model")  # type: ignore[operator]
+    llama().save_pretrained(tmp_path / "runs" / "model")
     for place in (tmp_path / "runs", tmp_path / "runs" / "model"):
         (place / "plan.json").write_text("{}")
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
@@ -223,7 +223,7 @@ def llama() -> nn.Module:
 )
 def test_data_that_is_no_rows(data: object, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        quant.quantize(llama(), "nvfp4", data)  # type: ignore[arg-type]
+        quant.quantize(llama(), "nvfp4", data)
 
 
 def test_one_glob_needs_no_list() -> None:
@@ -238,10 +238,10 @@ def test_what_is_quantized_is_saved_and_quantized_once(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="quantized already; start from the original"):
         quant.quantize(result.model, "mxfp8")
     with pytest.raises(UserError, match=r"use quant.save\(model, plan, directory\)"):
-        result.model.save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+        result.model.save_pretrained(tmp_path / "wrong")
     quant.save(result.model, result.plan, tmp_path / "right")
     with pytest.raises(UserError, match=r"use quant.save"):
-        quant.load(tmp_path / "right").save_pretrained(tmp_path / "wrong")  # type: ignore[operator]
+        quant.load(tmp_path / "right").save_pretrained(tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
     with pytest.raises(ValueError, match=r"self_attn.q_proj: the plan has it in fp8_channel, and the model holds no"):
         quant.save(llama(), result.plan, tmp_path / "other")

@@ -79,5 +79,5 @@ def test_from_the_command_line(exported: tuple[Net, Path], tmp_path: Path) -> No
     assert (result.exit_code, result.output) == (0, "")
     model = quant.load(tmp_path / "out", quant.open_model(exported[1]).model)
     weight = exported[0].parts["first"].weight.detach().double()
-    error = model.get_submodule("parts.first").dequantize(torch.float64) - weight  # type: ignore[operator]
+    error = model.get_submodule("parts.first").dequantize(torch.float64) - weight
     assert 0 < float(error.norm() / weight.norm()) < 2**-4

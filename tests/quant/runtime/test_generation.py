@@ -54,9 +54,9 @@ def greedy(model: nn.Module, ids: list[int], count: int, end: int) -> list[int]:
     step, cache = torch.tensor([ids]), None
     with torch.no_grad():
         while len(out) < count and (not out or out[-1] != end):
-            result = model.model(step, past_key_values=cache, use_cache=True)  # type: ignore[operator]
+            result = model.model(step, past_key_values=cache, use_cache=True)
             cache = result.past_key_values
-            logits = model.lm_head.weight.float() @ result.last_hidden_state[0, -1].float()  # type: ignore[operator, union-attr]
+            logits = model.lm_head.weight.float() @ result.last_hidden_state[0, -1].float()
             out.append(int(logits.argmax()))
             step = torch.tensor([out[-1:]])
     return out
@@ -91,22 +91,22 @@ def test_greedy_tokens_are_those_of_the_dequantized_model(checkpoint: Path) -> N
 
 def test_the_dtype_is_that_of_everything_but_codes_scales_and_frequencies(checkpoint: Path) -> None:
     """The tokens are those of the dequantized model in that dtype; a position's angle needs float32 in any."""
-    frequencies = load(checkpoint).model.rotary_emb.inv_freq  # type: ignore[union-attr]
+    frequencies = load(checkpoint).model.rotary_emb.inv_freq
     for name in ("float32", "float16"):
         arguments = ("--prompt", PROMPT, "--max-new-tokens", 12, "--json", "--device", "cpu", "--dtype", name)
         result = run(main, "generate", checkpoint, *arguments)
         assert result.exit_code == 0, result.output
         written = json.loads(result.stdout)
         model = dequantized(checkpoint).to(getattr(torch, name))
-        model.model.rotary_emb.inv_freq = frequencies  # type: ignore[union-attr]
+        model.model.rotary_emb.inv_freq = frequencies
         assert written["tokens"] == greedy(model, written["prompt_tokens"], 12, model.config.eos_token_id)
         cast = load(checkpoint)
         _cast(cast, name)
         assert {p.dtype for p in cast.parameters()} == {getattr(torch, name)}
-        assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)  # type: ignore[union-attr, arg-type]
+        assert torch.equal(cast.model.rotary_emb.inv_freq, frequencies)
         for before, after in zip(load(checkpoint).modules(), cast.modules(), strict=True):
             if isinstance(before, QuantLinear):
-                assert torch.equal(before.dequantize(), after.dequantize())  # type: ignore[operator]
+                assert torch.equal(before.dequantize(), after.dequantize())
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -84,14 +84,14 @@ def by_hand(model: nn.Module, ids: torch.Tensor, change: Callable[..., tuple[tor
         return attend
 
     transformers.AttentionInterface.get_interface = get_interface
-    model.set_attn_implementation("eager")  # type: ignore[operator]
+    model.set_attn_implementation("eager")
     try:
         with torch.no_grad():
             logits: torch.Tensor = model(ids, use_cache=False).logits
         return logits
     finally:
         transformers.AttentionInterface.get_interface = original
-        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+        model.set_attn_implementation("sdpa")
 
 
 def logits_of(model: nn.Module, ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_calibrated_scales_are_used(model: nn.Module) -> None:
     for name in ("fp8", "nvfp4"):
         with quantized_attention(model, kv_cache=name):
             plain[name] = logits_of(model, IDS, use_cache=False)
-    for layer, size in zip(model.model.layers, (1, 2), strict=True):  # type: ignore[union-attr, arg-type]
+    for layer, size in zip(model.model.layers, (1, 2), strict=True):
         layer.self_attn.register_buffer("k_scale", torch.rand(size) * 0.01 + 0.005)
         layer.self_attn.register_buffer("v_scale", torch.rand(size) * 0.01 + 0.005)
 
@@ -144,9 +144,9 @@ def test_calibrated_scales_are_used(model: nn.Module) -> None:
 def test_fp8_attention_turns_keys_and_uses_the_calibrated_scale_of_values(model: nn.Module) -> None:
     """The rounding of the probabilities aside, which by hand stay as they are."""
     fp8 = FORMATS["fp8"]
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        layer.self_attn.register_buffer("k_scale", torch.tensor([1e-5]))  # type: ignore[union-attr]
-        layer.self_attn.register_buffer("v_scale", torch.tensor([0.02, 0.006]))  # type: ignore[union-attr]
+    for layer in model.model.layers:
+        layer.self_attn.register_buffer("k_scale", torch.tensor([1e-5]))
+        layer.self_attn.register_buffer("v_scale", torch.tensor([0.02, 0.006]))
 
     def change(module: Any, q: Any, k: Any, v: Any) -> tuple[torch.Tensor, ...]:
         q, k = turned(q, k)
@@ -190,9 +190,9 @@ def test_fp8_attention_is_attention_of_rounded_operands(model: nn.Module) -> Non
     expected = by_hand(model, IDS, change)
     plain = logits_of(model, IDS)
     register()
-    model.set_attn_implementation("quant_fp8")  # type: ignore[operator]
+    model.set_attn_implementation("quant_fp8")
     got = logits_of(model, IDS, use_cache=False)
-    model.set_attn_implementation("sdpa")  # type: ignore[operator]
+    model.set_attn_implementation("sdpa")
     assert float((got - expected).norm()) < 0.7 * float((got - plain).norm())
     assert 0.001 < float((got - plain).norm() / plain.norm()) < 0.05
 
@@ -214,7 +214,7 @@ def test_decoding_gives_what_the_whole_text_gives(model: nn.Module, attention: s
     with quantized_attention(model, kv_cache="fp8"):
         whole = logits_of(model, IDS, use_cache=False)
     register()
-    model.set_attn_implementation(attention)  # type: ignore[operator]
+    model.set_attn_implementation(attention)
     torch.testing.assert_close(step_by_step(model, IDS, "fp8"), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -267,9 +267,9 @@ def test_beams_share_pages_and_find_what_a_plain_cache_finds(model: nn.Module) -
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with quantized_attention(model, kv_cache="fp8"):
         cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-        ours = model.generate(IDS, past_key_values=cache, **options)  # type: ignore[operator]
+        ours = model.generate(IDS, past_key_values=cache, **options)
     cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-    dequantized = model.generate(IDS, past_key_values=cache, **options)  # type: ignore[operator]
+    dequantized = model.generate(IDS, past_key_values=cache, **options)
     assert torch.equal(ours, dequantized) and len(set(ours[0, 40:].tolist())) > 1
 
 
@@ -309,7 +309,7 @@ def test_the_model_is_as_before_afterwards(model: nn.Module) -> None:
     before = logits_of(model, IDS)
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
         logits_of(model, IDS)
-    assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "quant_kv_cache")  # type: ignore[union-attr]
+    assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "quant_kv_cache")
     torch.testing.assert_close(logits_of(model, IDS), before, rtol=0, atol=0)
 
 
