@@ -156,9 +156,9 @@ def kv_name_of_module(name: str) -> str:
 
 
 def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`quantization_config` for config.json, and the contents of `hf_quant_config.json`; ValueError as in `check_plan`.
+    """`quantization_config` for config.json, and the contents of `hf_quant_config.json`.
 
-    `names` are those of the model's tensors on disk, which runtimes go by.
+    `check_plan` has passed the plan; `names` are those of the model's tensors on disk, which runtimes go by.
     """
     names = names or StoredNames()
     layers = {

@@ -119,11 +119,18 @@ def _transformers_program(
     if (decode or cache) and not is_decoder(model):
         raise ValueError(f"{type(model).__name__} does not generate text, so it has no KV cache to export")
     given = model_inputs(model, decode=decode)
-    in_fp8 = plan is not None and plan.attention is not None and attention != "none"
+    scales: Mapping[str, Sequence[float]] = {}
+    if plan is not None and plan.attention is not None and attention != "none":
+        if not attention_scales:
+            raise ValueError(
+                f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
+                "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
+            )
+        scales = operand_scales(attention_scales)
     function = Attention(
         names={module: name for name, module in model.named_modules()},
         kind=attention,
-        scales=_fp8_scales(plan, attention_scales) if in_fp8 else {},
+        scales=scales,
         kv_scales=kv_scales_of(model) if (decode or cache) and plan is not None and plan.kv_cache else {},
         window=0,
     )
@@ -135,17 +142,6 @@ def _transformers_program(
         exported = _trace(graph, arguments, {**given, **past}, shapes, split=len(given))
     outputs = function.outputs + (cache_names("new", len(function.new) // 2) if graph.cache else [])
     return _translate(exported, {**given, **past}, outputs, _PREFIX)
-
-
-def _fp8_scales(
-    plan: Plan | None, scales: Mapping[str, AttentionScales] | None
-) -> Mapping[str, tuple[float, float, float, float]]:
-    if not scales:
-        raise ValueError(
-            f"the plan has attention in {plan.attention if plan else None}, and no scales were given; pass "
-            "attention_scales from collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
-        )
-    return operand_scales(scales)
 
 
 def dimension_ranges(
