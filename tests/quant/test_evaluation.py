@@ -106,8 +106,9 @@ def test_soft_capped_logits() -> None:
     handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     found = evaluate(model, ids).perplexity
     handle.remove()
-    # The whole forward twice, to check and to compare; then the head is left out of it, and meets slices of positions.
-    assert all(len(shape) == 2 or shape[-1] == 1 for shape in seen[2:])
+    # Of whole rows the head sees nothing: it is tried on a few tokens, left out, and applied to slices of positions.
+    assert all(len(shape) == 2 or shape[-1] == 1 or shape[1] < 24 for shape in seen)
+    assert sum(len(shape) == 2 for shape in seen) >= 2
     expected = F.cross_entropy(plain(model, ids).double(), ids[:, 1:].flatten()).exp().item()
     assert found == pytest.approx(expected, rel=1e-6)
     model.config.final_logit_softcapping = None
