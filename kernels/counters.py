@@ -3,8 +3,10 @@
 The program that counts the last arrival finishes the tile, so two launches that run at once must not share a counter.
 Launches on one stream run one after the other (a kernel that starts early touches no counter before the kernel ahead
 of it has ended), so each stream has one buffer. A CUDA graph may be replayed while any other work runs, so each
-capture has buffers of its own, one for each stream in it. They lie in the graph's memory, and each replay zeroes them
-once.
+capture has buffers of its own, one for each stream in it.
+
+The buffers of a device are rows of one table, which is made when a weight arrives there: what is allocated while a
+graph is captured, or while torch.compile prepares one, belongs to that graph.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from quant.kernels.driver import check_status, cuda_driver
 # A PyTorch without CUDA has neither. The public functions would add several Python calls to each launch.
 _stream_of = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
-_LEAST = 4096
+_ROWS, _LENGTH = 128, 4096
+# By device: the rows that no stream and no capture has yet.
+_free: dict[int, list[torch.Tensor]] = {}
 # By device, stream, and whether it is captured: number of the capture, and the buffer.
 _buffers: dict[tuple[int, int, bool], tuple[int, torch.Tensor]] = {}
 
@@ -34,9 +38,26 @@ def arrival_counters(x: torch.Tensor, count: int) -> torch.Tensor:
     place = (device, stream, capture > 0)
     held = _buffers.get(place)
     if held is None or held[0] != capture or held[1].numel() < count:
-        held = capture, torch.zeros(max(count, _LEAST), dtype=torch.int32, device=x.device)
-        _buffers[place] = held
+        held = _buffers[place] = capture, _zeros(x.device, count, captured=capture > 0)
     return held[1]
+
+
+def reserve(device: torch.device) -> None:
+    """Makes the table of buffers of a GPU, if it has none."""
+    if device.index is not None and device.index not in _free:
+        table = torch.zeros(_ROWS, _LENGTH, dtype=torch.int32, device=device)
+        torch.cuda.synchronize(device)  # other streams read it without waiting
+        _free[device.index] = list(table)
+
+
+def _zeros(device: torch.device, count: int, *, captured: bool) -> torch.Tensor:
+    if device.type == "cuda" and not captured:
+        reserve(device)
+    free = _free.get(device.index or 0)
+    if device.type == "cuda" and free and count <= _LENGTH:
+        return free.pop()
+    # In the memory of a graph that is captured, these are zeroed once a replay.
+    return torch.zeros(max(count, _LENGTH), dtype=torch.int32, device=device)
 
 
 def _capture_number(stream: int) -> int:

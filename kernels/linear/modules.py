@@ -26,6 +26,7 @@ from torch import nn
 
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import reserve
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.layout import WIDENED, is_prepacked, is_wanted, prepack, restore, why_not
 from quant.kernels.linear import experts
@@ -115,6 +116,8 @@ class _QuantModule(nn.Module):
         # Those that are None come last: torch.export counts a module's buffers with them and names without.
         for name in sorted(buffers, key=lambda name: buffers[name] is None):
             self.register_buffer(name, buffers[name])
+        if weight.codes.is_cuda:
+            reserve(weight.codes.device)
         # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
         self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
         self._stays_stored = False
@@ -144,6 +147,8 @@ class _QuantModule(nn.Module):
         if type(codes) is not torch.Tensor or codes.is_meta or is_traced:
             return
         if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+            if codes.is_cuda:
+                reserve(codes.device)
             weight = self.stored_weight
             wanted = self.has_kernel_layout and is_wanted(codes.device)
             wanted &= dtype is torch.bfloat16 or weight.format.name in WIDENED
@@ -211,7 +216,7 @@ def _is_offloaded(module: nn.Module) -> bool:
     """Whether a hook of accelerate brings the weight to the device for each forward, and takes it away again."""
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", (hook,))
-    return any(getattr(each, "offload", False) and each.offload_buffers for each in hooks)
+    return any(getattr(each, "offload", False) and getattr(each, "offload_buffers", False) for each in hooks)
 
 
 class QuantLinear(_QuantModule):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
@@ -12,6 +13,7 @@ from quant.kernels.counters import arrival_counters
 from quant.kernels.hardware import current
 from quant.kernels.layout import prepack
 from quant.kernels.linear import dispatch
+from quant.kernels.linear.modules import QuantLinear
 
 Call = Callable[[], torch.Tensor]
 
@@ -92,3 +94,19 @@ def test_branches_of_one_capture() -> None:
             graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(here, expected.expand_as(here)) and torch.equal(there, expected.expand_as(there))
+
+
+@pytest.mark.gpu
+def test_a_compiled_model_with_cuda_graphs() -> None:
+    """torch.compile refuses memory of a graph that outlives it."""
+    torch._dynamo.reset()
+    weights = [quantize(torch.randn(512, 512, device="cuda"), FORMATS[name]) for name in ("nvfp4", "int4", "fp8")]
+    model = nn.Sequential(*(QuantLinear(weight) for weight in weights))
+    run = torch.compile(model, mode="reduce-overhead")
+    with torch.no_grad():
+        for tokens in (1, 5):
+            x = torch.randn(tokens, 512, device="cuda").bfloat16()
+            found = [run(x).clone() for _ in range(4)]
+            expected = model(x)
+            for y in found:
+                assert float((y.double() - expected.double()).norm() / expected.double().norm()) < 2**-6
