@@ -1,10 +1,10 @@
-"""Targets: which GPU an engine is for, and which TensorRT can build it here.
+"""An engine is built for one kind of GPU, its target; this file chooses which TensorRT can build it here.
 
     TensorRT-RTX  `tensorrt_rtx`  builds ahead of time, on any machine, for the GPUs it lists; never for Hopper or B200
     TensorRT      `tensorrt`      times kernels while it builds, so it builds for the GPU in this machine and no other
 
-One API with two libraries under it. Code that must tell them apart asks whether the module has
-`ComputeCapability`: only TensorRT-RTX takes its target as a setting.
+Both have one API. Code that must tell them apart asks whether the module has `ComputeCapability`: only TensorRT-RTX
+takes its target as a setting.
 """
 
 from __future__ import annotations
@@ -56,11 +56,7 @@ class Backend:
 
 
 def resolve_target(name: str) -> Target:
-    """The target of that name; `local` is the GPU in this machine.
-
-    Raises:
-        ValueError: an unknown name, or `local` without a GPU.
-    """
+    """The target of that name; `local` is the GPU in this machine. ValueError for an unknown name, or without a GPU."""
     if name == "local":
         capability = local_capability()
         if capability is None:
@@ -79,46 +75,27 @@ def local_capability() -> tuple[int, int] | None:
 
 
 def choose_backend(target: Target, backend: str | None = None) -> Backend:
-    """The library that builds for `target` on this machine.
+    """The library that builds for `target` on this machine; `backend` insists on one.
 
-    Where both can, TensorRT is taken: it times the kernels on the very GPU. `backend` insists on one.
-
-    Raises:
-        ValueError: none can, or none that can is installed; the message names the extra and what each can build for.
+    If both can, TensorRT is taken, which times the kernels on the GPU itself. Raises ValueError if none can, or none
+    that can is installed; the message names the extra and what each can build for.
     """
     if backend is not None and backend not in EXTRAS:
         raise ValueError(f"unknown backend {backend!r}; known backends: {', '.join(EXTRAS)}")
-    able = {
-        "tensorrt": local_capability() == target.capability,
-        "tensorrt_rtx": target.sm in RTX_TARGETS,
+    able = {"tensorrt": local_capability() == target.capability, "tensorrt_rtx": target.sm in RTX_TARGETS}
+    why = {
+        "tensorrt": "it times kernels on this machine's GPU",
+        "tensorrt_rtx": "it builds ahead of time and needs no GPU",
     }
-    wanted = [name for name in able if backend in (None, name)]
-    for name in wanted:
-        if able[name] and importlib.util.find_spec(name):
-            return Backend(name, f"{name} builds for {target}: {_why(name)}")
-    raise ValueError(_explain(target, wanted, able))
-
-
-def _why(module: str) -> str:
-    if module == "tensorrt":
-        return "it times kernels on this machine's GPU"
-    return "it builds ahead of time and needs no GPU"
-
-
-def _explain(target: Target, wanted: list[str], able: dict[str, bool]) -> str:
-    """Why nothing here builds for `target`, and what would."""
-    words = [f"no engine for {target}"]
-    if "tensorrt_rtx" in wanted:
-        if able["tensorrt_rtx"]:
-            words.append("TensorRT-RTX can build it on any machine: pip install 'blockscale[tensorrt-rtx]'")
-        else:
-            words.append(f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone")
-    if "tensorrt" in wanted:
-        if not able["tensorrt"]:
-            words.append(
-                f"TensorRT builds for the GPU it runs on, so run it on a machine with {target} "
-                "(pip install 'blockscale[tensorrt]')"
-            )
-        else:
-            words.append("TensorRT can build it on this machine's GPU: pip install 'blockscale[tensorrt]'")
-    return "; ".join(words)
+    for name in able:
+        if backend in (None, name) and able[name] and importlib.util.find_spec(name):
+            return Backend(name, f"{name} builds for {target}: {why[name]}")
+    ways_out = {
+        ("tensorrt_rtx", True): "TensorRT-RTX can build it on any machine: pip install 'blockscale[tensorrt-rtx]'",
+        ("tensorrt_rtx", False): f"TensorRT-RTX builds for {', '.join(RTX_TARGETS)} alone",
+        ("tensorrt", True): "TensorRT can build it on this machine's GPU: pip install 'blockscale[tensorrt]'",
+        ("tensorrt", False): f"TensorRT builds for the GPU it runs on, so run it on a machine with {target} "
+        "(pip install 'blockscale[tensorrt]')",
+    }
+    said = [ways_out[name, able[name]] for name in EXTRAS if backend in (None, name)]
+    raise ValueError("; ".join([f"no engine for {target}", *said]))

@@ -1,15 +1,15 @@
 """`EXPORTERS` holds one function for each kind of artifact that `quant export` makes of a checkpoint.
 
     onnx              model.onnx, and decode.onnx with --decode: checked, every layer compared with PyTorch
-    tensorrt          an engine, built and audited; the ONNX file on the way is checked like the above
+    tensorrt          an engine, built and audited; its intermediate ONNX file is checked in the same way
     triton-server     such an engine in a model repository of Triton Inference Server, and serve.md
     aoti              a .pt2 package of AOTInductor
     torch-tensorrt    the module lowered through torch-tensorrt's quantize ops
     modelopt, compressed-tensors
                       the same checkpoint in the other layout, which other servers load
 
-Each takes a `Job` and gives what is to be reported. Nothing appears under the destination's name before everything is
-written and compared.
+Each takes a `Job` and returns what the command reports. Nothing appears under the destination's name before everything
+is written and compared.
 """
 
 from __future__ import annotations
@@ -36,14 +36,12 @@ from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import dimension_ranges, export_onnx
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
-from quant.export.serving import publish
+from quant.export.serving import RECEIPT_FILE, publish
 from quant.export.serving_guide import SERVE_FILE, serving_text
 from quant.export.torch_tensorrt import lower
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
-
-RECEIPT_FILE = "receipt.json"
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ class Job:
     progress: Callable[[str, int, int], None]
 
     def onnx_options(self, decode: bool) -> dict[str, Any]:
-        """What an ONNX file of the job is written with: the graph of one decoding step, or the other one."""
+        """Arguments of `export_onnx` for the graph of one decoding step, or for the other one."""
         return {
             "shapes": self._shapes_of(decode) or None,
             "inputs": self.inputs,
@@ -77,7 +75,7 @@ class Job:
         }
 
     def _shapes_of(self, decode: bool) -> list[str]:
-        """The ranges, without those of the dimension that only the other of two files has."""
+        """--shapes without the ranges of a dimension that only the other of two files has."""
         if self.kind != "onnx" or not self.decode:
             return list(self.shapes)
         foreign = "sequence=" if decode else "past="
@@ -90,13 +88,13 @@ class Job:
         return Checkpoint(self.directory, self.model)
 
     def stored(self, name: str) -> BlockScaledTensor:
-        """A layer's weight as the checkpoint's files hold it."""
+        """The weight of a layer, read from the checkpoint's files."""
         assert self.plan is not None
         return read_layer(self.opened.tensors, self.plan.by_name[name])[0]
 
 
 def export_onnx_files(job: Job) -> dict[str, Any]:
-    """`--to onnx`: a directory with the files, the plan and the receipt."""
+    """`--to onnx` writes a directory with the files, the plan and the receipt."""
     receipts = {}
     with new_directory(job.out, overwrite=job.overwrite) as folder:
         for file in ("model.onnx", *(["decode.onnx"] if job.decode else [])):
@@ -113,14 +111,14 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
 
 
 def export_tensorrt(job: Job) -> dict[str, Any]:
-    """`--to tensorrt`: an engine file and its receipt beside it."""
+    """`--to tensorrt` writes an engine and its receipt."""
     job.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
         return _engine(job, Path(folder) / "model.onnx", job.out)
 
 
 def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
-    """Builds and audits the engine `out`, by way of the ONNX file `path`; its receipt."""
+    """Builds and audits the engine `out` from the ONNX file `path`, which it writes; returns the receipt."""
     assert job.target is not None
     export_onnx(job.model, path, **job.onnx_options(job.decode), decode=job.decode)
     receipt = _verified(job, path)
@@ -139,7 +137,7 @@ def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
 
 
 def export_aoti_package(job: Job) -> dict[str, Any]:
-    """`--to aoti`: a `.pt2` package."""
+    """`--to aoti` writes a `.pt2` package."""
     given = job.inputs or model_inputs(job.model, decode=False)
     dims = {name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for name, x in given.items()}
     examples = {name: x.example for name, x in given.items()}
@@ -155,14 +153,14 @@ def export_aoti_package(job: Job) -> dict[str, Any]:
 
 
 def export_torch_tensorrt(job: Job) -> dict[str, Any]:
-    """`--to torch-tensorrt`: the lowered module as a `.pt2` program."""
+    """`--to torch-tensorrt` writes the lowered module as a `.pt2` program."""
     given = job.inputs or model_inputs(job.model, decode=False)
     lower(job.model, job.out, {name: x.example for name, x in given.items()})
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
 
 
 def export_triton_server(job: Job) -> dict[str, Any]:
-    """`--to triton-server`: an engine in a model repository, and `serve.md`."""
+    """`--to triton-server` adds an engine to a model repository, and writes `serve.md`."""
     if job.attention == "plugin":
         raise UserError(
             "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
@@ -186,7 +184,7 @@ def export_triton_server(job: Job) -> dict[str, Any]:
 
 
 def export_layout(job: Job) -> dict[str, Any]:
-    """`--to modelopt`, `--to compressed-tensors`: the checkpoint in that layout. The job's model is an outline."""
+    """`--to modelopt` and `--to compressed-tensors` rewrite the checkpoint; the job's model is an outline."""
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
 
