@@ -31,7 +31,7 @@ slow-test: .venv/.engines  ## the tests on whole models
 gpu-test: .venv/.engines  ## the tests that need a CUDA device; compiling is most of it, so JOBS should fit the cores
 	OMP_NUM_THREADS=2 $(RUN) pytest -m gpu -n $(JOBS) --dist worksteal $(ARGS)
 
-sanitize: .venv/.engines  ## compute-sanitizer over GPU tests: TOOL=racecheck ARGS='tests/kernels/test_decode_attention.py'
+sanitize: .venv/.engines  ## compute-sanitizer over GPU tests: TOOL=racecheck ARGS='tests/kernels/attention/test_decode_attention.py'
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $(TOOL) --error-exitcode 1 --kernel-name-exclude regex=at:: \
 		$(RUN) pytest -m gpu -p no:xdist $(ARGS)
 

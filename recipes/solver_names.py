@@ -2,7 +2,7 @@
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
-A name says which parts there are, and a number where a part takes one; `calibration.solver` says what they do. Plans
+A name says which parts there are, and a number where a part takes one; `calibration.solvers.solver` says what they do. Plans
 hold names, and a plan can be checked without any of what they stand for.
 """
 

@@ -14,6 +14,10 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 # A path with a folder, and perhaps a function or method of it: `kernels/layout.py:prepack`.
 PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")
+# Names of files and modules in comments and docstrings: `kernels/layout.py`, `calibration.sensitivity.scores`.
+FOLDERS = "|".join((*PARTS, "tests", "benchmarks", "docs"))
+FILE = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w/]*\w\.(?:py|toml|md))\b")
+MODULE = re.compile(rf"`(?:quant\.)?((?:{'|'.join(PARTS.keys() - {'quant'})})(?:\.\w+)+)`")
 
 
 def definitions(file: Path) -> set[str]:
@@ -61,3 +65,24 @@ def test_the_map_of_rooms_is_the_one_that_is_enforced() -> None:
     for room, _, part in rows[1:]:
         found.setdefault(room or list(found)[-1], []).append(part.replace("·", "."))
     assert {room: tuple(parts) for room, parts in found.items()} == PARTS
+
+
+@pytest.mark.parametrize("room", [*PARTS, "tests", "benchmarks"])
+def test_every_file_and_module_that_the_code_names_is_there(room: str) -> None:
+    """Names in comments and docstrings outlive the files that they name; test_layering.py invents some."""
+    missing = []
+    for source in (ROOT / room).rglob("*.py"):
+        if any(part.is_symlink() for part in source.parents) or source.name == "test_layering.py":
+            continue
+        text = source.read_text()
+        gone = {name for name in FILE.findall(text) if not (ROOT / name).exists()}
+        gone |= {name for name in MODULE.findall(text) if not is_there(name)}
+        missing += [f"{source.relative_to(ROOT)}: {name}" for name in sorted(gone)]
+    assert missing == []
+
+
+def is_there(name: str) -> bool:
+    """Whether `calibration.sensitivity.scores`, or a definition of a file as its last part, exists."""
+    *parents, last = name.split(".")
+    path, parent = ROOT.joinpath(*parents, last), ROOT.joinpath(*parents).with_suffix(".py")
+    return path.is_dir() or path.with_suffix(".py").is_file() or (parent.is_file() and last in parent.read_text())

@@ -5,7 +5,7 @@
 
 A format here is what `--formats` names: a preset (`nvfp4`, `mxfp8`, `fp8`: weights and inputs), a preset with
 `a16` at its end (weights only), or `keep`, which is 16 bit and costs nothing. The scores of three methods differ in
-what they ask and in what they take, see `calibration.sensitivity_scores`; within one table they can be added up,
+what they ask and in what they take, see `calibration.sensitivity.scores`; within one table they can be added up,
 which is what the allocator does.
 
 The file is JSON, written whole or not at all, and holds what it was made from, so that a run that was interrupted

@@ -71,7 +71,7 @@ def quotient_to_code(x, step, inverse):
 
     1 / step is taken in two parts, the second being what its rounding left, and their products with x are rounded
     once, in an FMA: an error of 2^-48 more than a division has. No quotient comes so close to a place where the
-    codes change without being there; tests/kernels/test_cast.py tries those next to one.
+    codes change without being there; tests/kernels/portable/test_casts.py tries those next to one.
     """
     left = tl.fma(inverse, -step, 1.0)
     rest = tl.fma(left, left, left) * inverse

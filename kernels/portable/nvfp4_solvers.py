@@ -1,7 +1,7 @@
 """Three solvers round to NVFP4 on a GPU in one launch each, where PyTorch needs a dozen or thousands.
 
     solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
-    fake_quantize_nvfp4                        `formats.fake_quantize` of inputs
+    fake_quantize_nvfp4                        `formats.tensor.fake_quantize` of inputs
     learned_values, learned_gradient           the weight of `autoround` and its straight-through gradient, graph-free
 
 The rows of a weight are independent in GPTQ, so a program takes a few of them through the whole window:

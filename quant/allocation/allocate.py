@@ -1,7 +1,7 @@
 """Allocation: which format every layer gets, decided by scores, checked by measurement.
 
-    score      what each group would cost in each format                        `calibration.sensitivity_scores`
-    solve      the best choice within the budget by those scores                `calibration.allocate`
+    score      what each group would cost in each format                        `calibration.sensitivity.scores`
+    solve      the best choice within the budget by those scores                `calibration.sensitivity.knapsack`
     measure    quantize with that choice, all groups together: the joint KL
     correct    one backward pass *at the quantized model* says what each change would gain there; the best few are
                made, measured again, and kept if they did gain
@@ -14,7 +14,7 @@ for the budget at which the *measured* loss stays just below it, and every plan 
 
 The loop measures on a model whose layers can be switched between formats (`SwitchableModel`), with the codes and scales
 that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
-before it; scores and loop then run with what it gives for each group alone (`calibration.alone`), and the outcome is
+before it; scores and loop then run with what it gives for each group alone (`calibration.sensitivity.group_solutions`), and the outcome is
 quantized for real, measured, and corrected.
 """
 
@@ -99,8 +99,8 @@ def allocate(
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them.
         goal: budgets and limits.
-        formats: what may be chosen beside 16 bit; see `calibration.candidates`.
-        method: of the scores, see `calibration.sensitivity_scores`.
+        formats: what may be chosen beside 16 bit; see `calibration.sensitivity.candidates`.
+        method: of the scores, see `calibration.sensitivity.scores`.
         solver: that the plan will name.
         include, exclude, run: as in `quantize`.
         constraints: per glob.

@@ -188,7 +188,7 @@ def test_bad_input(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_compiler_with_a_static_cpp_library(tmp_path: Path) -> None:
-    """Loading what it makes would crash this process."""
+    """A package that this compiler makes would crash the process that loads it."""
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)

@@ -422,7 +422,7 @@ def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: p
 
 @pytest.mark.parametrize("score", ["NaN", "Infinity"])
 def test_a_table_that_holds_no_number_is_refused_by_group_and_format(tmp_path: Path, score: str) -> None:
-    """Such files were written once."""
+    """An earlier release wrote such files."""
     table = _score(_llama(), "nvfp4,fp8", "output", _rows(1))
     table.save(tmp_path / "table.json")
     fields = json.loads((tmp_path / "table.json").read_text())

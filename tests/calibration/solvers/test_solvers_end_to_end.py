@@ -253,7 +253,7 @@ def _expert_inputs(model: nn.Module, path: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq", "rotation:merge+gptq"])
 def test_attention_beside_fused_experts_is_transformed(solver: str) -> None:
-    """Where a scale goes is tried in float64, which grouped matmuls do not take: no reason to lose to rounding."""
+    """The search for where a scale goes runs in float64, which grouped matmuls refuse; it still beats rounding."""
     base = _moe()
     with torch.no_grad():
         wanted = base(IDS).logits

@@ -196,7 +196,7 @@ def test_no_memory_is_one_line(library: str) -> None:
 
 @pytest.mark.parametrize("out", ["runs", "runs/model"])
 def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> None:
-    """Not even where the place is one that an earlier run wrote."""
+    """This holds even for a directory that an earlier run wrote."""
     llama().save_pretrained(tmp_path / "runs" / "model")
     for place in (tmp_path / "runs", tmp_path / "runs" / "model"):
         (place / "plan.json").write_text("{}")
