@@ -2,8 +2,8 @@
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
-A name says which parts there are, and a number where a part takes one; `calibration.solvers.solver` says what they do. Plans
-hold names, and a plan can be checked without any of what they stand for.
+A name says which parts there are, and a number where a part takes one; `calibration.solvers.solver` says what they do.
+Plans hold names, and a plan can be checked without any of what they stand for.
 """
 
 from __future__ import annotations

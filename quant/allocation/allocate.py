@@ -14,8 +14,8 @@ for the budget at which the *measured* loss stays just below it, and every plan 
 
 The loop measures on a model whose layers can be switched between formats (`SwitchableModel`), with the codes and scales
 that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
-before it; scores and loop then run with what it gives for each group alone (`calibration.sensitivity.group_solutions`), and the outcome is
-quantized for real, measured, and corrected.
+before it; scores and loop then run with what it gives for each group alone (`calibration.sensitivity.group_solutions`),
+and the outcome is quantized for real, measured, and corrected.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
              so several sizes of step are measured and the best is taken
     swaps    where no step helps: one group up and another down, most promising first, the first that helps is taken
 
-Every measurement starts at the first block that differs and multiplies what changed (`calibration.sensitivity.baseline`), so
-hundreds take a minute on a GPU. Where fewer are allowed than there are flips, those that scores find most promising
-are measured.
+Every measurement starts at the first block that differs and multiplies what changed
+(`calibration.sensitivity.baseline`), so hundreds take a minute on a GPU. Where fewer are allowed than there are flips,
+those that scores find most promising are measured.
 """
 
 from __future__ import annotations
