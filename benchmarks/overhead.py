@@ -1,4 +1,4 @@
-"""Measures what a call of a quantized linear costs the host, beside `nn.Linear` in BF16 in the same run.
+"""This benchmark measures what a call of a quantized linear costs the host, and `nn.Linear` in BF16 in the same run.
 
     python benchmarks/overhead.py                 every format, 1 token
     python benchmarks/overhead.py --tokens 300    so many tokens

@@ -1,4 +1,4 @@
-"""Programs that share a tile count each other: streams and captured graphs that run together must not share counts."""
+"""Streams and captured graphs that run at the same time never share the counters of a kernel's tiles."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The PTX that decodes codes on Hopper is run instruction by instruction, and its layout checked by brute force."""
+"""Decoding for Hopper is tested without a GPU: its PTX is run by instruction, its layout by brute force."""
 
 import re
 from collections.abc import Callable

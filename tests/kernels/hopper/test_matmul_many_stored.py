@@ -1,4 +1,4 @@
-"""Hopper's kernel for many tokens takes codes as a checkpoint has them: PTX is read, values are tested on a GPU."""
+"""Hopper's kernel takes the checkpoint's order for many tokens: its PTX is read here, its values tested on a GPU."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Look-ups in a quantized table give rows of the dequantized table, exactly; interpreted, and on a GPU."""
+"""Look-ups in quantized tables equal rows of the dequantized table exactly, interpreted and on a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Grouped experts equal one expert at a time on a CPU, and agree with float64 on a GPU."""
+"""Grouped experts equal one expert at a time, on a CPU through the oracle, on a GPU in float64."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""FP8 × FP8 goes through the library where it takes the operands, and agrees with float64 on a GPU."""
+"""The library's FP8 matmul takes what `takes` says, inputs are rounded as by the oracle, and values fit float64."""
 
 import pytest
 import torch

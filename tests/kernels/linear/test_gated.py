@@ -1,4 +1,4 @@
-"""A matmul joined to `silu(gate) · up` keeps its order of rows and, on a GPU, agrees with float64."""
+"""The gated matmul keeps the order of rows, and on a GPU its values equal `silu(gate) · up` in float64."""
 
 from __future__ import annotations
 

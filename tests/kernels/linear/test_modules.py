@@ -1,4 +1,4 @@
-"""Nothing rounds the buffers of `QuantLinear` and `QuantExperts`, and transformers computes experts alike."""
+"""The buffers of `QuantLinear` and `QuantExperts` are never rounded, and experts compute as in transformers."""
 
 import copy
 from typing import Any

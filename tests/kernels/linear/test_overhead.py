@@ -1,4 +1,4 @@
-"""A forward enters few functions of Python before it launches a kernel: they are most of a small matmul's time."""
+"""A forward enters few Python functions before it launches a kernel: they take most of a small matmul's time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run-time parts of `QuantLinear` equal the formula written out, through casts and through torch.export."""
+"""Run-time parts of `QuantLinear` equal the formula written out, through casts and through torch.export."""
 
 from __future__ import annotations
 

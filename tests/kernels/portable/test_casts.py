@@ -1,4 +1,4 @@
-"""Interpreted quantizers give the codes of the oracle, and fused ones the values of the modules they replace."""
+"""Quantizers, interpreted, give the codes of the oracle, and fused ones the values of the modules they replace."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Quantizers on a GPU equal the oracle on the CPU, in memory that held something else before."""
+"""Quantizers on a GPU equal the oracle on the CPU, in memory that held other values before."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Quotients by a reciprocal in two parts fall on the right side of every tie of E2M1."""
+"""Quotients by a reciprocal in two parts round to the right E2M1 code; this part of it runs without a GPU."""
 
 import pytest
 import torch

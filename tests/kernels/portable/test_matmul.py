@@ -1,4 +1,4 @@
-"""The portable matmul, interpreted, agrees with float64: every code at every scale, odd shapes, split K."""
+"""The portable matmul, interpreted, is compared with float64: every code at every scale, odd shapes, split K."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""FP8 with 1×128 and 128×128 scales agrees with float64, and compiles to FP8 tensor-core instructions."""
+"""The FP8 block matmul is compared with float64 by the interpreter, and compiled to FP8 tensor-core instructions."""
 
 import pytest
 import torch

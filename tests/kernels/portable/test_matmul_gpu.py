@@ -1,4 +1,4 @@
-"""The ops on a GPU agree with float64 at odd sizes and in graphs, and refuse every wrong argument."""
+"""The kernels on a GPU are compared with float64 through the ops: odd sizes, CUDA graphs, each argument wrong once."""
 
 import warnings
 

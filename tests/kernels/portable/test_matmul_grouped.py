@@ -1,4 +1,4 @@
-"""The grouped matmul agrees with float64 expert by expert, interpreted and on a GPU, and compiles without spills."""
+"""The grouped matmul equals float64 expert by expert, interpreted and on a GPU, and compiles without spills."""
 
 import re
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Blackwell's block-scaled matmul agrees with float64, interpreted, and compiles to the instructions it is made for."""
+"""Blackwell's block-scaled matmul is compared with float64 by the interpreter, and compiled to its instructions."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
