@@ -41,8 +41,8 @@ from torch import nn
 
 import quant
 from quant.allocation.allocate import allocate, score
-from quant.allocation.loop import Effort
-from quant.allocation.space import Goal
+from quant.allocation.bench import Effort
+from quant.allocation.goal import Goal
 from quant.calibration.sensitivity.knapsack import Problem, smallest, solve
 from quant.evaluation import evaluate
 from quant.formats.format import FORMATS

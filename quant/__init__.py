@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "quant.allocation.allocate": ("Allocation", "allocate"),
-    "quant.allocation.space": ("Goal",),
+    "quant.allocation.goal": ("Goal",),
     "quant.api.convert": ("convert",),
     "quant.api.load": ("load",),
     "quant.api.quantize": ("quantize",),

@@ -1,21 +1,20 @@
-"""Allocation: which format every layer gets, decided by scores, checked by measurement.
+"""`allocate` chooses a format for every layer: scores decide, and measurements check and correct the choice.
 
-    score      what each group would cost in each format                        `calibration.sensitivity.scores`
+    score      the loss that each group would cause in each format              `calibration.sensitivity.scores`
     solve      the best choice within the budget by those scores                `calibration.sensitivity.knapsack`
-    measure    quantize with that choice, all groups together: the joint KL
-    correct    one backward pass *at the quantized model* says what each change would gain there; the best few are
-               made, measured again, and kept if they did gain
-    search     changes and exchanges near that, each measured, until none helps       `quant.allocation.search`
-    report     predicted beside measured
+    measure    the joint loss of that choice, with all groups quantized together
+    correct    one backward pass at the quantized model gives the gain of each change there; the best few are made,
+               measured again, and kept if they did gain
+    search     changes and exchanges near that, each measured, until none helps `quant.allocation.search`
 
-Scores are guesses that add up. They leave out that errors of different groups can cancel or amplify each other, and
-that a large error is not a large small one. So a limit on the loss is never taken from the sum: `--max-kl` searches
-for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
+Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
+loss of a large error is not a multiple of a small one's. So a limit on the loss is never checked by the sum: `--max-kl`
+searches for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
 
-The loop measures on a model whose layers can be switched between formats (`SwitchableModel`), with the codes and scales
-that quantizing gives. Where the solver works from data (GPTQ, AWQ), what it gives for a layer depends on the layers
-before it; scores and loop then run with what it gives for each group alone (`calibration.sensitivity.group_solutions`),
-and the outcome is quantized for real, measured, and corrected.
+The loop measures on a model whose layers can be switched between formats at run time, with the codes and scales that
+quantizing gives. The result of a solver that works from data (GPTQ, AWQ) depends on the layers before: scores and loop
+then use what it gives for each group alone (`calibration.sensitivity.group_solutions`), and the choice is quantized for
+real, measured, and corrected.
 """
 
 from __future__ import annotations
@@ -31,8 +30,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.allocation.loop import Bench, Effort, Found, Loop
-from quant.allocation.space import Constraint, Goal, Run, Space
+from quant.allocation.bench import Bench, Effort
+from quant.allocation.goal import Constraint, Goal
+from quant.allocation.loop import Found, Loop
+from quant.allocation.space import Run, Space
 from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.prepared import prepared
@@ -99,8 +100,8 @@ def allocate(
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them.
         goal: budgets and limits.
-        formats: what may be chosen beside 16 bit; see `calibration.sensitivity.candidates`.
-        method: of the scores, see `calibration.sensitivity.scores`.
+        formats: what may be chosen beside 16 bit; see `calibration.candidates`.
+        method: of the scores, see `calibration.sensitivity_scores`.
         solver: that the plan will name.
         include, exclude, run: as in `quantize`.
         constraints: per glob.

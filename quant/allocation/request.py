@@ -1,4 +1,4 @@
-"""The options of `quantize` that ask for an allocation, as they are written on the command line."""
+"""An `AllocationRequest` holds the options of `quantize` that ask for an allocation, as they are typed."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from quant.allocation.allocate import FORMATS
-from quant.allocation.loop import Effort
-from quant.allocation.space import Constraint, Goal
+from quant.allocation.bench import Effort
+from quant.allocation.goal import Constraint, Goal
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.errors import UserError
 

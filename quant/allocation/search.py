@@ -1,13 +1,13 @@
-"""Local search by measuring: from the choice that scores give to one that nothing near it improves.
+"""A `Search` improves a choice by measuring its neighbours until none is better.
 
-    flips    the joint loss with one group changed, for every group and format: what a change really adds *here*
-    steps    the knapsack over those, within a few changes of the present choice: errors of many changes do not add up,
-             so several sizes of step are measured and the best is taken
-    swaps    where no step helps: one group up and another down, most promising first, the first that helps is taken
+    flips    the joint loss with one group changed, for every group and format
+    steps    the knapsack over those, within a few changes of the present choice: the gains of many changes do not add
+             up, so several sizes of step are measured and the best is taken
+    swaps    where no step helps: one group up and another down, most promising first; the first that helps is taken
 
-Every measurement starts at the first block that differs and multiplies what changed
-(`calibration.sensitivity.baseline`), so hundreds take a minute on a GPU. Where fewer are allowed than there are flips,
-those that scores find most promising are measured.
+Every measurement starts at the first block that differs and computes only what changed
+(`calibration.sensitivity.baseline`), so hundreds take a minute on a GPU. With fewer measurements than flips, the flips
+that scores find most promising are measured.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from quant.allocation.space import key_of
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.knapsack import Infeasible, Near, Problem, solve
 
@@ -64,17 +65,17 @@ class Search:
 
     def loss_of(self, choice: np.ndarray) -> float:
         """What a choice that the search came by measures on its text."""
-        return self.known[_key(choice)]
+        return self.known[key_of(choice)]
 
     def _start(self, choice: np.ndarray) -> float:
         self.measurements -= 1
         loss = self.baseline.start(self.named(choice))
-        self.known[_key(choice)] = loss
+        self.known[key_of(choice)] = loss
         self.tick()
         return loss
 
     def _loss(self, choice: np.ndarray) -> float:
-        key = _key(choice)
+        key = key_of(choice)
         if key not in self.known:
             self.measurements -= 1
             self.known[key] = self.baseline.loss(self.named(choice))
@@ -137,10 +138,6 @@ class Search:
             if self._loss(there) < present * (1 - _LEAST_GAIN):
                 return there
         return None
-
-
-def _key(choice: np.ndarray) -> tuple[int, ...]:
-    return tuple(int(j) for j in choice)
 
 
 def _changed(choice: np.ndarray, moves: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:

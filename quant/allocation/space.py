@@ -1,4 +1,4 @@
-"""What an allocator may choose from: groups, formats, constraints, and what is fixed around them.
+"""A `Space` holds what an allocation may choose from: groups, formats, constraints, and the memory that is fixed.
 
 Everything that can be refused is refused here, before anything is measured: a format that no layer can take, a
 runtime that has none of them, a constraint that leaves a group without a choice, a budget below the smallest model.
@@ -17,109 +17,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from quant.allocation_record import Budget
+from quant.allocation.goal import Constraint, Goal
 from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
-from quant.calibration.sensitivity.costs import Timing, get_timing, group_bytes, kv_cache_bytes, memory_of
+from quant.calibration.sensitivity.costs import Timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
-from quant.formats.format import is_16bit
-from quant.kernels.hardware import TARGETS as GPUS
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.recipes.targets import TARGETS, get_target
 
 Run = Callable[[nn.Module], Any]
-
-
-@dataclass(frozen=True)
-class Goal:
-    """What is asked for: budgets hold together; at most one limit on the loss.
-
-    Attributes:
-        bits: per weight, over all weights that formats are chosen for, every scale and pad counted.
-        fit: bytes for all weights and the KV cache of `context` × `batch` tokens.
-        context: tokens a sequence.
-        batch: sequences.
-        latency: seconds of one decoding step with that cache, on the GPU or table that `target` names.
-        target: runtimes (their formats alone are offered) and at most one GPU or table of kernel times.
-        max_kl: largest measured KL(base‖model); of classes for a classifier, 1 − cosine for an encoder.
-        max_ppl_increase: largest relative increase of perplexity.
-    """
-
-    bits: float | None = None
-    fit: float | None = None
-    context: int = 4096
-    batch: int = 1
-    latency: float | None = None
-    target: tuple[str, ...] = ()
-    max_kl: float | None = None
-    max_ppl_increase: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_kl is not None and self.max_ppl_increase is not None:
-            raise UserError("give one limit on the loss: --max-kl or --max-ppl-increase")
-        if not self.has_limit and self.bits is None and self.fit is None and self.latency is None:
-            raise UserError("nothing to allocate for: give --bits, --fit, --latency, --max-kl or --max-ppl-increase")
-        for name in ("bits", "fit", "latency", "max_kl", "max_ppl_increase"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise UserError(f"--{name.replace('_', '-')} {value:g}: give a finite number above zero")
-        timing = self.timing
-        if self.latency is not None and timing is None:
-            raise UserError("--latency needs the GPU or a table of kernel times: --target h100, or --target FILE.json")
-
-    @property
-    def has_limit(self) -> bool:
-        """Whether the loss is limited, and the size is what is minimized."""
-        return self.max_kl is not None or self.max_ppl_increase is not None
-
-    @property
-    def timing(self) -> Timing | None:
-        """Kernel times of the target."""
-        names = [name for name in self.target if name not in TARGETS]
-        unknown = [name for name in names if name not in GPUS and not name.endswith(".json")]
-        if unknown:
-            raise UserError(
-                f"unknown target {unknown[0]!r}; known runtimes: {', '.join(TARGETS)}; known GPUs: {', '.join(GPUS)}; "
-                "or a table of kernel times, FILE.json"
-            )
-        if len(names) > 1:
-            raise UserError(f"more than one GPU among the targets: {', '.join(names)}")
-        return get_timing(names[0]) if names else None
-
-    @property
-    def budget(self) -> Budget:
-        """For the record: the limit on the loss if there is one, else the first budget."""
-        named = (
-            ("kl", self.max_kl), ("perplexity", self.max_ppl_increase), ("bits", self.bits), ("bytes", self.fit),
-            ("seconds", self.latency),
-        )  # fmt: skip
-        return next(Budget(kind, value) for kind, value in named if value is not None)
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What a user says of the groups that a glob matches.
-
-    Attributes:
-        kind: `pin` (this format and no other), `forbid` (not this one) or `at_least` (no fewer bits than this one).
-        match: glob over layer names; a group is meant if any of its members is.
-        format: a candidate's name, or `keep`.
-    """
-
-    kind: str
-    match: str
-    format: str
-
-    @classmethod
-    def parse(cls, kind: str, text: str) -> Constraint:
-        """From `GLOB=FORMAT`."""
-        match, separator, format_ = text.rpartition("=")
-        if not separator or not match or not format_:
-            raise UserError(f"--{kind.replace('_', '-')} {text!r}: write it as GLOB=FORMAT, such as '*.down_proj=fp8'")
-        return cls(kind, match, KEPT.name if is_16bit(format_) else format_)
 
 
 @dataclass(frozen=True, eq=False)
@@ -309,6 +218,11 @@ class Space:
             note["timing"] = self.timing_name
         target = next((name for name in goal.target if name in TARGETS), None) or (goal.target or (None,))[0]
         return replace(plan, target=target, provenance={**plan.provenance, "allocation": note})
+
+
+def key_of(choice: np.ndarray) -> tuple[int, ...]:
+    """A choice as a key of dictionaries."""
+    return tuple(int(j) for j in choice)
 
 
 def _reason(entry: Any, name: str, rank: int, count: int) -> str:

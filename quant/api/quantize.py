@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quant.allocation.allocate import FORMATS, allocate
-from quant.allocation.space import Goal
+from quant.allocation.goal import Goal
 from quant.calibration.progress import Progress
 from quant.calibration_data import own_text
 from quant.errors import UserError

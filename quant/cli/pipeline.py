@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
-from quant.allocation.space import Goal
+from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
 from quant.calibration.progress import Progress
 from quant.calibration_data import lacks_data

@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
-from quant.allocation.loop import Effort
+from quant.allocation.bench import Effort
+from quant.allocation.goal import Constraint, Goal
 from quant.allocation.request import AllocationRequest
-from quant.allocation.space import Constraint, Goal
 from quant.allocation_record import AllocationRecord
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
