@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, and what each one is called with.
+"""This file finds the repeated blocks of a model, and the arguments that each one is called with.
 
 Layer-by-layer calibration needs to run one block at a time. Blocks are found by structure: the children of a
 `ModuleList` or `Sequential` that are all of one class and hold linear layers (decoder layers, encoder layers), the

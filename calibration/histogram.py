@@ -1,4 +1,4 @@
-"""A streaming histogram of magnitudes whose result does not depend on how the stream was cut.
+"""A `Histogram` counts a stream of magnitudes; its result does not depend on how the stream was cut.
 
 The range is always a power of two, [0, 2^exponent), cut into a power of two of equal bins. A batch that goes
 beyond it doubles the range as often as is needed, and each doubling adds neighbouring bins in pairs: the bin of x

@@ -1,4 +1,4 @@
-"""Scales of the KV cache and of attention's operands, from watching a model attend.
+"""`collect_attention_scales` finds the scales of the KV cache and of attention's operands by watching a model attend.
 
 Attention modules are found by what they do. In transformers 5 every model asks `AttentionInterface` for the
 function that attends and hands it q, k and v as they are used: normalised, rotated by position (RoPE), k and v as

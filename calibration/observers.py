@@ -1,4 +1,4 @@
-"""Observers: from a stream of batches to `amax`, the magnitude that the largest code of a format will stand for.
+"""An `Observer` turns a stream of batches into `amax`, the magnitude that a format's largest code stands for.
 
 absmax       the largest magnitude seen. Nothing saturates; one outlier sets the scale of everything.
 percentile   the magnitude that 99.99% (by default) of the values do not exceed.

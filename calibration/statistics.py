@@ -1,4 +1,4 @@
-"""What is known of a layer's inputs: the few sums over calibration tokens that every solver works from.
+"""`LayerStats` holds the few sums over calibration tokens that every solver works from.
 
 With x the input a layer really gets (earlier layers quantized, itself rounded where activations are quantized) and
 r the input it had in the original model, over n tokens:

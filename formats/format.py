@@ -1,4 +1,4 @@
-"""Formats: how a whole weight is stored. A format is data; nothing here is written twice elsewhere.
+"""A `Format` says how a whole weight is stored. A format is data; nothing here is written twice elsewhere.
 
     w = element · block_scale · global_scale
 

@@ -1,4 +1,4 @@
-"""Packing 4- and 6-bit codes into bytes, along the last axis.
+"""`pack` and `unpack` convert 4- and 6-bit codes to and from bytes, along the last axis.
 
 4 bit: two codes a byte, the even index in the low nibble.
 6 bit: four codes in three bytes, little-endian: the bytes hold a 24-bit word with code j at bit 6·j.

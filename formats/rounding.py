@@ -1,4 +1,4 @@
-"""Rounding to a number's grid: to nearest, ties to even, saturating. The oracle of everything else.
+"""`encode` and `round_to` round to a number's grid: to nearest, ties to even, saturating. They are the oracle.
 
 For a float format the grid around a value with exponent e is a ruler of step 2^(e - mantissa), where e is
 the value's own exponent, but never below that of the smallest normal. Dividing by the step (a power of

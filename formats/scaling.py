@@ -1,4 +1,4 @@
-"""Scale rules: from a block of values to the scale it is stored with.
+"""A scale rule computes from a block of values the scale that it is stored with.
 
 All rules read a tensor cut into blocks, `[..., R, rows, C, columns]`, and give scales `[..., R, 1, C, 1]` in
 float32 that are exactly representable in the format's scale number. What differs is the choice:

@@ -1,4 +1,4 @@
-"""`BlockScaledTensor`: codes and scales, and the way in and out of them.
+"""A `BlockScaledTensor` holds codes and scales; `quantize` and `dequantize` are the way in and out.
 
 Quantizing walks the rows in chunks that fit in the cache, so a 4096×14336 weight needs a few megabytes beyond
 its codes, not a float32 copy of itself. Each chunk is viewed as blocks `[R, rows, C, columns]`, gets a scale a

@@ -1,4 +1,4 @@
-"""Finding the layers of a model: which tensors are weights, of what kind, and which are fused at run time.
+"""`find_layers` finds the weights of a model, their kinds, and which are fused at run time.
 
 A layer is a module that owns a weight, or a fused-expert parameter `[experts, out, in]` as Mixture-of-Experts
 models in transformers 5 have them. Nothing here reads the data of a weight, so a model on the meta device will do.

@@ -1,4 +1,4 @@
-"""The plan: for every layer, what it becomes and why.
+"""A `Plan` says for every layer what it becomes, and why.
 
 Everything before the plan decides, everything after it executes; the file between them is JSON that people can
 read, diff and edit. A layer that stays in 16 bit is in the plan too, with its reason, so that nothing is silent.

@@ -1,4 +1,4 @@
-"""Recipes: from a few ordered rules to a plan for every layer.
+"""A `Recipe` turns a few ordered rules into a plan for every layer.
 
 A recipe says what to do with a layer that nothing special is known about (`weight`, `activation`, `solver`) and
 then lists exceptions. Rules are globs over layer names, tried in order, and the last one that matches wins:

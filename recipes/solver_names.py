@@ -1,4 +1,4 @@
-"""What a solver may be called: parts joined by "+", in one order.
+"""A solver's name is parts joined by "+", in one order.
 
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 

@@ -1,4 +1,4 @@
-"""Targets: what each runtime can run, as data.
+"""A `Target` says what a runtime can run, as data.
 
 A target is a table of pairs: weight format and input format that its loader accepts together, and how they run then.
 

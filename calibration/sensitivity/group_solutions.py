@@ -1,4 +1,4 @@
-"""`solve_each_group` solves every group in every format on the inputs of the original model, before formats are chosen.
+"""`solve_each_group` solves every group in every format, on the inputs of the original model.
 
 Rounding to nearest says little about a solver such as GPTQ, which removes nine tenths of the error in some groups and a
 third in others. So where formats are chosen for such a solver, scores and measurements use weights that it has solved.

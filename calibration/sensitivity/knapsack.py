@@ -151,12 +151,12 @@ def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Ne
     """The optimum, up to the solver's tolerances."""
     rows, columns = problem.allowed.nonzero()  # one variable for each allowed pair
     program = _program(problem, rows, columns, limits, minimize, near)
-    keep = _core(program, problem, rows, columns)
-    core = _Program(program.objective[keep], program.matrix[:, keep], program.low, program.high)
-    x = _run_milp(core)
+    x = _run_milp(program)
     if x is None:
         raise Infeasible(f"no choice keeps {_listed(limits)} together")
-    return _strongest(len(problem.groups), rows[keep], columns[keep], x)
+    chosen = np.full(problem.scores.shape, -np.inf)
+    chosen[rows, columns] = x
+    return chosen.argmax(axis=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,69 +197,6 @@ def _program(
         high.append(np.array([float(groups)]))
     scale = max(float(np.abs(objective).mean()), 1e-300)
     return _Program(objective / scale, vstack(matrices).tocsc(), np.concatenate(low), np.concatenate(high))
-
-
-def _core(program: _Program, problem: Problem, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Indices of the variables that an optimal solution may use.
-
-    The linear relaxation gives a lower bound and what each unused variable would add to it; a rounded solution gives
-    an upper bound. A variable that would lift the one above the other is in no optimal solution.
-    """
-    from scipy.optimize import linprog
-    from scipy.sparse import vstack
-
-    groups = len(problem.groups)
-    everything = np.arange(len(rows))
-    equal, rest = program.matrix[:groups], program.matrix[groups:]
-    signs = [(rest, program.high[groups:]), (-rest, -program.low[groups:])]
-    # A row without a bound bounds nothing.
-    bounded = [(m[np.flatnonzero(np.isfinite(b))], b[np.isfinite(b)]) for m, b in signs]
-    relaxed = linprog(
-        program.objective,
-        A_ub=vstack([m for m, _ in bounded]),
-        b_ub=np.concatenate([b for _, b in bounded]),
-        A_eq=equal,
-        b_eq=np.ones(groups),
-        bounds=(0, 1),
-        method="highs",
-    )
-    if relaxed.status != 0:
-        return everything
-    upper = _rounded(program, problem, rows, columns, relaxed.x)
-    if upper is None:
-        return everything
-    slack = upper - relaxed.fun + 1e-9 * abs(upper)
-    return np.flatnonzero((relaxed.lower.marginals <= slack) | (relaxed.x > 0.5))
-
-
-def _rounded(program: _Program, problem: Problem, rows: np.ndarray, columns: np.ndarray, x: np.ndarray) -> float | None:
-    """Objective of a feasible solution near the relaxed one `x`; None where rounding does not give one."""
-    groups = len(problem.groups)
-    rest = program.matrix[groups:].toarray()
-    best = None
-    for order in (1, -1):  # of the few split variables, the cheapest for the first resource, or the dearest
-        weight = np.where(x > 1e-9, -order * rest[0] if len(rest) else x, -np.inf)
-        chosen = np.zeros(len(x))
-        pick = _strongest_index(groups, rows, weight)
-        chosen[pick] = 1
-        total = rest @ chosen
-        if np.all(total <= program.high[groups:] + 1e-12) and np.all(total >= program.low[groups:] - 1e-12):
-            value = float(program.objective @ chosen)
-            best = value if best is None else min(best, value)
-    return best
-
-
-def _strongest_index(groups: int, rows: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Index of the variable of each group with the largest weight, `[G]`."""
-    order = np.lexsort((weight, rows))
-    last = np.flatnonzero(np.append(rows[order][1:] != rows[order][:-1], True))
-    assert len(last) == groups
-    return order[last]
-
-
-def _strongest(groups: int, rows: np.ndarray, columns: np.ndarray, x: np.ndarray) -> np.ndarray:
-    chosen: np.ndarray = columns[_strongest_index(groups, rows, x)]
-    return chosen
 
 
 def _run_milp(program: _Program) -> np.ndarray | None:

@@ -1,4 +1,4 @@
-"""`SwitchableModel`: a model whose layers can be switched between formats at run time, for scores and measured losses.
+"""A `SwitchableModel` switches its layers between formats at run time, for scores and measured losses.
 
 While it is entered, each linear of a fusion group is replaced by a `SwitchableLayer`, which holds the original and,
 once asked for, its quantized weight in every candidate format. `set` chooses; the next forward pass computes with

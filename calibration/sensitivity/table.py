@@ -1,4 +1,4 @@
-"""Sensitivity: how much each fusion group would cost the model in each format, as a table.
+"""A `Sensitivity` table holds the loss that each fusion group causes in each format.
 
     scores[group][format]      expected loss if this group alone is quantized so and all others stay as they are
     bits, bytes                what it takes then, every scale and pad counted

@@ -1,4 +1,4 @@
-"""Block-wise reconstruction: rounding and scales of a whole decoder block, learned so that its output is right.
+"""`reconstruct_block` learns rounding and scales of a whole decoder block, so that its output is right.
 
 GPTQ solves one layer for its own output. Here all layers of a block move together, against the one output that the
 next block reads, attention and nonlinearities included (SignRound, Cheng et al., 2023; BRECQ, Li et al., 2021). Each

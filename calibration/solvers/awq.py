@@ -1,4 +1,4 @@
-"""Scaling input channels before rounding: AWQ and SmoothQuant.
+"""AWQ and SmoothQuant scale input channels before rounding.
 
 W x = (W diag(s)) (x / s) for any positive s. Large s on a channel makes its weights large beside their block, so
 their rounding errors grow less than the channel's inputs shrink; and it takes outliers out of the activations. Both

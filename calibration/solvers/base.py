@@ -1,4 +1,4 @@
-"""The shapes of a solver's parts, so that each part has a file of its own and one dict lists them (`solver.py`).
+"""This file defines the interfaces of a solver's parts; `solver.py` lists the parts in two dicts.
 
 A rounding solver gives codes and scales for a weight. A transform scales input channels before that.
 """

@@ -1,4 +1,4 @@
-"""Rounding one block of a weight under a quadratic loss: which scale, and which values on its grid.
+"""`search_block` rounds one block of a weight under a quadratic loss: it chooses the scale and the values.
 
 A block is `[k, n]`: k neighbouring inputs of n rows of the weight, transposed so that one input is contiguous. Its
 loss is (w - q) C (w - q)ᵀ for every row, and C comes as the upper factor U of its inverse, C⁻¹ = Uᵀ U. In these

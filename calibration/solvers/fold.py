@@ -1,4 +1,4 @@
-"""Folding an input scale into what produces the input, found and proved by running the block.
+"""`find_fold` finds the module that can take up a layer's input scale, and proves it by running the block.
 
 A layer that wants its input divided by s, channel by channel, gets that for free if the module before it can scale
 its own output: a norm has a weight for every channel, a linear layer has a row. No list of model names says which

@@ -1,4 +1,4 @@
-"""GPTQ with the block scales in the loop, and coordinate descent after it.
+"""`gptq` rounds with second-order feedback, block scales in the loop, and coordinate descent after it.
 
 A layer's output error over the calibration tokens is quadratic in its weights: row by row (q - w) M (q - w)ᵀ, with
 M the second moment of the inputs. GPTQ rounds the columns in turn and lets the ones still free make up for the

@@ -1,4 +1,4 @@
-"""Solving a fusion group: its members share an input, a format and the second-level scale."""
+"""`solve_group` solves a fusion group, whose members share an input, a format and the second-level scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Block scales by the local Hessian: the output error of one block, all other blocks taken as exact.
+"""`local_hessian` chooses block scales by the output error of their own block, all others taken as exact.
 
 A block's error passes through the 16 × 16 block of the input second moment that belongs to it (for NVFP4; k × k in
 general). Choosing the scale by this error instead of the plain squared error is worth more than any other choice of

@@ -1,4 +1,4 @@
-"""A branch of low rank in 16 bit beside the quantized weight: W ≈ Q + B A, as in SVDQuant (Li et al., 2024).
+"""`lowrank_branch` finds a low-rank branch in 16 bit beside the quantized weight: W ≈ Q + B A, as in SVDQuant.
 
 The branch takes the directions in which the output is largest, and sees the input unrounded, so neither weight nor
 activation rounding touches them; what is left for Q is smaller and flatter.

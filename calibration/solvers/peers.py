@@ -1,4 +1,4 @@
-"""The arithmetic of other toolkits, reproduced to the byte: for audits, and for migrating a deployment.
+"""This file reproduces the arithmetic of other toolkits to the byte, for audits and for migrating a deployment.
 
 Same formats, same `max` rule; the difference is in how intermediate results are rounded.
 

@@ -1,4 +1,4 @@
-"""Rotating a layer's input together with its weight: W x = (W H)(H x), H orthonormal and symmetric.
+"""A rotation turns a layer's input together with its weight: W x = (W H)(H x), H orthonormal and symmetric.
 
 A block Hadamard spreads an outlier over its block and makes weights nearly Gaussian, which is what a grid with one
 scale for sixteen values rounds best. It costs log2(block) additions a value at run time where it stays online

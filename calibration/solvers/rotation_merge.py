@@ -1,4 +1,4 @@
-"""Rotations that cost nothing at run time, because the modules around take them over.
+"""`merge_rotations` rotates where the modules around absorb the rotation, at no cost at run time.
 
 **Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, let every
 writer give y R instead of y. An RMS norm of x R is R times that of x, once its weight has moved into the layers that

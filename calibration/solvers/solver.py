@@ -1,4 +1,4 @@
-"""The registry of solvers: what each part of a solver's name stands for, and the pipeline that a whole name makes.
+"""The dicts `SOLVERS` and `TRANSFORMS` hold the parts of solvers; a `Pipeline` is what a whole name stands for.
 
 `SOLVERS` are the roundings, each in a file of its own; `TRANSFORMS` scale input channels before. Names compose with
 "+", in this order:

@@ -1,4 +1,4 @@
-"""Documents of token ids, out of whatever holds them, and the rows that they are cut into.
+"""This file reads documents of token ids from texts, chats, records and tensors, and cuts them into rows.
 
     "a text"                                     tokenized
     [{"role": "user", "content": …}, …]          through the tokenizer's chat template; ShareGPT's from/value too

@@ -1,4 +1,4 @@
-"""Calibration text that the model writes itself: no data set, no network, the model's own distribution.
+"""`generate_rows` lets the model write its own calibration text: no data set, no network, its own distribution.
 
     position    0        1         2        …
     input      BOS       t1        t2

@@ -1,4 +1,4 @@
-"""Records of data sets, on disk and on the Hugging Face hub, read one after the other by the `datasets` package.
+"""This file reads records of data sets, on disk and on the Hugging Face hub, with the `datasets` package.
 
     notes.jsonl                    a .json, .jsonl, .csv, .tsv or .parquet file, perhaps compressed (.jsonl.gz)
     notes.jsonl#body               the column named body

@@ -1,4 +1,4 @@
-"""Token rows: what calibration and evaluation feed to a model.
+"""`token_rows` and `calibration_rows` give the rows of tokens that calibration and evaluation feed to a model.
 
 `token_rows` is the strict cut. A text is tokenized whole, in one go, and cut into consecutive rows of the same
 length. Nothing is padded, no separator and no extra start token is put in, and what is left at the end is dropped. So

@@ -1,4 +1,4 @@
-"""A `Group` is a fusion group while its block is worked on: its inputs, and how they are scaled, rotated and rounded.
+"""A `Group` is a fusion group while its block is worked on: its inputs, and how they are scaled and rounded.
 
 All members of a group read one input, so statistics, input scale, rotation and static scale belong to the group, and
 the members' weights are solved as one tall matrix where the format allows it.

@@ -1,4 +1,4 @@
-"""Input scales of a block: a solver's transforms choose them, and the modules before a layer take them up.
+"""`InputScaling` scales the inputs of a block: transforms choose the scales, and the modules before take them up.
 
 A scale that no module can take up stays with the group as `pre_scale`, for run time (see `solvers.fold`).
 """

@@ -1,4 +1,4 @@
-"""Modules that remember their outputs while a block is worked on, because its passes repeat each other's beginnings.
+"""A `StandIn` remembers a solved layer's outputs, because the passes over a block repeat each other's beginnings.
 
 A solved layer becomes a `StandIn`; a module in which every layer is solved, such as attention, returns what it gave in
 the pass before. Both remember by batch, and the clock, a cell with the number of the current batch, says which.
