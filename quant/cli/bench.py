@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,7 +51,12 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
         rate = entry["rate"] / 1e12
         click.echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
-    _print_matmuls(found.get("matmuls", []))
+    for row in found.get("matmuls", ()):
+        click.echo(
+            f"  {row['format']} [{row['out']}, {row['in']}], {row['tokens']} tokens: {row['microseconds']:.1f} µs, "
+            f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "
+            f"{row['times_16_bit']:.2f} × 16 bit ({row['choice']})"
+        )
 
 
 @click.command("tune", cls=Command)
@@ -94,15 +98,6 @@ def _weights(model: str, what: str) -> list[BlockScaledTensor]:
     if not weights:
         raise UserError(f"{model} has no quantized linear; {what} a checkpoint that `quantize` wrote")
     return weights
-
-
-def _print_matmuls(rows: Sequence[Mapping[str, Any]]) -> None:
-    for row in rows:
-        click.echo(
-            f"  {row['format']} [{row['out']}, {row['in']}], {row['tokens']} tokens: {row['microseconds']:.1f} µs, "
-            f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "
-            f"{row['times_16_bit']:.2f} × 16 bit ({row['choice']})"
-        )
 
 
 def _read_numbers(text: str, option: str) -> list[int]:

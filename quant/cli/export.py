@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from quant.calibration.kv_cache import AttentionScales
+    from quant.calibration.progress import Progress
     from quant.export.onnx_graph.decoder import GraphInput
     from quant.recipes.plan import Plan
 
@@ -106,7 +107,7 @@ def export_command(
         scales = None
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"
         if plan is not None and plan.attention is not None and uses:
-            scales = _attention_scales(model, plan, directory, calib, calib_samples, seqlen, progress)
+            scales = _attention_scales(model, plan, directory, calib, progress, samples=calib_samples, seqlen=seqlen)
         job = Job(
             kind=kind,
             directory=directory,
@@ -140,13 +141,7 @@ def _check_options(kind: str) -> None:
 
 
 def _attention_scales(
-    model: nn.Module,
-    plan: Plan,
-    directory: Path,
-    calib: str | None,
-    samples: int,
-    seqlen: int,
-    progress: Callable[[str, int, int], None],
+    model: nn.Module, plan: Plan, directory: Path, calib: str | None, progress: Progress, **size: Any
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
@@ -157,7 +152,7 @@ def _attention_scales(
     if calib is None or calib == "self":
         rows = own_text(model, plan, progress=progress)
     else:
-        rows = calibration_rows(calib, load_tokenizer(directory), samples=samples, seqlen=seqlen)
+        rows = calibration_rows(calib, load_tokenizer(directory), **size)
     return collect_attention_scales(
         model,
         rows,

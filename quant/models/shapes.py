@@ -13,8 +13,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from quant.models.files import find_model, safetensors_file
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
@@ -74,6 +72,7 @@ def gguf_reader() -> type[Any]:
 
     It makes about 300,000 slices of a vocabulary of 49,152 tokens, and those of `np.memmap` take three times as long.
     """
+    import numpy as np  # takes 0.1 s, and most commands on plans read no GGUF file
     from gguf import GGUFReader
 
     class PlainReader(GGUFReader):  # type: ignore[misc]
