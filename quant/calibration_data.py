@@ -11,13 +11,12 @@ from torch import nn
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.observers import get_observer
 from quant.calibration.progress import Progress, reporter
-from quant.calibration.sensitivity.candidates import groups_of
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration.walk.collect import collect_input_amax
 from quant.errors import UserError
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
 

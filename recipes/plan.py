@@ -200,11 +200,7 @@ class Plan:
 
     def groups(self) -> dict[str, list[LayerPlan]]:
         """Members of each fusion group, in model order."""
-        found: dict[str, list[LayerPlan]] = {}
-        for layer in self.layers:
-            if layer.group is not None:
-                found.setdefault(layer.group, []).append(layer)
-        return found
+        return {name: members for name, members in groups_of(self.layers).items() if members[0].group is not None}
 
     def replace_layers(self, layers: Iterable[LayerPlan]) -> Plan:
         """A plan in which the layers of the same names are replaced by `layers`."""
@@ -295,6 +291,14 @@ class Plan:
 
 
 _PART_NAMES = {f.name for f in dataclasses.fields(Parts)}
+
+
+def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
+    """Layers by fusion group in order of first appearance; a layer alone is its own group."""
+    groups: dict[str, list[LayerPlan]] = {}
+    for layer in layers:
+        groups.setdefault(layer.group or layer.name, []).append(layer)
+    return groups
 
 
 def bits_per_weight(layers: Iterable[LayerPlan]) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 
 from quant.formats.format import Format, is_16bit, parse_format
 from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 KEEP = "keep"
 QUANTIZABLE = ("linear", "experts")
@@ -274,18 +274,16 @@ def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
     """Members of a fusion group share a format; where one was kept for its shape, all are."""
-    out = []
-    members: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        if layer.group is not None:
-            members.setdefault(layer.group, []).append(layer)
-    for layer in layers:
-        kept = [m for m in members.get(layer.group or "", []) if m.weight is None]
-        if layer.weight is not None and kept:
-            reason = f"fused with {kept[0].name}, which stays in 16 bit ({kept[0].reason})"
-            layer = dataclasses.replace(layer, weight=None, activation=None, reason=reason)
-        out.append(layer)
-    return out
+    groups = groups_of(layers)
+
+    def whole(layer: LayerPlan) -> LayerPlan:
+        kept = next((m for m in groups[layer.group or layer.name] if m.weight is None), None)
+        if layer.weight is None or kept is None:
+            return layer
+        reason = f"fused with {kept.name}, which stays in 16 bit ({kept.reason})"
+        return dataclasses.replace(layer, weight=None, activation=None, reason=reason)
+
+    return [whole(layer) for layer in layers]
 
 
 def _format_of(name: str | None, where: str) -> Format | None:

@@ -8,7 +8,7 @@ keep                     16 bit; always among them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from quant.formats.format import Format, get_format, is_16bit, parse_format
@@ -78,11 +78,3 @@ def _parse(name: str) -> Candidate:
     recipe = known.get(name) or known[stem]
     activation = recipe.activation if name in known else KEEP
     return Candidate(name, get_format(recipe.weight), parse_format(activation))
-
-
-def groups_of(layers: Sequence[LayerPlan]) -> dict[str, list[LayerPlan]]:
-    """Layers by fusion group in order of first appearance; a layer alone is its own group."""
-    groups: dict[str, list[LayerPlan]] = {}
-    for layer in layers:
-        groups.setdefault(layer.group or layer.name, []).append(layer)
-    return groups

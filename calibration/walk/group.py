@@ -19,7 +19,7 @@ from quant.calibration.walk.guard import Guard
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, groups_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,11 +145,8 @@ class Group:
 
 
 def gather(members: Sequence[LayerPlan], prefix: str) -> list[Group]:
-    """Linear layers by fusion group and solver; names within the block leave `prefix` out."""
-    by_name: dict[str, list[LayerPlan]] = {}
-    for layer in members:
-        by_name.setdefault(f"{layer.group or layer.name}|{layer.solver}", []).append(layer)
+    """Linear layers by fusion group; names within the block leave `prefix` out."""
     return [
         Group(group, [layer.name.removeprefix(prefix) for layer in group], get_pipeline(group[0].solver))
-        for group in by_name.values()
+        for group in groups_of(members).values()
     ]

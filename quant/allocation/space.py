@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from quant.allocation.goal import Constraint, Goal
-from quant.calibration.sensitivity.candidates import KEPT, Candidate, groups_of
+from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.costs import Timing, group_bytes, kv_cache_bytes, memory_of
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
 from quant.planning import make_plan
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import Recipe
 from quant.recipes.targets import TARGETS, get_target
 

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import quant
-from quant.calibration.sensitivity.candidates import Candidate, groups_of, parse_candidates
+from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextToken, NotFinite, _kl, divergence_of
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
 from quant.planning import make_plan
+from quant.recipes.plan import groups_of
 
 
 def vectors() -> tuple[nn.Module, torch.Tensor]:

@@ -11,13 +11,13 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import group_solutions
-from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of, solve_each_group
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.evaluation import evaluate
 from quant.planning import make_plan
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, groups_of
 
 VOCABULARY, SEQLEN, ROWS = 61, 24, 8
 

@@ -20,7 +20,7 @@ from torch import nn
 from quant.api.quantize import quantize
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.baseline import Baseline
-from quant.calibration.sensitivity.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
@@ -29,7 +29,7 @@ from quant.calibration.sensitivity.units import run_units, total
 from quant.evaluation import evaluate
 from quant.formats.tensor import fake_quantize
 from quant.planning import make_plan
-from quant.recipes.plan import LayerPlan
+from quant.recipes.plan import LayerPlan, groups_of
 
 ROWS, SEQLEN, VOCABULARY = 6, 24, 61
 
@@ -323,10 +323,9 @@ _RANK = """
 import json, sys, time, torch
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from quant.calibration.units import run_units, total
-from quant.calibration.sensitivity_scores import score_groups
-from quant.calibration.baseline import Baseline
-from quant.calibration.candidates import groups_of, parse_candidates
+from quant.calibration.sensitivity.candidates import parse_candidates
+from quant.calibration.sensitivity.scores import score_groups
+from quant.recipes.plan import groups_of
 from quant.planning import make_plan
 import os
 if "WORLD_SIZE" in os.environ:
