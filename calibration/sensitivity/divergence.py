@@ -308,7 +308,7 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. What
     # rounding leaves of that mean is taken out at the end.
     d = d - (vecdot(p, d) / total)[:, None]
-    found = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
+    found: torch.Tensor = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
     # The exponential overflows where a logit rises by more than 88 above the mean.
     far = ~found.isfinite()
     if bool(far.any()):
