@@ -14,7 +14,6 @@ from safetensors import SafetensorError, safe_open
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.names import EXPERT_PARTS, Rename, StoredNames, expert_names
-from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layers import Layer
@@ -167,47 +166,39 @@ _NAMES = (
 
 
 def plan_of_checkpoint(
-    directory: Path, found: Iterable[Layer], config: Mapping[str, Any], names: StoredNames | None = None
+    directory: Path,
+    found: Iterable[Layer],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    names: StoredNames | None = None,
 ) -> Plan:
-    """The plan of a compressed-tensors checkpoint that came without one, read from its `quantization_config`.
+    """The plan of a checkpoint of either layout that came without one, as its config describes it.
 
     Args:
         directory: for error messages.
         found: the model's layers; linear ones, the head and experts may be quantized.
-        config: the `quantization_config`.
-        names: of the model's tensors on disk, which the config may list too.
+        config: the `quantization_config`, or `quantization` of ModelOpt's `hf_quant_config.json`.
+        tensors: of the checkpoint, under the model's names.
+        names: of the model's tensors on disk, which the config may go by.
+
+    Raises:
+        ValueError: the config asks for what is not supported, or does not fit the tensors.
     """
     names = names or StoredNames()
-    groups = [
-        (
-            group["targets"],
-            layout.weight_format_of(group["weights"]),
-            layout.activation_format_of(group.get("input_activations")),
-        )
-        for group in config["config_groups"].values()
-    ]
     layers = []
-    reason = f"as {directory.name} was written"
-    for layer in found:
-        if layer.kind not in ("linear", "head", "experts"):
-            layers.append(LayerPlan(layer.name, layer.kind, layer.shape, reason=reason))
-            continue
-        called = names.both(layer.name)
-        if layer.kind == "experts":
+    try:
+        if config.get("quant_method") == "compressed-tensors":
+            formats_of, kv_cache = layout.read_config(config, names)
+        else:
+            formats_of, kv_cache = modelopt.read_config(config, names, tensors)
+        for layer in found:
             # A config speaks of the matrices of one expert.
-            called = names.both(expert_names(layer.name, 1)[0].removesuffix(".weight"))
-        chosen = None
-        if not any(_matches(name, pattern) for pattern in config.get("ignore") or () for name in called):
-            chosen = next(
-                ((w, a) for targets, w, a in groups if any(_matches(name, t) for t in targets for name in called)), None
-            )
-        weight, activation = chosen or (None, None)
-        layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
-    kv_cache = FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+            experts = layer.kind == "experts"
+            matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
+            chosen = formats_of(matrix) if layer.kind in ("linear", "head", "experts") else None
+            weight, activation = chosen or (None, None)
+            reason = f"as {directory.name} was written"
+            layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
+    except ValueError as error:
+        raise ValueError(f"{directory}: {error}") from None
     return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
-
-
-def _matches(name: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
-    return target in ("Linear", name)

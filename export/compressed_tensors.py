@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from quant.export.names import StoredNames
+from quant.export.names import FormatsOf, StoredNames
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0
 from quant.formats.tensor import BlockScaledTensor
@@ -337,3 +337,29 @@ def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
         if all(arguments.get(k) == ours[k] for k in keys):
             return FORMATS[name]
     raise ValueError(f"quantization_config asks for inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
+
+
+def read_config(config: Mapping[str, Any], names: StoredNames) -> tuple[FormatsOf, Format | None]:
+    """The formats that a `quantization_config` gives to matrices, and that of the KV cache.
+
+    Raises:
+        ValueError: a scheme that is not supported.
+    """
+    groups = [
+        (group["targets"], (weight_format_of(group["weights"]), activation_format_of(group.get("input_activations"))))
+        for group in config["config_groups"].values()
+    ]
+
+    def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
+        called = names.both(matrix)
+        if any(_matches(name, pattern) for pattern in config.get("ignore") or () for name in called):
+            return None
+        return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
+
+    return formats_of, FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+
+
+def _matches(name: str, target: str) -> bool:
+    if target.startswith("re:"):
+        return re.match(target[3:], name) is not None
+    return target in ("Linear", name)

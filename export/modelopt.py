@@ -19,16 +19,14 @@ in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
 
-from quant.export.names import StoredNames, expert_names
+from quant.export.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 
 CONFIG_FILE = "hf_quant_config.json"
@@ -252,49 +250,28 @@ def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, F
     raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {known}")
 
 
-def plan_of_checkpoint(
-    directory: Path,
-    found: Iterable[Layer],
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    names: StoredNames | None = None,
-) -> Plan:
-    """The plan of a checkpoint of this layout that came without one.
-
-    Args:
-        directory: for error messages.
-        found: the model's layers.
-        config: the `quantization_config`, or `quantization` of `hf_quant_config.json`.
-        tensors: of the checkpoint, under the model's names: a layer with a scale is quantized.
-        names: of the model's tensors on disk, which the config goes by.
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str]
+) -> tuple[FormatsOf, Format | None]:
+    """The formats that a config gives to matrices with a scale among `tensors`, and that of the KV cache.
 
     Raises:
-        ValueError: an unknown algorithm, or a quantized layer that the config does not name.
+        ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
     """
-    names = names or StoredNames()
-    try:
-        named = {
-            names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
-            for name, fields in (config.get("quantized_layers") or {}).items()
-        }
-        every = None if named else _formats_in(config)
-        kv_cache = _kv_format(config)
-    except ValueError as error:
-        raise ValueError(f"{directory}: {error}") from None
-    layers = []
-    for layer in found:
-        matrix = layer.name
-        if layer.kind == "experts":
-            matrix = expert_names(layer.name, 1)[0].removesuffix(".weight")
-        chosen = None
-        if layer.kind in ("linear", "head", "experts") and f"{matrix}.weight_scale" in tensors:
-            chosen = every or named.get(matrix)
-            if chosen is None:
-                raise ValueError(f"{directory}: {matrix} has a weight_scale, and quantized_layers does not name it")
-        weight, activation = chosen or (None, None)
-        reason = f"as {directory.name} was written"
-        layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
-    return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
+    named = {
+        names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
+        for name, fields in (config.get("quantized_layers") or {}).items()
+    }
+    every = None if named else _formats_in(config)
+
+    def formats_of_matrix(matrix: str) -> tuple[Format, Format | None] | None:
+        if f"{matrix}.weight_scale" not in tensors:
+            return None
+        if every is None and matrix not in named:
+            raise ValueError(f"{matrix} has a weight_scale, and quantized_layers does not name it")
+        return every or named[matrix]
+
+    return formats_of_matrix, _kv_format(config)
 
 
 def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:

@@ -22,11 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.formats.format import Format
+
 EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
 """Matrices of an expert that one fused parameter holds, in the order of its rows; others hold one of their own name."""
 
 _EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
 Rename = Callable[[str], str]
+FormatsOf = Callable[[str], tuple[Format, Format | None] | None]
+"""From a matrix's name in the model to the formats of its weight and input; None for 16 bit."""
 
 
 @dataclass(frozen=True)

@@ -110,9 +110,7 @@ class Checkpoint:
             return plan
         config = _quantization_config(self.directory)
         assert config is not None
-        if config.get("quant_method") != "compressed-tensors":
-            return modelopt.plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
-        return plan_of_checkpoint(self.directory, layers, config, self.names)
+        return plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
 
 
 def outline(directory: Path) -> nn.Module:

@@ -340,7 +340,7 @@ def test_the_plan_of_a_config_is_the_plan_behind_it() -> None:
         for n, (w, a) in pairs.items()
     ]
     config = quantization_config(Plan(tuple(layers)))
-    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in pairs], config)
+    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in pairs], config, {})
     assert [(x.name, x.weight, x.activation) for x in found.layers] == [
         (x.name, x.weight, x.activation) for x in layers
     ]
@@ -351,7 +351,11 @@ def test_patterns_in_targets_and_ignore() -> None:
     group = quantization_config(Plan((LayerPlan("x", "linear", (64, 64), FORMATS["mxfp8"]),)))["config_groups"][
         "group_0"
     ]
-    config = {"config_groups": {"g": {**group, "targets": ["re:.*proj$"]}}, "ignore": ["re:.*\\.1\\..*", "m.2.a_proj"]}
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"g": {**group, "targets": ["re:.*proj$"]}},
+        "ignore": ["re:.*\\.1\\..*", "m.2.a_proj"],
+    }
     names = ["m.0.a_proj", "m.1.a_proj", "m.2.a_proj", "m.2.b_proj", "m.0.other", "lm_head"]
-    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in names], config)
+    found = plan_of_checkpoint(Path("out"), [Layer(name, "linear", (64, 64)) for name in names], config, {})
     assert [layer.name for layer in found.quantized] == ["m.0.a_proj", "m.2.b_proj"]
