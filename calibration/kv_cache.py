@@ -22,19 +22,17 @@ Latent attention (MLA) caches a compressed vector, not k and v: its scales here 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import Observer, get_observer
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
-
-Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 GRANULARITIES = ("tensor", "head")
 
@@ -115,7 +113,7 @@ def collect_attention_scales(
             for watcher, part in zip(observers, x.tensor_split(heads, dim=1), strict=True):
                 watcher.update(part)
 
-    with torch.no_grad(), watching_attention(watch):
+    with torch.no_grad(), watching_attention(model, watch):
         for index, row in enumerate(rows):
             model(row[None])
             if progress:
@@ -129,34 +127,6 @@ def collect_attention_scales(
         name: _scales({o: _amax(w, granularity) for o, w in watchers.items()}, kv_format, attention_format)
         for name, watchers in seen.items()
     }
-
-
-@contextmanager
-def watching_attention(watch: Watch) -> Iterator[None]:
-    """While open, `watch(module, q, k, v)` is called before each attention of any transformers model.
-
-    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE.
-    """
-    from transformers.modeling_utils import AttentionInterface
-
-    # At the class and not at its shared instance: models that override one implementation have instances of
-    # their own. A registered implementation of ours would lose "eager", which every model defines for itself.
-    original = AttentionInterface.get_interface
-
-    def get_interface(self: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        attend = original(self, *args, **kwargs)
-
-        def watched(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
-            watch(module, query, key, value)
-            return attend(module, query, key, value, *rest, **options)
-
-        return watched
-
-    AttentionInterface.get_interface = get_interface
-    try:
-        yield
-    finally:
-        AttentionInterface.get_interface = original
 
 
 def _check_formats(formats: Any, granularity: str) -> None:

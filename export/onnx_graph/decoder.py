@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import implementations_kept, names_registered
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.attention import attend
 from quant.export.onnx_graph.limits import check_attention
@@ -129,21 +130,11 @@ class Attention:
 @contextmanager
 def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterator[None]:
     """While open, every attention of a transformers `model` is `attention`."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
-    config: Any = model.config
-    before = config._attn_implementation
-    AttentionInterface.register(_NAME, attention)
-    if masked:
-        AttentionMaskInterface.register(_NAME, _key_mask)
-    config._attn_implementation = _NAME
-    try:
+    masks = {_NAME: _key_mask} if masked else {}
+    with implementations_kept(model), names_registered({_NAME: attention}, masks):
+        config: Any = model.config
+        config._attn_implementation = _NAME
         yield
-    finally:
-        config._attn_implementation = before
-        for interface in (AttentionInterface, AttentionMaskInterface):
-            interface._global_mapping.pop(_NAME, None)  # there is no opposite of `register`
 
 
 def _key_mask(

@@ -37,6 +37,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
+from quant.calibration.attention_names import implementations_kept, names_registered
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import Format, is_16bit
@@ -83,18 +84,6 @@ def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
 
 
 @contextmanager
-def _registered() -> Iterator[None]:
-    """Registers our functions, and takes back those that were not registered before."""
-    added = [(interface, name) for interface, own in _interfaces() for name in own if name not in interface()]
-    register()
-    try:
-        yield
-    finally:
-        for interface, name in added:
-            interface._global_mapping.pop(name, None)  # transformers has no opposite of `register`
-
-
-@contextmanager
 def quantized_attention(
     model: nn.Module, *, attention: str | None = None, kv_cache: str | None = None
 ) -> Iterator[None]:
@@ -113,8 +102,8 @@ def quantized_attention(
         yield
         return
     config = _text_config(model)
-    before = [(each, each._attn_implementation) for each in _configs(model.config)]
-    with _registered():
+    functions, masks = (own for _, own in _interfaces())
+    with implementations_kept(model), names_registered(functions, masks):
         try:
             model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
             if config._attn_implementation not in IMPLEMENTATIONS:
@@ -124,16 +113,6 @@ def quantized_attention(
             yield
         finally:
             vars(config).pop("quant_kv_cache", None)
-            for each, name in before:
-                each._attn_implementation = name
-
-
-def _configs(config: Any) -> Iterator[Any]:
-    """A config of transformers, then the configs inside it: assigning to the first sets all."""
-    yield config
-    for name in config.sub_configs:
-        if getattr(config, name, None) is not None:
-            yield from _configs(getattr(config, name))
 
 
 def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | None]:

@@ -11,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
-from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors, watching_attention
+from quant.calibration.attention_names import watching_attention
+from quant.calibration.kv_cache import AttentionScales, collect_attention_scales, kv_scale_tensors
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
 from quant.formats.rounding import round_to
@@ -155,7 +156,7 @@ def test_the_models_own_attention_still_runs(name: str, attention: str) -> None:
     model = tiny(name, attention)
     row = torch.randint(64, (1, 20))
     plain = model(row).logits
-    with watching_attention(lambda *args: None):
+    with watching_attention(model, lambda *args: None):
         watched = model(row).logits
     assert torch.equal(watched, plain)
     scales = collect_attention_scales(model, row, kv_format=FP8, attention_format=FP8, granularity="head")

@@ -1,0 +1,93 @@
+"""One model attends through functions of ours while a context is open, and no other model sees anything of it.
+
+transformers looks the attention function of a layer up by the name in its config. A name of ours is registered, the
+model's configs get it, and afterwards both are as they were.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+@contextmanager
+def names_registered(functions: Mapping[str, Callable[..., Any]], masks: Mapping[str, Any]) -> Iterator[None]:
+    """While open, transformers knows attention functions, and functions that make their masks, by these names."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    added = []
+    for interface, given in ((AttentionInterface, functions), (AttentionMaskInterface, masks)):
+        for name, function in given.items():
+            if name not in interface():
+                added.append((interface, name))
+            interface.register(name, function)
+    try:
+        yield
+    finally:
+        for interface, name in added:
+            interface._global_mapping.pop(name, None)  # transformers has no opposite of `register`
+
+
+@contextmanager
+def implementations_kept(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
+    """Gives every config of a transformers model with its attention's name, and restores the names afterwards."""
+    held = {id(each): each for module in model.modules() for each in configs_of(getattr(module, "config", None))}
+    before = [(config, config._attn_implementation) for config in held.values()]
+    try:
+        yield before
+    finally:
+        for config, name in before:
+            config._attn_implementation_internal = name  # the property would set the configs inside it, too
+
+
+def configs_of(config: Any) -> Iterator[Any]:
+    """A config of transformers, then the configs inside it; nothing for anything else."""
+    if not hasattr(config, "_attn_implementation"):
+        return
+    yield config
+    for name in config.sub_configs:
+        yield from configs_of(getattr(config, name, None))
+
+
+@contextmanager
+def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
+    """While open, `watch(module, q, k, v)` is called before each attention of a transformers model.
+
+    q is `[batch, heads, tokens, head_dim]`; k and v the same with KV heads, k after RoPE. A model of anything else is
+    left alone.
+    """
+    with implementations_kept(model) as before:
+        if not before:
+            yield
+            return
+        from transformers.masking_utils import AttentionMaskInterface
+
+        known = AttentionMaskInterface()
+        used = {name: f"quant_watched_{name}" for _, name in before if name is not None}
+        functions = {ours: _watched(theirs, watch) for theirs, ours in used.items()}
+        masks = {ours: known[theirs] for theirs, ours in used.items() if theirs in known}
+        with names_registered(functions, masks):
+            for config, name in before:
+                config._attn_implementation_internal = used.get(name)
+            yield
+
+
+def _watched(name: str, watch: Watch) -> Callable[..., Any]:
+    """The attention that transformers knows by `name`, watched."""
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        watch(module, query, key, value)
+        # "eager" is a function of each modeling file, and so is the registry where a model overrides one name.
+        home = inspect.unwrap(type(module).forward).__globals__
+        own = home["ALL_ATTENTION_FUNCTIONS"].get_interface(name, home.get("eager_attention_forward"))
+        return own(module, query, key, value, *rest, **options)
+
+    return attend
