@@ -104,6 +104,12 @@ def test_sizes_are_those_counted_by_hand() -> None:
     assert bits_per_weight([]) == 16
 
 
+def test_inputs_with_one_scale_or_a_global_scale_have_a_static_one() -> None:
+    layer = LayerPlan("a", "linear", (32, 64), NVFP4)
+    static = [dataclasses.replace(layer, activation=x).has_static_scale for x in (None, FP8, NVFP4, MXFP8)]
+    assert static == [False, True, True, False]
+
+
 def test_groups_come_in_model_order() -> None:
     plan = mixed_plan()
     assert {name: [m.name for m in members] for name, members in plan.groups().items()} == {

@@ -171,6 +171,20 @@ def test_a_fusion_group_is_kept_whole() -> None:
     Plan.from_dict(plan.to_dict())
 
 
+def test_gate_and_up_of_experts_are_cut_between_blocks() -> None:
+    """They are stored apart, so each half of the rows must hold whole blocks; one linear of that name is not cut."""
+    recipe = Recipe("x", weight="fp8_block", activation="fp8_group")
+    for rows, kind, fits in ((256, "experts", True), (128, "experts", False), (128, "linear", True)):
+        shape = (4, rows, 128) if kind == "experts" else (rows, 128)
+        layers = (Layer("mlp.gate_up_proj", kind, shape), Layer("other", "linear", (128, 128)))
+        assert (resolve(layers, recipe).by_name["mlp.gate_up_proj"].weight is not None) is fits
+
+
+def test_an_observer_is_in_the_plan_where_it_is_not_the_default() -> None:
+    assert resolve(LAYERS, Recipe("x", weight="nvfp4", observer="mse")).provenance["observer"] == "mse"
+    assert "observer" not in resolve(LAYERS, Recipe("x", weight="nvfp4")).provenance
+
+
 def test_rules_that_split_a_fusion_group_are_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("fusion group '0.attn.(q|k)' mixes formats")):
         resolve(LAYERS, NVFP4.with_rules(Rule("0.attn.k", "mxfp8", "mxfp8")))

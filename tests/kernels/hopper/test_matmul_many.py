@@ -103,7 +103,9 @@ def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, steps: int, program
     dealt = units_of(tiles, steps, programs)
     seen = Counter((tile, k) for parts in dealt for tile, start, count in parts for k in range(start, start + count))
     assert seen == {(tile, k): 1 for tile in range(tiles) for k in range(steps)}
+    # Every program has work, and a part is worth the sum that it leaves behind.
     assert all(parts for parts in dealt)
+    assert all(count >= min(steps, 4) for parts in dealt for *_, count in parts)
     loads = [sum(count for *_, count in parts) for parts in dealt]
     left = tiles % programs
     # No program has more than the others but a part of a tile, half of one at most where enough programs are free.
