@@ -39,4 +39,4 @@ def _replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
     graph.replay()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) * 1e-3
+    return float(begin.elapsed_time(end)) * 1e-3

@@ -156,7 +156,8 @@ def _milp(problem: Problem, limits: Mapping[str, float], minimize: str, near: Ne
         raise Infeasible(f"no choice keeps {_listed(limits)} together")
     chosen = np.full(problem.scores.shape, -np.inf)
     chosen[rows, columns] = x
-    return chosen.argmax(axis=1)
+    found: np.ndarray = chosen.argmax(axis=1)
+    return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -196,7 +196,7 @@ class _Grouped(torch.autograd.Function):
 
 def _with_gradients(keyset: Any, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Grouped.apply(keyset, x, *rest)  # type: ignore[no-any-return]
+        return _Grouped.apply(keyset, x, *rest)  # type: ignore[no-any-return, no-untyped-call]
     return below_autograd(torch.ops.quant.grouped_linear.default, keyset, x, *rest)
 
 

@@ -165,7 +165,7 @@ class _QuantModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _QuantModule:
         before = {name: getattr(self, name) for name in _EXACT}
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, buffer in before.items():
             if buffer is not None and getattr(self, name).dtype != buffer.dtype:
                 setattr(self, name, buffer.to(getattr(self, name).device))
@@ -175,7 +175,7 @@ class _QuantModule(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if is_prepacked(self.stored_weight):
             weight = self.quantized_weight
             destination[f"{prefix}codes"], destination[f"{prefix}scale"] = weight.codes, weight.scale
@@ -186,7 +186,7 @@ class _QuantModule(nn.Module):
         held = self.stored_weight
         if is_prepacked(held):
             self._store(restore(held))
-        super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
         self._arranged = None
         if is_prepacked(held):
             self.arrange()

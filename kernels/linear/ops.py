@@ -135,7 +135,7 @@ def _with_gradients(
 ) -> torch.Tensor:
     # `torch.library.register_autograd` does the same, in five calls of Python where this is one.
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Linear.apply(keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return]
+        return _Linear.apply(keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return _REDISPATCH(keyset & torch._C._after_autograd_keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return]
 
