@@ -1,6 +1,8 @@
-"""UserError is the error that a user can solve; `counted` is how messages count."""
+"""UserError is the error that a user can solve; the functions here say how messages count and list."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -22,3 +24,9 @@ def megabytes(nbytes: float) -> str:
             value = nbytes / size
             return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def listed(names: Iterable[str], limit: int = 8) -> str:
+    """`a, b and 3 more`: the first of `names`, and how many others there are."""
+    names = list(names)
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -21,16 +21,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.prepared import prepared
-from quant.calibration.sensitivity.divergence import last_hidden
-from quant.calibration.sensitivity.logits import Logits, device_of, logits_of
+from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
+from quant.calibration.sensitivity.logits import Logits, device_of, logits_of, text_config
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
@@ -100,11 +99,8 @@ def evaluate(
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
         logits = [Logits(each, output_head(each)) for each in models]
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
+        for start, batch in _batches(rows, batch_size, progress):
             sums += _measure(logits, batch, start)
-            if progress is not None:
-                progress(start + len(batch), len(rows))
     tokens = len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums / tokens).tolist()
     return Evaluation(
@@ -167,17 +163,22 @@ def _embedding_distance(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
         )
     total = 0.0
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
+    for start, batch in _batches(rows, batch_size, progress):
         first, second = (_embed(model, batch).cpu() for model in models)
         similar = torch.nn.functional.cosine_similarity(first, second, dim=-1)
-        if not bool(similar.isfinite().all()):
-            row = start + int((~similar.isfinite()).nonzero()[0])
-            raise ValueError(f"row {row}: NaN or infinity in an embedding; find the layer that makes it")
-        total += float((1 - similar).sum())
+        total += finite_sum(1 - similar, lambda i, start=start: f"row {start + i}", "an embedding")
+    return total / len(rows)
+
+
+def _batches(
+    rows: torch.Tensor, size: int, progress: Callable[[int, int], None] | None
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Batches of rows and their first row; progress is reported after each."""
+    for start in range(0, len(rows), size):
+        batch = rows[start : start + size]
+        yield start, batch
         if progress is not None:
             progress(start + len(batch), len(rows))
-    return total / len(rows)
 
 
 def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -224,15 +225,10 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
 
 
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
 def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
     if rows.dim() != 2 or rows.shape[0] < 1 or rows.shape[1] < 2 or rows.dtype != torch.int64:
         raise ValueError(f"rows {list(rows.shape)} {rows.dtype}: expected int64 [rows, seqlen], seqlen at least 2")
-    config = _text_config(model)
+    config = text_config(model)
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; perplexity here is for causal language models")
     context = getattr(config, "max_position_embeddings", None)

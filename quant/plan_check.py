@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -221,12 +221,6 @@ def _places(names: Sequence[str], limit: int = 8) -> str:
         return ", ".join(names)
     alike = Counter(re.sub(r"\d+", "*", name) for name in names)
     return ", ".join(f"{name} ({counted(count, 'layer')})" for name, count in alike.items())
-
-
-def some(names: Iterable[str], limit: int = 8) -> str:
-    """The first of `names`, and how many more there are."""
-    names = list(names)
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def check_solver(name: str) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache
 
-from quant.errors import UserError, counted
+from quant.errors import UserError, counted, listed
 from quant.formats.format import Format, parse_format
-from quant.plan_check import check_solver, layer_problem, sharers_of, some
+from quant.plan_check import check_solver, layer_problem, sharers_of
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.recipes.recipe import QUANTIZABLE, presets
 
@@ -107,7 +107,7 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
     if not matched:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
-            f"--set {setting.text!r}: matches only layers of kind {kinds} ({some(layer.name for layer in named)}); "
+            f"--set {setting.text!r}: matches only layers of kind {kinds} ({listed(layer.name for layer in named)}); "
             "formats are for linear layers, fused experts, output heads and embeddings"
         )
     return matched
@@ -165,8 +165,8 @@ def _refuse_obstacles(plan: Plan, wanted: Mapping[str, Setting]) -> None:
         if problem := layer_problem(plan.by_name[name], sharers.get(name)):
             found.setdefault(problem, []).append(name)
     if found:
-        listed = "; ".join(f"{some(names)}: {problem}" for problem, names in found.items())
-        raise UserError(f"the edit does not fit {counted(sum(map(len, found.values())), 'layer')}: {listed}")
+        problems = "; ".join(f"{listed(names)}: {problem}" for problem, names in found.items())
+        raise UserError(f"the edit does not fit {counted(sum(map(len, found.values())), 'layer')}: {problems}")
 
 
 def _refuse_split_groups(plan: Plan, wanted: Mapping[str, Setting]) -> None:

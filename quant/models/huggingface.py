@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.errors import UserError, listed
 from quant.extras import require
 from quant.models.files import safetensors_file
 from quant.models.state_dict import open_safetensors
@@ -77,10 +77,10 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
         raise UserError(
-            f"{path}: the checkpoint lacks {_listed(missing)}; is a shard missing, or the config another's?"
+            f"{path}: the checkpoint lacks {listed(missing, 3)}; is a shard missing, or the config another's?"
         )
     if unexpected:
-        warnings.warn(f"{path}: {cls.__name__} has no use for {_listed(unexpected)}; left out", stacklevel=2)
+        warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}; left out", stacklevel=2)
     return model  # type: ignore[no-any-return]
 
 
@@ -207,7 +207,3 @@ def _first_dtype(shard: Path) -> torch.dtype:
             if tensor.dtype.is_floating_point:
                 return tensor.dtype
     return torch.float32
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

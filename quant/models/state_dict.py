@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from quant.errors import UserError
+from quant.errors import UserError, listed
 from quant.models.files import safetensors_file
 
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
@@ -166,5 +166,6 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
 
 def _refuse(problem: str, names: list[str], factory: str) -> None:
     if names:
-        listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        raise UserError(f"{problem} {listed} (module from {factory}); make the factory's module match the file")
+        raise UserError(
+            f"{problem} {listed(names, 5)} (module from {factory}); make the factory's module match the file"
+        )
