@@ -23,6 +23,7 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -130,15 +131,30 @@ def score_groups(
     return table
 
 
-class _Fisher:
-    """One unit is one row: a forward and a backward pass for each probe."""
+@dataclass
+class _Method:
+    """What methods share: the model, what is scored, and one unit of work for each row."""
 
-    def __init__(
-        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
-    ) -> None:
-        self.switchable, self.allowed, self.rows = switchable, allowed, rows
-        self.divergence, self.seed = divergence, seed
-        self.names = [f"row {i}" for i in range(len(rows))]
+    switchable: SwitchableModel
+    allowed: Allowed
+    rows: torch.Tensor
+    divergence: Divergence
+    seed: int
+
+    def __post_init__(self) -> None:
+        self.names = [f"row {i}" for i in range(len(self.rows))]
+
+    def work(self, name: str) -> Result:
+        """Sums of one unit, by group and format."""
+        raise NotImplementedError
+
+    def finish(self, sums: Result) -> Result:
+        """Scores from the sums over all units."""
+        return sums
+
+
+class _Fisher(_Method):
+    """One unit is one row: a forward and a backward pass for each probe."""
 
     def work(self, name: str) -> Result:
         index = int(name.split()[1])
@@ -214,14 +230,8 @@ class TokenProducts:
         self.switchable.forget_inputs()
 
 
-class _Output:
-    """One unit is one row: a forward pass in which every layer also computes what it would give in each format."""
-
-    def __init__(
-        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
-    ) -> None:
-        self.switchable, self.allowed, self.rows = switchable, allowed, rows
-        self.names = [f"row {i}" for i in range(len(rows))]
+class _Output(_Method):
+    """One unit is one row: a forward pass in which every layer also computes its output in each format."""
 
     def work(self, name: str) -> Result:
         index = int(name.split()[1])
@@ -260,16 +270,13 @@ class _Output:
         }
 
 
-class _Kl:
+class _Kl(_Method):
     """One unit is one block: each of its groups in each format, from the block to the end of the model."""
 
-    def __init__(
-        self, switchable: SwitchableModel, allowed: Allowed, rows: torch.Tensor, divergence: Divergence, seed: int
-    ) -> None:
-        self.allowed = allowed
-        self.baseline = Baseline(switchable, divergence, rows)
+    def __post_init__(self) -> None:
+        self.baseline = Baseline(self.switchable, self.divergence, self.rows)
         self.groups: dict[str, list[str]] = {}
-        for group in switchable.groups:
+        for group in self.switchable.groups:
             block = next((block for block in self.baseline.chain if group.startswith(f"{block}.")), "")
             self.groups.setdefault(f"block {block}" if block else "rest", []).append(group)
         self.names = list(self.groups)
@@ -288,9 +295,6 @@ class _Kl:
         except NotFinite as error:
             raise NotFinite(f"{group} in {format}: {error}") from None
 
-    def finish(self, sums: Result) -> Result:
-        return sums
-
 
 @contextmanager
 def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
@@ -308,7 +312,7 @@ def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: 
         switchable.observe = None
 
 
-_UNITS: dict[str, Any] = {"fisher": _Fisher, "kl": _Kl, "output": _Output}
+_UNITS: dict[str, type[_Method]] = {"fisher": _Fisher, "kl": _Kl, "output": _Output}
 
 
 def _unit(method: str, divergence: Divergence) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quant.calibration.solvers.base import GroupInputs, shared_global_scale
 from quant.calibration.statistics import round_activation
@@ -39,14 +40,9 @@ class Awq:
     rows: int = 512
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        inputs: GroupInputs,
-        format: Format,
-        activation: Format | None,
-        owner: torch.Tensor | None,
-    ) -> torch.Tensor:
-        def round_weight(scaled: torch.Tensor) -> torch.Tensor:
+        self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
+    ) -> Tensor:
+        def round_weight(scaled: Tensor) -> Tensor:
             if self.inputs_alone and activation:
                 return scaled
             second = shared_global_scale(scaled.abs().amax(), format, "max") if format.global_scale else None
@@ -64,19 +60,12 @@ class SmoothQuant:
     power: float = 0.5
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        inputs: GroupInputs,
-        format: Format,
-        activation: Format | None,
-        owner: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
+    ) -> Tensor:
         return channel_scale(inputs.amax, weight, self.power, 1 - self.power, owner)
 
 
-def channel_scale(
-    magnitude: torch.Tensor, weight: torch.Tensor, power: float, weight_power: float, owner: torch.Tensor | None
-) -> torch.Tensor:
+def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power: float, owner: Tensor | None) -> Tensor:
     """s = magnitude^power / max|w|^weight_power, centred on 1.
 
     Args:
@@ -94,19 +83,19 @@ def channel_scale(
     return torch.exp(log - (log.amax() + log.amin()) / 2)
 
 
-def _log(x: torch.Tensor) -> torch.Tensor:
+def _log(x: Tensor) -> Tensor:
     """Logarithms with a floor far below the median, so that a dead channel does not stretch the range."""
     return x.clamp(min=float(x.median()) * 1e-4 + 1e-20).log()
 
 
 def search_scale(
-    weight: torch.Tensor,
-    inputs: torch.Tensor,
-    magnitude: torch.Tensor,
-    round_weight: Callable[[torch.Tensor], torch.Tensor],
-    round_input: Callable[[torch.Tensor], torch.Tensor] | None,
-    owner: torch.Tensor | None = None,
-) -> torch.Tensor:
+    weight: Tensor,
+    inputs: Tensor,
+    magnitude: Tensor,
+    round_weight: Callable[[Tensor], Tensor],
+    round_input: Callable[[Tensor], Tensor] | None,
+    owner: Tensor | None = None,
+) -> Tensor:
     """The scale `[in]` that AWQ's search finds.
 
     Args:

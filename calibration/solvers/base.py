@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
+from torch import Tensor
 
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
@@ -30,13 +30,7 @@ class Solver(Protocol):
     def rule(self) -> str: ...
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         """Codes and scales for `weight`.
 
@@ -60,11 +54,11 @@ class GroupInputs:
         amax: largest magnitude of each channel, `[in]`.
     """
 
-    sample: torch.Tensor
-    mean_abs: torch.Tensor
-    amax: torch.Tensor
+    sample: Tensor
+    mean_abs: Tensor
+    amax: Tensor
 
-    def divided(self, divisor: torch.Tensor) -> GroupInputs:
+    def divided(self, divisor: Tensor) -> GroupInputs:
         """The same inputs divided by `divisor` `[in]`."""
         return GroupInputs(self.sample / divisor, self.mean_abs / divisor, self.amax / divisor)
 
@@ -73,13 +67,8 @@ class Transform(Protocol):
     """Chooses an input scale s for a fusion group: its weights become W diag(s) and its inputs x / s."""
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        inputs: GroupInputs,
-        format: Format,
-        activation: Format | None,
-        owner: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
+    ) -> Tensor:
         """The scale `[in]`.
 
         Args:
@@ -105,7 +94,7 @@ def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerSta
     return stats
 
 
-def shared_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:
+def shared_global_scale(amax: Tensor, format: Format, rule: str) -> Tensor:
     """Second-level scale of a fusion group whose largest magnitude is `amax`, float32 of the shape of `amax`.
 
     One checkpoint layout stores this scale and the other its reciprocal. Rounding through the reciprocal once

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.calibration.solvers.base import required_stats
@@ -43,11 +44,9 @@ _LAZY = 128
 _FIXED_WIDTH = 32
 
 # Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
-_SolveWindow = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, int, bool], torch.Tensor
-]
+_SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
 # Solves one block: (what it should be [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
-_SolveBlock = Callable[[torch.Tensor, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+_SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -69,13 +68,7 @@ class Gptq:
     rule: str = "mse"
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         stats = required_stats(stats, name, "gptq")
         assert stats.second_moment is not None
@@ -99,12 +92,12 @@ class Factor:
         damping: what was added to the diagonal, as a fraction of its mean.
     """
 
-    moment: torch.Tensor
-    inverse: torch.Tensor
+    moment: Tensor
+    inverse: Tensor
     damping: float
 
 
-def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
+def factorize(second_moment: Tensor, damping: float = 0.01) -> Factor:
     """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
 
     Raises:
@@ -126,7 +119,7 @@ def factorize(second_moment: torch.Tensor, damping: float = 0.01) -> Factor:
     raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
 
 
-def corrected_weight(weight: torch.Tensor, drift: torch.Tensor | None, factor: Factor) -> torch.Tensor:
+def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Tensor:
     """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
 
     Args:
@@ -140,10 +133,10 @@ def corrected_weight(weight: torch.Tensor, drift: torch.Tensor | None, factor: F
 
 
 def gptq(
-    weight: torch.Tensor,
+    weight: Tensor,
     factor: Factor,
     format: Format,
-    global_scale: torch.Tensor | None = None,
+    global_scale: Tensor | None = None,
     *,
     sweeps: int = 1,
     shortlist: int = 4,
@@ -167,7 +160,7 @@ def gptq(
         width = block_columns
         scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
 
-        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+        def solve(block: Tensor, start: int, inverse: Tensor) -> Any:
             return search_block(block, inverse, format, second, shortlist)
 
     else:
@@ -177,7 +170,7 @@ def gptq(
         step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
         step = step[:, : weight.shape[1]].t().contiguous()
 
-        def solve(block: torch.Tensor, start: int, inverse: torch.Tensor) -> Any:
+        def solve(block: Tensor, start: int, inverse: Tensor) -> Any:
             here = step[start : start + len(block), None]
             values, errors = round_with_feedback(block, inverse, here, format.element)
             return values[:, 0], errors[:, 0], None
@@ -198,9 +191,9 @@ def gptq(
 
 
 def _feed_back(
-    target: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
+    target: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
     factor: Factor,
     width: int,
     window: _SolveWindow,
@@ -215,9 +208,9 @@ def _feed_back(
 
 
 def _descend(
-    target: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
+    target: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
     factor: Factor,
     width: int,
     window: _SolveWindow,
@@ -244,7 +237,7 @@ def _windows(inputs: int, width: int) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first // width, -(-last // width))
 
 
-def _by_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
     """The block-diagonal matrix of `blocks` `[n, k, k]` times `x`, whose last block may be short."""
     count, width, _ = blocks.shape
     whole = pad(x, (0, 0, 0, count * width - len(x))).view(count, width, -1)
@@ -253,14 +246,14 @@ def _by_blocks(blocks: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 def _solve_window(
     solve: _SolveBlock,
-    wanted: torch.Tensor,
-    coupling: torch.Tensor,
-    inverses: torch.Tensor,
-    values: torch.Tensor,
-    scales: torch.Tensor | None,
+    wanted: Tensor,
+    coupling: Tensor,
+    inverses: Tensor,
+    values: Tensor,
+    scales: Tensor | None,
     start: int,
     improve: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Solves the blocks of a window in turn; what one does moves what the later ones should be.
 
     Args:
@@ -300,7 +293,7 @@ def _solve_window(
     return moves
 
 
-def block_factors(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def block_factors(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Inverses of positive definite blocks `[n, k, k]`, and their upper factors U with C⁻¹ = Uᵀ U."""
     lower = torch.linalg.cholesky(blocks.flip(1, 2))
     eye = torch.eye(blocks.shape[-1], dtype=blocks.dtype, device=blocks.device).expand_as(blocks)

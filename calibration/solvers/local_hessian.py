@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import search_block
@@ -32,13 +33,7 @@ class LocalHessian:
     rule: str = "mse"
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
         return local_hessian(weight.float(), moments, format, global_scale)
@@ -54,9 +49,7 @@ def _block_width(format: Format, name: str) -> int:
     return columns
 
 
-def local_hessian(
-    weight: torch.Tensor, moments: torch.Tensor, format: Format, global_scale: torch.Tensor | None
-) -> BlockScaledTensor:
+def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale: Tensor | None) -> BlockScaledTensor:
     """Rounds `weight` block by block.
 
     Args:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
@@ -28,23 +29,17 @@ from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize, quan
 class Peer:
     """What another toolkit writes for the same weight, byte for byte."""
 
-    quantize: Callable[[torch.Tensor, Format, torch.Tensor | None], BlockScaledTensor]
+    quantize: Callable[[Tensor, Format, Tensor | None], BlockScaledTensor]
     rule: str = "max"
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         checked_amax(weight, name)
         return self.quantize(weight, format, global_scale)
 
 
-def quantize_like_modelopt(weight: torch.Tensor, format: Format, amax: torch.Tensor | None) -> BlockScaledTensor:
+def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) -> BlockScaledTensor:
     """`weight` as nvidia-modelopt 0.47 quantizes it.
 
     Args:
@@ -62,9 +57,7 @@ def quantize_like_modelopt(weight: torch.Tensor, format: Format, amax: torch.Ten
     return ours
 
 
-def quantize_like_compressed_tensors(
-    weight: torch.Tensor, format: Format, amax: torch.Tensor | None
-) -> BlockScaledTensor:
+def quantize_like_compressed_tensors(weight: Tensor, format: Format, amax: Tensor | None) -> BlockScaledTensor:
     """`weight` as compressed-tensors 0.19 quantizes it. Arguments as for `quantize_like_modelopt`."""
     if format.scale.is_wide:
         ours = quantize(weight, format)
@@ -82,7 +75,7 @@ def quantize_like_compressed_tensors(
     return quantize_with_scale(weight, format, scale, 1 / reciprocal)
 
 
-def _quotient(weight: torch.Tensor, ours: BlockScaledTensor) -> torch.Tensor:
+def _quotient(weight: Tensor, ours: BlockScaledTensor) -> Tensor:
     """Weight over block scale, float32 of the shape of `weight`."""
     rows, columns = weight.shape[-2:]
     block_rows, block_columns = ours.format.block_shape(weight.shape)
@@ -90,7 +83,7 @@ def _quotient(weight: torch.Tensor, ours: BlockScaledTensor) -> torch.Tensor:
     return weight.float() / scale.repeat_interleave(block_columns, -1)[..., :columns]
 
 
-def _requantize(ours: BlockScaledTensor, quotient: torch.Tensor) -> BlockScaledTensor:
+def _requantize(ours: BlockScaledTensor, quotient: Tensor) -> BlockScaledTensor:
     """`ours` with the elements that rounding `quotient` gives; scales as they are."""
     ones = torch.ones_like(ours.scale, dtype=torch.float32)
     return replace(ours, codes=quantize_with_scale(quotient, replace(ours.format, scale=FP32), ones).codes)

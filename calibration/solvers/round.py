@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+from torch import Tensor
 
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
@@ -18,12 +18,6 @@ class RoundToNearest:
     rule: str
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         return quantize(weight, format, rule=self.rule, global_scale=global_scale, name=name)

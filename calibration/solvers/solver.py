@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
+from torch import Tensor
 
 from quant.calibration.solvers.autoround import Reconstruction
 from quant.calibration.solvers.awq import Awq, SmoothQuant
@@ -94,13 +94,7 @@ class Pipeline:
         return not self.transforms and not self.reshapes and isinstance(self.rounding, LocalHessian)
 
     def __call__(
-        self,
-        weight: torch.Tensor,
-        stats: LayerStats | None,
-        format: Format,
-        *,
-        global_scale: torch.Tensor | None,
-        name: str,
+        self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         if self.transforms:
             required_stats(stats, name, self.spec.name)
