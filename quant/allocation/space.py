@@ -25,8 +25,8 @@ from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.recipe import Recipe
-from quant.recipes.targets import TARGETS, get_target
+from quant.recipes.recipe import KEEP, Recipe
+from quant.recipes.targets import TARGETS, Target, get_target
 
 Run = Callable[[nn.Module], Any]
 
@@ -60,18 +60,16 @@ class Space:
         run: Run | None,
         provenance: Mapping[str, Any] | None,
     ) -> Space:
+        """The choices for `model`; arguments as in `allocate`."""
         runtimes = [get_target(name) for name in goal.target if name in TARGETS]
         plans: dict[str, Plan] = {}
         refused: UserError | None = None
-        for candidate in candidates:
-            if candidate.weight is None:
-                continue
-            activation = candidate.activation.name if candidate.activation else "keep"
-            recipe = Recipe(candidate.name, candidate.weight.name, activation, solver, kv_cache=kv_cache or "keep")
+        for candidate in (c for c in candidates if c.weight is not None):
             try:
                 plans[candidate.name] = make_plan(
-                    model, recipe, include=include, exclude=exclude, run=run, provenance=dict(provenance or {})
-                )
+                    model, _recipe_of(candidate, solver, kv_cache), include=include, exclude=exclude, run=run,
+                    provenance=dict(provenance or {}),
+                )  # fmt: skip
             except UserError as error:
                 refused = error
         if not plans:
@@ -80,15 +78,10 @@ class Space:
         chosen = {layer.name for plan in plans.values() for layer in plan.quantized}
         groups = groups_of([layer for layer in base.layers if layer.name in chosen])
         by_name = {c.name: c for c in candidates}
-        allowed: dict[str, list[Candidate]] = {}
-        for group, members in groups.items():
-            fits = [
-                c for c in candidates
-                if c.weight is None or (c.name in plans and all(plans[c.name].by_name[m.name].weight for m in members))
-            ]  # fmt: skip
-            for runtime in runtimes:
-                fits = [c for c in fits if not any(runtime.problems(c.applied(m)) for m in members)]
-            allowed[group] = fits
+        allowed = {
+            group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes) for m in members)]
+            for group, members in groups.items()
+        }
         for runtime in runtimes:
             _check_runtime(runtime, allowed, candidates)
         for constraint in constraints:
@@ -99,12 +92,7 @@ class Space:
         cache = kv_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base.kv_cache)
         fixed = sum(layer.nbytes for layer in rest) + unplanned + cache
         timing = goal.timing
-        seconds = 0.0
-        if timing is not None:
-            # A look-up reads one row of an embedding a token; everything else is read whole at every step.
-            read = [layer.nbytes for layer in rest if layer.kind != "embedding"]
-            heads = [2 * layer.numel for layer in rest if layer.kind == "head" and layer.tied_to is not None]
-            seconds = timing.read(sum(read) + sum(heads) + cache)
+        seconds = timing.read(_bytes_read(rest) + cache) if timing is not None else 0.0
         return cls(base, groups, by_name, allowed, unplanned, cache, fixed, seconds, timing, goal.batch)
 
     def problem(self, scores: Sensitivity | None = None) -> Problem:
@@ -248,7 +236,27 @@ def _goal_fields(goal: Goal) -> dict[str, Any]:
     return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
-def _check_runtime(runtime: Any, allowed: Mapping[str, Sequence[Candidate]], candidates: Sequence[Candidate]) -> None:
+def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recipe:
+    assert candidate.weight is not None
+    activation = candidate.activation.name if candidate.activation else KEEP
+    return Recipe(candidate.name, candidate.weight.name, activation, solver, kv_cache=kv_cache or KEEP)
+
+
+def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target]) -> bool:
+    """Whether a layer can take a candidate: its recipe's plan quantizes the layer, and every runtime has the result."""
+    planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
+    return planned and not any(runtime.problems(candidate.applied(layer)) for runtime in runtimes)
+
+
+def _bytes_read(fixed: Sequence[LayerPlan]) -> int:
+    """Bytes of layers with a fixed format that a decoding step reads; of an embedding, only a row a token."""
+    heads = (2 * layer.numel for layer in fixed if layer.kind == "head" and layer.tied_to is not None)
+    return sum(layer.nbytes for layer in fixed if layer.kind != "embedding") + sum(heads)
+
+
+def _check_runtime(
+    runtime: Target, allowed: Mapping[str, Sequence[Candidate]], candidates: Sequence[Candidate]
+) -> None:
     if any(c.weight is not None for choices in allowed.values() for c in choices):
         return
     asked = ", ".join(c.name for c in candidates if c.weight is not None)
