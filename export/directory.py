@@ -17,11 +17,18 @@ from quant.recipes.plan import PLAN_FILE
 
 OURS = (PLAN_FILE, "receipt.json")
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
+NEW, OLD, COMPLETE = "new", "old", "complete"
+"""In a working directory: the one being built, the one it replaces, and the file that says that the first is whole."""
 
 
 @contextmanager
-def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
+def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> Iterator[Path]:
     """Gives a temporary directory that becomes `path` when the block ends without an error.
+
+    Args:
+        path: where it will be.
+        overwrite: replaces what is there.
+        work: a directory beside `path` in which it is built; `finish_directory` ends what is stopped at the very end.
 
     Raises:
         OSError: `path` is not to be replaced, as `check_destination` says.
@@ -30,25 +37,42 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     path = path.resolve()  # what a link points to is replaced, not the link
     made = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    if work is None:
+        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    else:
+        temporary = work / NEW
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
     try:
         yield temporary
         temporary.chmod(0o777 & ~umask())
-        _put_in_place(temporary, path)
+        if work is None:
+            _put_in_place(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
             with suppress(OSError):  # somebody else has written there meanwhile
                 parent.rmdir()
         raise
+    if work is not None:
+        (work / COMPLETE).touch()
+        finish_directory(work, path)
 
 
-def _put_in_place(new: Path, path: Path) -> None:
+def finish_directory(work: Path, path: Path) -> None:
+    """Puts the directory that is whole in `work` under its name, if it is not there yet."""
+    if (work / NEW).exists() and (work / COMPLETE).exists():
+        if path.exists():
+            shutil.rmtree(work / OLD, ignore_errors=True)
+        _put_in_place(work / NEW, path.resolve(), work / OLD)
+
+
+def _put_in_place(new: Path, path: Path, old: Path | None = None) -> None:
     """Renames `new` to `path`; what was there goes only when the new one stands, and comes back if it does not."""
     if not path.exists():
         new.rename(path)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    old = old or Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
     path.rename(old)
     try:
         new.rename(path)

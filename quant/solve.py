@@ -28,10 +28,12 @@ from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
+from quant.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
+from quant.partial import Partial
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -54,6 +56,7 @@ def solve_plan(
     *,
     device: torch.device | str | None = None,
     progress: Progress | None = None,
+    partial: Partial | None = None,
 ) -> Quantized:
     """Quantizes `model` in place, as `plan` says.
 
@@ -61,6 +64,7 @@ def solve_plan(
         model: any module.
         plan: made for it; its provenance may name a guard and an observer.
         data, device, progress: as in `quant.quantize`.
+        partial: keeps what is finished, and has what an earlier run finished; finished layers become maps of its files.
 
     Raises:
         ValueError: the plan does not fit the model, or it needs data and there is none.
@@ -78,9 +82,11 @@ def solve_plan(
         data = own_text(model, plan, progress=progress)
     if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
-        quantized = _solve_block_by_block(model, plan, data, settings, progress)
+        quantized = _solve_block_by_block(model, plan, data, settings, progress, partial)
     else:
-        quantized = _solve_at_once(model, plan, data, progress)
+        quantized = _solve_at_once(model, plan, data, progress, partial)
+    if partial is not None:
+        partial.flush()
     if plan.kv_cache is not None:
         assert data is not None
         scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
@@ -119,6 +125,7 @@ def apply_plan(
     input_scales: Mapping[str, torch.Tensor] | None = None,
     *,
     progress: Progress | None = None,
+    partial: Partial | None = None,
 ) -> list[LayerResult]:
     """Quantizes the planned weights and puts `QuantLinear` and `QuantExperts` in their place.
 
@@ -127,6 +134,7 @@ def apply_plan(
         plan: as `make_plan` gives it, perhaps edited.
         input_scales: as `calibrate` gives them.
         progress: called as `progress("solve", layers done, layers in all)`.
+        partial: as in `solve_plan`.
 
     Returns:
         One result per layer of the plan, kept layers included, in plan order.
@@ -136,20 +144,33 @@ def apply_plan(
     done = 0
     with torch.no_grad():
         for members in by_input(plan.quantized):
-            weights = {member.name: _weight_of(model, member) for member in members}
-            solved = _solve(members, weights)
-            for member in members:
-                results[member.name] = layer_result(member, weights[member.name], solved[member.name])
-                install_weight(model, member, solved[member.name], input_scales.get(member.name))
-                done += 1
-                if progress:
-                    progress("solve", done, len(plan.quantized))
-            del weights
+            step = f"group {members[0].name}"
+            if partial is not None and (found := put_back(partial, step, model)) is not None:
+                results |= found[1]
+            else:
+                results |= _solve_group(model, members, input_scales)
+                if partial is not None:
+                    keep_layers(partial, step, model, members, results)
+            done += len(members)
+            if progress:
+                progress("solve", done, len(plan.quantized))
     use_expert_modules(model, plan)
     for layer in plan.layers:
         if layer.name not in results:
             results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
     return [results[layer.name] for layer in plan.layers]
+
+
+def _solve_group(
+    model: nn.Module, members: Sequence[LayerPlan], input_scales: Mapping[str, torch.Tensor]
+) -> dict[str, LayerResult]:
+    """Quantizes the members of a fusion group; gives their results by name."""
+    weights = {member.name: _weight_of(model, member) for member in members}
+    solved = _solve(members, weights)
+    results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
+    for member in members:
+        install_weight(model, member, solved[member.name], input_scales.get(member.name))
+    return results
 
 
 def solve_state_dict(
@@ -182,19 +203,39 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     return weight.detach()
 
 
-def _solve_at_once(model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None) -> Quantized:
+def _solve_at_once(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None, partial: Partial | None
+) -> Quantized:
     """Solvers that look at nothing but the weight."""
     started = time.perf_counter()
-    input_scales = calibrate(model, plan, data, progress=progress)
+    input_scales = _input_scales(model, plan, data, progress, partial)
     calibrated = time.perf_counter()
-    layers = apply_plan(model, plan, input_scales, progress=progress)
+    layers = apply_plan(model, plan, input_scales, progress=progress, partial=partial)
     done = time.perf_counter()
     seconds = {"calibrate": calibrated - started, "solve": done - calibrated}
     return Quantized(model, plan_of_model(model, plan), layers, seconds)
 
 
+def _input_scales(
+    model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None, partial: Partial | None
+) -> Mapping[str, torch.Tensor]:
+    """Static scales of inputs by layer name, measured once."""
+    found = None if partial is None else partial.get("input scales")
+    if found is not None:
+        return {name: scale.clone() for name, scale in found.tensors.items()}
+    scales = calibrate(model, plan, data, progress=progress)
+    if partial is not None and scales:
+        partial.put("input scales", scales, None)
+    return scales
+
+
 def _solve_block_by_block(
-    model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, progress: Progress | None
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor,
+    settings: Settings,
+    progress: Progress | None,
+    partial: Partial | None,
 ) -> Quantized:
     """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
     walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
@@ -203,7 +244,7 @@ def _solve_block_by_block(
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != "linear"))
     started = time.perf_counter()
     # Before the walk, while every layer still gets its original inputs.
-    input_scales = calibrate(model, measured, data, progress=progress)
+    input_scales = _input_scales(model, measured, data, progress, partial)
     results: dict[str, LayerResult] = {}
     noted: list[LayerPlan] = []
 
@@ -217,11 +258,12 @@ def _solve_block_by_block(
         results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
+    keeper = BlockKeeper(partial, model, results, noted) if partial is not None else None
     solve_sequentially(
         model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
-        progress=reporter(progress, "solve"),
+        progress=reporter(progress, "solve"), keeper=keeper,
     )  # fmt: skip
-    results |= {result.name: result for result in apply_plan(model, rest, input_scales)}
+    results |= {result.name: result for result in apply_plan(model, rest, input_scales, partial=partial)}
     plan = plan.replace_layers(noted)
     use_expert_modules(model, plan)
     layers = [results[layer.name] for layer in plan.layers]

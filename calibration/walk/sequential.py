@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,39 @@ Progress = Callable[[int, int], None]
 Apply = Callable[[LayerPlan, Solved | None], None]
 
 
+@dataclass(frozen=True, eq=False)
+class States:
+    """Hidden states between two blocks, one tensor a batch.
+
+    Attributes:
+        quantized: as the quantized blocks before gave them.
+        original: as the original blocks gave them; the same list where the walk looks at these alone.
+        few: of the original blocks, on a few tokens.
+    """
+
+    quantized: list[torch.Tensor]
+    original: list[torch.Tensor]
+    few: torch.Tensor
+
+
+class Keeper:
+    """Keeps finished blocks, so that a walk that was stopped goes on behind them. This one keeps nothing."""
+
+    def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
+        """Puts the finished blocks of a chain in place.
+
+        Returns:
+            How many there are, and the hidden states behind them if the chain goes on.
+        """
+        return 0, None
+
+    def begin(self, block: str) -> None:
+        """Is called before a block is worked on."""
+
+    def end(self, block: str, states: States | None) -> None:
+        """Is called when a block is finished, with the hidden states behind it; None for the last of a chain."""
+
+
 def solve_sequentially(
     model: nn.Module,
     plan: Plan,
@@ -52,6 +86,7 @@ def solve_sequentially(
     settings: Settings | None = None,
     input_scales: Mapping[str, torch.Tensor] | None = None,
     progress: Progress | None = None,
+    keeper: Keeper | None = None,
 ) -> None:
     """Solves every planned linear layer and every fused-expert projection of `model`, block by block.
 
@@ -64,6 +99,7 @@ def solve_sequentially(
         settings: how the walk is done.
         input_scales: static scales of the inputs of fused experts, by name.
         progress: called as `progress(layers done, layers in all)`.
+        keeper: is told of every block, and may know finished ones.
 
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
@@ -72,7 +108,7 @@ def solve_sequentially(
     """
     check_solvers(plan)
     check_ids(rows, model)
-    walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress)
+    walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress, keeper or Keeper())
     with torch.no_grad(), _without_cache(model):
         walk.run()
 
@@ -101,7 +137,9 @@ class _Walk:
         settings: Settings,
         input_scales: Mapping[str, torch.Tensor],
         progress: Progress | None,
+        keeper: Keeper,
     ) -> None:
+        self.keeper = keeper
         self.model, self.apply, self.settings, self.progress = model, apply, settings, progress
         self.input_scales = input_scales
         self.layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
@@ -144,29 +182,40 @@ class _Walk:
             few = calls_of_chain(self.model, chain, [lambda: self.model(self.few)])
             calls = calls_of_chain(self.model, chain, [partial(self.model, batch) for batch in self.batches])
         states = [by_block[chain[0]].hidden.to(device, dtype) for by_block in calls]
-        originals = states
-        few_state = few[0][chain[0]].hidden
-        for position, name in enumerate(chain):
+        behind = States(states, states, few[0][chain[0]].hidden)
+        finished, kept = self.keeper.resume(chain)
+        if kept is not None:
+            quantized = [state.to(device) for state in kept.quantized]
+            same = kept.original is kept.quantized
+            behind = States(quantized, quantized if same else [s.to(device) for s in kept.original], kept.few)
+        self.done += sum(len(self._layers_of(name)) for name in chain[:finished])
+        for position, name in enumerate(chain[finished:], finished):
+            self.keeper.begin(name)
             block = self.model.get_submodule(name).to(device, dtype)
             here = [by_block[name].to(device, dtype) for by_block in calls]
-            current = [call.with_hidden(state) for call, state in zip(here, states, strict=True)]
-            original = [call.with_hidden(state) for call, state in zip(here, originals, strict=True)]
-            small = few[0][name].to(device, dtype).with_hidden(few_state.to(device, dtype))
+            current = [call.with_hidden(state) for call, state in zip(here, behind.quantized, strict=True)]
+            original = [call.with_hidden(state) for call, state in zip(here, behind.original, strict=True)]
+            small = few[0][name].to(device, dtype).with_hidden(behind.few.to(device, dtype))
             few_state = output_of(block(*small.args, **small.kwargs))
             work = self._work(block, self._layers_of(name), f"{name}.")
             last = position == len(chain) - 1
-            states, originals = work.solve(current, original, small, needs_output=not last)
+            behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
             block.to(self.home, self.stored)
             self._finish(work)
+            self.keeper.end(name, None if last else behind)
 
     def _solve_rest(self, chains: Sequence[Sequence[str]]) -> None:
         """Layers outside every block: the model itself is their block, with the real ones in place already."""
         inside = self._inside(chains)
         members = [layer for layer in self.layers if layer.name not in inside]
+        if self.keeper.resume([""])[0]:
+            return
+        self.keeper.begin("")
         work = self._work(self.model, members, "")
         calls = [Call((batch,), {}, 0) for batch in self.batches]
         work.solve(calls, calls, Call((self.few,), {}, 0), needs_output=False)
         self._finish(work)
+        self.keeper.end("", None)
 
     def _work(self, block: nn.Module, members: Sequence[LayerPlan], prefix: str) -> BlockWork:
         linear = [layer for layer in members if layer.kind == "linear"]

@@ -61,10 +61,14 @@ def write_model(
     tokenizer: Any = None,
     overwrite: bool = False,
     finish: Finish | None = None,
+    work: Path | None = None,
 ) -> dict[str, str]:
-    """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk."""
+    """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
+
+    `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`.
+    """
     plan = plan_of_model(model, plan)
-    with new_directory(Path(directory), overwrite=overwrite) as temporary:
+    with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
         hashes = write_tensors(temporary, checkpoint_tensors(model, stored_dtype(model), names))
         plan.save(temporary / PLAN_FILE)
         if hasattr(getattr(model, "config", None), "save_pretrained"):

@@ -15,6 +15,7 @@ from quant.errors import UserError
 from quant.export.directory import check_destination
 from quant.extras import versions
 from quant.models.open import Source
+from quant.partial import Partial, fingerprints, is_finished, model_files
 from quant.plan_check import Problem, read_plan, refuse
 from quant.plan_edit import set_kv_cache
 from quant.planning import make_plan
@@ -42,6 +43,7 @@ class Job:
     exclude: tuple[str, ...] = ()
     out: Path | None = None
     overwrite: bool = False
+    restart: bool = False
     calib: str | None = None
     calib_samples: int = 32
     eval_text: Path | None = None
@@ -63,7 +65,8 @@ class Job:
             raise UserError(
                 f"--out {self.out} holds the model {self.model}, which it would replace; name another directory"
             )
-        check_destination(self.out, overwrite=self.overwrite)
+        if not is_finished(self.out) or self.restart:
+            check_destination(self.out, overwrite=self.overwrite)
 
     def check_allocation(self) -> None:
         """Raises UserError for options that fix what an allocation chooses."""
@@ -151,6 +154,23 @@ class Job:
         if lacks_data(plan):
             plan = replace(plan, provenance={**plan.provenance, "calibration": self.calib or "self"})
         return with_options(plan, self.guard, self.observer)
+
+    def partial(self, source: Source, plan: Plan) -> Partial:
+        """The directory beside --out that keeps what the run finishes, or what an earlier one finished.
+
+        Raises:
+            UserError: an earlier run of something else left it.
+        """
+        assert self.out is not None
+        files = model_files(source.path)
+        how = {key: str(plan.provenance.get(key)) for key in ("guard", "observer")}
+        depends = {
+            "the model's file": fingerprints(files),
+            "the plan": {"digest": plan.digest(), **how},
+            "the version of": versions(),
+            "the seed": self.seed,
+        }
+        return Partial(self.out, depends, files, restart=self.restart)
 
     def provenance(self, source: Source, **more: str) -> dict[str, Any]:
         """Where a plan comes from, as it is written into it."""

@@ -129,7 +129,11 @@ def _run_model(
 ) -> Report:
     assert job.out is not None
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
-    eval_rows = _eval_rows(job, source, model)
+    with job.partial(source, asked) as partial:
+        if partial.is_complete:
+            partial.finish()
+            return Report.load(job.out / "report.json")
+XX = _eval_rows(job, source, model)
     baseline = copy.deepcopy(model) if eval_rows is not None and ready is None else model
     bytes_before = sum(p.nbytes for p in model.parameters())
     evaluation = None

@@ -1,0 +1,200 @@
+"""Finished layers are kept in a run's partial directory, their memory given to its files, and put back from there.
+
+A solved layer is its codes, its scales and what it does at run time. What else a solver changed in its block (norms
+that took up an input scale, biases) is kept too; what it left alone points to the model's files again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.walk.sequential import Keeper, States
+from quant.formats.tensor import BlockScaledTensor
+from quant.install import install_weight
+from quant.kernels.linear.modules import RunTimeParts
+from quant.layer_result import LayerResult
+from quant.partial import Partial
+from quant.recipes.plan import LayerPlan
+
+_BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")
+_SHARE = 10  # hidden states are written when that takes less than one part in so many of the time since
+
+
+def keep_layers(
+    partial: Partial,
+    step: str,
+    model: nn.Module,
+    layers: Sequence[LayerPlan],
+    results: Mapping[str, LayerResult],
+    changed: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Keeps installed layers as one step; their buffers become maps of its file.
+
+    Args:
+        partial: the run's.
+        step: its name.
+        model: holds the layers.
+        layers: as they were solved; those in 16 bit have a result alone.
+        results: by name, of at least these layers.
+        changed: other tensors of the model that are not what its files hold.
+    """
+    tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
+    modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}
+    for name, module in modules.items():
+        for buffer in _BUFFERS:
+            if (tensor := getattr(module, buffer, None)) is not None:
+                tensors[f"{buffer}:{name}"] = tensor
+    record = [
+        {
+            "layer": layer.to_dict(),
+            "hadamard": getattr(modules.get(layer.name), "hadamard", 0),
+            "result": asdict(results[layer.name]),
+        }
+        for layer in layers
+    ]
+
+    def give_back(mapped: Mapping[str, torch.Tensor]) -> None:
+        for key, tensor in mapped.items():
+            kind, _, name = key.partition(":")
+            if kind == "model":
+                _tensor(model, name).data = tensor
+            else:
+                setattr(modules[name], kind, tensor)
+
+    partial.put(step, tensors, record, give_back)
+
+
+def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
+    """Installs the layers of a finished step.
+
+    Returns:
+        The layers as they were solved, and their results by name; None where the step is not finished.
+    """
+    found = partial.get(step)
+    if found is None:
+        return None
+    for key, tensor in found.tensors.items():
+        kind, _, name = key.partition(":")
+        if kind == "model":
+            _tensor(model, name).data = tensor
+    layers, results = [], {}
+    for entry in found.record:
+        layer = LayerPlan.from_dict(entry["layer"])
+        layers.append(layer)
+        result = entry["result"]
+        results[layer.name] = LayerResult(**{**result, "shape": tuple(result["shape"])})
+        if layer.weight is None:
+            continue
+        codes, scale, second, input_scale, pre_scale, down, up = (
+            found.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
+        )
+        assert codes is not None and scale is not None
+        weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
+        lowrank = None if down is None or up is None else (down, up)
+        install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
+    return layers, results
+
+
+class BlockKeeper(Keeper):
+    """Keeps the blocks of the sequential walk, and now and then the hidden states behind one.
+
+    A walk goes on behind the last block whose hidden states were kept. They are kept after each block where that costs
+    little, and less often where there are many calibration rows.
+
+    Args:
+        partial: the run's.
+        model: is walked through.
+        results: by name; those of finished blocks are added.
+        noted: layers as they were solved; those of finished blocks are added.
+    """
+
+    def __init__(
+        self, partial: Partial, model: nn.Module, results: dict[str, LayerResult], noted: list[LayerPlan]
+    ) -> None:
+        self.partial, self.model, self.results, self.noted = partial, model, results, noted
+        self.before: dict[str, torch.Tensor] = {}
+        self.kept_layers = 0
+        self.kept_states = time.perf_counter()
+
+    def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
+        finished = next((i for i, name in enumerate(chain) if self.partial.get(_step(name)) is None), len(chain))
+        states = None
+        if finished < len(chain):
+            found = self.partial.get("states")
+            block = None if found is None else found.record["block"]
+            finished = chain.index(block) + 1 if block in chain[:finished] else 0
+            states = _states(found.tensors) if found is not None and finished else None
+        for name in chain[:finished]:
+            layers, results = put_back(self.partial, _step(name), self.model) or ([], {})
+            self.noted += layers
+            self.results |= results
+        self.kept_layers = len(self.noted)
+        return finished, states
+
+    def begin(self, block: str) -> None:
+        self.before = {}
+        for name, tensor in _stored(self.model.get_submodule(block)).items():
+            # Vectors may be changed in place; matrices never are.
+            self.before[name] = tensor.detach().clone() if tensor.dim() < 2 else tensor.detach()
+
+    def end(self, block: str, states: States | None) -> None:
+        changed = self._changed(block)
+        layers = self.noted[self.kept_layers :]
+        self.kept_layers = len(self.noted)
+        keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
+        if states is None or not states.quantized:
+            return
+        tensors = {f"quantized:{i}": state for i, state in enumerate(states.quantized)}
+        if states.original is not states.quantized:
+            tensors |= {f"original:{i}": state for i, state in enumerate(states.original)}
+        cost = self.partial.seconds_to_write(sum(tensor.nbytes for tensor in tensors.values()))
+        if time.perf_counter() - self.kept_states > _SHARE * cost:
+            self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
+            self.kept_states = time.perf_counter()
+
+    def _changed(self, block: str) -> dict[str, torch.Tensor]:
+        """Tensors of the finished block that are not what they were; those that are get their first memory back."""
+        found = {}
+        for name, tensor in _stored(self.model.get_submodule(block)).items():
+            if name not in self.before:
+                continue
+            value = self.before[name]
+            if tensor.data_ptr() == value.data_ptr():
+                continue
+            if tensor.dtype != value.dtype or not torch.equal(tensor, value):
+                found[f"{block}.{name}".lstrip(".")] = tensor.detach()
+            elif value.dim() > 1:
+                tensor.data = value
+        self.before = {}
+        return found
+
+
+def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a block, but for those of quantized weights."""
+    quantized = tuple(f"{name}." for name, module in block.named_modules() if hasattr(module, "quantized_weight"))
+    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
+
+
+def _states(tensors: Mapping[str, torch.Tensor]) -> States:
+    def of(kind: str) -> list[torch.Tensor]:
+        numbers = sorted(int(name.removeprefix(f"{kind}:")) for name in tensors if name.startswith(f"{kind}:"))
+        return [tensors[f"{kind}:{number}"] for number in numbers]
+
+    quantized = of("quantized")
+    return States(quantized, of("original") or quantized, tensors["few"])
+
+
+def _step(block: str) -> str:
+    return f"block {block}"
+
+
+def _tensor(model: nn.Module, name: str) -> Any:
+    parent, _, last = name.rpartition(".")
+    return getattr(model.get_submodule(parent), last)
