@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -54,7 +53,7 @@ def keep_layers(
         {
             "layer": layer.to_dict(),
             "hadamard": getattr(modules.get(layer.name), "hadamard", 0),
-            "result": asdict(results[layer.name]),
+            "result": results[layer.name].to_dict(),
         }
         for layer in layers
     ]
@@ -87,8 +86,7 @@ def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerP
     for entry in found.record:
         layer = LayerPlan.from_dict(entry["layer"])
         layers.append(layer)
-        result = entry["result"]
-        results[layer.name] = LayerResult(**{**result, "shape": tuple(result["shape"])})
+        results[layer.name] = LayerResult.from_dict(entry["result"])
         if layer.weight is None:
             continue
         codes, scale, second, input_scale, pre_scale, down, up = (

@@ -16,16 +16,18 @@ the memory of finished steps belongs to the page cache and not to the process.
 
 from __future__ import annotations
 
-import fcntl
+import ctypes
 import hashlib
 import json
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -72,8 +74,9 @@ class Partial:
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = (self.path / "lock").open("w")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock)
         except OSError:
+            self._lock.close()
             raise UserError(f"{self.path}: another process is working on {out}; wait for it, or stop it") from None
         self._sources = {file: _stamp(file) for file in sources}
         self._steps: dict[str, dict[str, Any]] = {}
@@ -82,9 +85,14 @@ class Partial:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: list[Future[None]] = []
         self._bytes_per_second = 5e8
+        self._hopeless = False
         depends = json.loads(json.dumps(depends))
-        if not self._read(depends):
-            self._append({"depends": depends})
+        try:
+            if not self._read(depends):
+                self._append({"depends": depends})
+        except BaseException:
+            self.close()
+            raise
 
     def _read(self, depends: Mapping[str, Any]) -> bool:
         """Takes in the steps of an earlier run, if there was one."""
@@ -113,12 +121,22 @@ class Partial:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        """Lets go of the directory. What is in it stays for the next run, unless that is nothing."""
+        """Lets go of the directory. What is in it stays for the next run, if that can get further with it."""
         if kind is not None:
             self._thread.shutdown(wait=True)
         self.close()
-        if kind is not None and not any(self.path.glob("*.safetensors")) and not self.is_complete:
+        empty = not any(self.path.glob("*.safetensors")) and not self.is_complete
+        if kind is not None and (self._hopeless or empty):
             shutil.rmtree(self.path, ignore_errors=True)
+
+    @contextmanager
+    def solving(self) -> Iterator[None]:
+        """Within it, a ValueError means that the same command would fail again, so that nothing is to be kept."""
+        try:
+            yield
+        except ValueError:
+            self._hopeless = self._changed_source() is None
+            raise
 
     @property
     def is_complete(self) -> bool:
@@ -181,6 +199,7 @@ class Partial:
             here.clear()
             if then is not None:
                 then(_mapped(self._file(number)))
+            _trim()
 
         self._writing.append(self._thread.submit(write))
 
@@ -202,12 +221,14 @@ class Partial:
 
     def check_sources(self) -> None:
         """Raises UserError where a file of the model is not what it was when the run began."""
-        for file, stamp in self._sources.items():
-            if _stamp(file) != stamp:
-                what = "changed" if file.exists() else "disappeared"
-                raise UserError(
-                    f"{file}: this file of the model {what} while it was read; put it back, and run the command again"
-                )
+        if (file := self._changed_source()) is not None:
+            what = "changed" if file.exists() else "disappeared"
+            raise UserError(
+                f"{file}: this file of the model {what} while it was read; put it back, and run the command again"
+            )
+
+    def _changed_source(self) -> Path | None:
+        return next((file for file, stamp in self._sources.items() if _stamp(file) != stamp), None)
 
     def flush(self) -> None:
         """Waits until everything is written."""
@@ -232,6 +253,20 @@ class Partial:
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self.path / _JOURNAL).open("ab") as file:
             file.write(json.dumps(line).encode() + b"\n")
+
+
+def _trim() -> None:
+    """Gives freed memory back to the system. glibc keeps what lies between small blocks that are still in use."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _lock(file: IO[str]) -> None:
+    """Locks a file until it is closed, where the system has such locks."""
+    if sys.platform != "win32":
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def partial_path(out: Path) -> Path:
@@ -259,7 +294,7 @@ def fingerprints(files: Sequence[Path]) -> dict[str, str]:
 
 def tensor_hash(tensor: torch.Tensor) -> str:
     """SHA-256 of a tensor's values."""
-    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()).hexdigest()
+    return hashlib.sha256(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
 def _header(file: Path) -> str:
@@ -302,7 +337,7 @@ def _write(tensors: dict[str, torch.Tensor], file: Path) -> str:
     except SafetensorError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(
-            f"{file} cannot be written ({error}); what was finished before is kept: make room, and run the same "
+            f"{file} cannot be written: {error}; what was finished before is kept: make room, and run the same "
             "command again"
         ) from error
     found = sha256_of(unfinished)

@@ -32,6 +32,7 @@ from quant.extras import versions
 from quant.layer_result import LayerResult
 from quant.models.open import Source, open_model
 from quant.page.render import render_html
+from quant.partial import Partial, tensor_hash
 from quant.planning import fusion_warnings
 from quant.recipes.plan import Plan
 from quant.report import Report, kv_cache_of, peak_rss, print_summary
@@ -128,19 +129,37 @@ def _run_model(
     allocation: Allocation | None = None,
 ) -> Report:
     assert job.out is not None
-    ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
     with job.partial(source, asked) as partial:
         if partial.is_complete:
             partial.finish()
             return Report.load(job.out / "report.json")
-XX = _eval_rows(job, source, model)
-    baseline = copy.deepcopy(model) if eval_rows is not None and ready is None else model
+        report = _solve_and_write(job, source, model, asked, quiet, seconds, data, allocation, partial)
+        partial.finish()
+    return report
+
+
+def _solve_and_write(
+    job: Job,
+    source: Source,
+    model: nn.Module,
+    asked: Plan,
+    quiet: bool,
+    seconds: dict[str, float],
+    data: torch.Tensor | None,
+    allocation: Allocation | None,
+    partial: Partial,
+) -> Report:
+    assert job.out is not None
+    ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
+    eval_rows = _eval_rows(job, source, model)
     bytes_before = sum(p.nbytes for p in model.parameters())
+    baseline = _another(job, source, model) if eval_rows is not None and ready is None else model
     evaluation = None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data = _calibration(job, source, progress, asked)
-        quantized = ready or solve_plan(model, asked, data, progress=progress)
+            data = _rows(job, source, asked, partial, progress)
+        with partial.solving():
+            quantized = ready or solve_plan(model, asked, data, progress=progress, partial=partial)
         model, plan = quantized.model, quantized.plan
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats
@@ -156,6 +175,11 @@ XX = _eval_rows(job, source, model)
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
+
+    def finish(directory: Path, hashes: Mapping[str, str]) -> None:
+        _finish_directory(source, report, plan, directory, hashes)
+        partial.check_sources()
+
     write_model(
         model,
         plan,
@@ -163,9 +187,30 @@ XX = _eval_rows(job, source, model)
         names,
         tokenizer=tokenizer_if_any(source),
         overwrite=job.overwrite,
-        finish=lambda directory, hashes: _finish_directory(source, report, plan, directory, hashes),
+        finish=finish,
+        work=partial.path,
     )
     return report
+
+
+def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:
+    """The original model once more: mapped from its files again where it came from a directory, or else copied."""
+    again = open_model(job.model).model if source.kind == "huggingface" else None
+    return copy.deepcopy(model) if again is None else again
+
+
+def _rows(job: Job, source: Source, plan: Plan, partial: Partial, progress: Progress) -> torch.Tensor:
+    """Calibration rows; those that the model writes itself are kept, for writing them takes long."""
+    own = job.calib in (None, "self")
+    found = partial.get("calibration rows") if own else None
+    if found is not None:
+        return found.tensors["rows"].clone()
+    rows = _calibration(job, source, progress, plan)
+    if own:
+        partial.put("calibration rows", {"rows": rows}, None)
+    else:
+        partial.expect("calibration text", tensor_hash(rows))
+    return rows
 
 
 def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, seconds: dict[str, float]) -> Report:

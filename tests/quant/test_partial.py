@@ -1,0 +1,278 @@
+"""A run that is killed goes on behind what it had finished and ends with the same bytes; what changed is refused."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import save_file
+from samples import BASE
+
+import quant
+from quant import partial as partial_module
+from quant.cli import pipeline
+from quant.cli.job import Job
+from quant.errors import UserError
+from quant.models.open import open_model
+from quant.partial import partial_path
+
+SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Calibration rows of token ids that every tiny model knows."""
+    file = tmp_path_factory.mktemp("text") / "rows.safetensors"
+    ids = torch.randint(5, 60, (8, 32), generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, file)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Directories of tiny models; `NAME/sharded` has several weight files, `NAME/wide` rows of 128."""
+    home = tmp_path_factory.mktemp("models")
+
+    def get(name: str) -> Path:
+        if name == "base":
+            return BASE
+        directory = home / name.replace("/", "-")
+        if not directory.exists():
+            kind, _, how = name.partition("/")
+            sizes = {"hidden_size": 128, "intermediate_size": 256} if how == "wide" else {}
+            model = getattr(tiny_models, kind)(dtype=torch.bfloat16, gain=2.0, num_hidden_layers=3, **sizes)
+            model.save_pretrained(directory, **({"max_shard_size": "60KB"} if how == "sharded" else {}))
+        return directory
+
+    return get
+
+
+def weights(directory: Path) -> dict[str, bytes]:
+    """The files that a run with the same options writes the same."""
+    names = ("plan.json", "config.json")
+    return {p.name: p.read_bytes() for p in directory.iterdir() if p.name in names or "safetensors" in p.name}
+
+
+def job(model: Path, out: Path, text: str, **options: Any) -> Job:
+    return Job(str(model), out=out, **{**SMALL, "calib": text, **options})
+
+
+CASES = [
+    ("base", "nvfp4", "rtn"),
+    ("base", "nvfp4a16", "gptq"),
+    ("llama/sharded", "mxfp8", "rtn"),
+    ("llama/sharded", "nvfp4", "awq+gptq"),
+    ("llama/wide", "int4a16", "lowrank:8+gptq"),
+    ("llama", "fp8_channel", "rotation:merge+mse"),
+    ("qwen3_moe", "nvfp4", "gptq"),
+    ("mixtral", "fp8", "rtn"),
+    ("opt", "nvfp4a16", "gptq"),
+]
+
+
+@pytest.mark.parametrize(("name", "format", "solver"), CASES)
+def test_a_run_writes_what_quantize_and_save_write(
+    name: str, format: str, solver: str, models: Callable[[str], Path], text: str, tmp_path: Path
+) -> None:
+    ours = job(models(name), tmp_path / "ours", text, format_name=format, solver=solver)
+    pipeline.run(ours, quiet=True)
+    source = open_model(models(name))
+    assert source.model is not None
+    rows = quant.calibration_rows(text, None, samples=8, seqlen=32)
+    plan = ours.plan(source, ours.recipe())
+    quantized = quant.quantize(source.model, plan, rows)
+    quant.save(quantized.model, quantized.plan, tmp_path / "theirs", tokenizer=pipeline.tokenizer_if_any(source))
+    assert weights(tmp_path / "ours") == weights(tmp_path / "theirs")
+    assert not partial_path(tmp_path / "ours").exists()
+
+
+def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
+    """Does `work` in a fork of this process; gives how it ended: minus the signal, or its exit code."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            torch.set_num_threads(1)
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    if kill_after is not None:
+        time.sleep(kill_after)
+        os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def killed_at(number: int, work: Callable[[], None]) -> int:
+    """Does `work` in a child that kills itself when it is about to do its `number`-th thing to its directories."""
+    seen = [0]
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **options: Any) -> Any:
+            seen[0] += 1
+            if seen[0] == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+
+        return counted
+
+    def watched() -> None:
+        partial_module.save_file = counting(partial_module.save_file)
+        partial_module.Partial._append = counting(partial_module.Partial._append)  # type: ignore[method-assign]
+        Path.rename = counting(Path.rename)  # type: ignore[method-assign]
+        Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]
+        work()
+
+    return in_child(watched)
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "overwrite", "steps"),
+    [
+        pytest.param("llama", "rtn", False, 6, marks=pytest.mark.slow),
+        ("base", "awq+gptq", True, 5),
+        pytest.param("qwen3_moe", "gptq", False, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_at_any_step_it_ends_with_the_same_bytes(
+    name: str, solver: str, overwrite: bool, steps: int, models: Callable[[str], Path], text: str, tmp_path: Path
+) -> None:
+    def work(out: Path) -> None:
+        pipeline.run(
+            job(models(name), out, text, format_name="nvfp4a16", solver=solver, overwrite=overwrite), quiet=True
+        )
+
+    assert in_child(lambda: work(tmp_path / "whole")) == 0
+    if overwrite:
+        assert in_child(lambda: work(tmp_path / "out")) == 0
+        (tmp_path / "out" / "model.safetensors").write_bytes(b"what an earlier run wrote")
+    # Each run is killed a little later than the one before, and resumes it.
+    number = 1
+    while killed_at(number, lambda: work(tmp_path / "out")) != 0:
+        number += steps
+        assert number < 100
+    assert number > 2 * steps
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def begun(directory: Path, text: str, **options: Any) -> Path:
+    """A partial directory in which some steps are finished; `directory` gets a model, and a run that stopped."""
+    model = directory / "model"
+    tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(model)
+    ours = job(model, directory / "out", text, format_name="nvfp4a16", **options)
+    assert killed_at(7, lambda: pipeline.run(ours, quiet=True)) == -signal.SIGKILL
+    assert any(partial_path(directory / "out").glob("*.safetensors"))
+    return model
+
+
+def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = begun(tmp_path, text, solver="gptq")
+    rows = tmp_path / "rows.safetensors"
+    save_file({"input_ids": torch.randint(5, 60, (8, 32), generator=torch.Generator().manual_seed(2))}, rows)
+    same: dict[str, Any] = {"format_name": "nvfp4a16", "solver": "gptq"}
+
+    def refused(message: str, text: str = text, **options: Any) -> None:
+        with pytest.raises(UserError, match=message):
+            pipeline.run(job(model, tmp_path / "out", text, **{**same, **options}), quiet=True)
+
+    refused("the plan digest was another; .* --restart", solver="rtn")
+    refused("the seed was 0, and is 7 now", seed=7)
+    refused("another calibration text; .* --restart", text=str(rows))
+    with monkeypatch.context() as patched:
+        patched.setattr("quant.cli.job.versions", lambda: {"torch": "1.0"})
+        refused("the version of python was .*, and is None now|the version of torch was .*, and is 1.0 now")
+    weights_file = model / "model.safetensors"
+    before = weights_file.stat()
+    os.utime(weights_file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    refused("the model's file model.safetensors was another")
+    os.utime(weights_file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    pipeline.run(job(model, tmp_path / "out", text, **same), quiet=True)
+    begun_again = job(model, tmp_path / "anew", text, **same)
+    pipeline.run(begun_again, quiet=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "anew")
+
+
+def test_restart_removes_what_an_abandoned_run_left(text: str, tmp_path: Path) -> None:
+    model = begun(tmp_path, text, solver="gptq")
+    pipeline.run(job(model, tmp_path / "out", text, format_name="mxfp8", restart=True), quiet=True)
+    pipeline.run(job(model, tmp_path / "direct", text, format_name="mxfp8"), quiet=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "direct")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["direct", "model", "out"]
+
+
+def test_a_damaged_part_is_made_again(text: str, tmp_path: Path) -> None:
+    model = begun(tmp_path, text, solver="rtn")
+    part = min(partial_path(tmp_path / "out").glob("*.safetensors"))
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    for out in ("out", "direct"):
+        pipeline.run(job(model, tmp_path / out, text, format_name="nvfp4a16", solver="rtn"), quiet=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "direct")
+
+
+@pytest.mark.parametrize("vanishes", [True, False])
+def test_a_weight_file_that_changes_during_the_run(
+    vanishes: bool, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny_models.llama(dtype=torch.bfloat16).save_pretrained(model)
+    write = partial_module._write
+
+    def meddle(*args: Any) -> str:
+        shard = model / "model.safetensors"
+        if shard.exists():
+            shard.unlink() if vanishes else os.utime(shard, ns=(0, 0))
+        return write(*args)
+
+    monkeypatch.setattr(partial_module, "_write", meddle)
+    what = "disappeared" if vanishes else "changed"
+    with pytest.raises(UserError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
+        pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_runs_to_one_directory(text: str, tmp_path: Path) -> None:
+    with (
+        partial_module.Partial(tmp_path / "out", {}),
+        pytest.raises(UserError, match=r"another process is working on .*out; wait"),
+    ):
+        partial_module.Partial(tmp_path / "out", {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_fifty_kills_at_random_moments(
+    solver: str, overwrite: bool, models: Callable[[str], Path], text: str, tmp_path: Path
+) -> None:
+    def work(out: Path) -> None:
+        pipeline.run(
+            job(models("base"), out, text, format_name="nvfp4", solver=solver, overwrite=overwrite), quiet=True
+        )
+
+    started = time.perf_counter()
+    assert in_child(lambda: work(tmp_path / "whole")) == 0
+    whole = time.perf_counter() - started
+    moments = random.Random(0)
+    results = 0
+    for run in range(13):
+        out = tmp_path / f"out{run}"
+        if overwrite:
+            assert in_child(lambda out=out: work(out)) == 0
+        for _ in range(moments.randrange(1, 4)):
+            in_child(lambda out=out: work(out), moments.uniform(0, whole))
+        if overwrite or not out.exists() or partial_path(out).exists():
+            assert in_child(lambda out=out: work(out)) == 0
+        assert weights(out) == weights(tmp_path / "whole")
+        results += 1
+    assert results == 13
