@@ -61,7 +61,3 @@ class LazyGroup(click.Group):
 @click.version_option(package_name="blockscale")
 def main() -> None:
     """The Blockscale toolbox."""
-
-
-if __name__ == "__main__":
-    main()
