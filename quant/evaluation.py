@@ -23,6 +23,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -166,8 +167,12 @@ def _embedding_distance(
     for start, batch in _batches(rows, batch_size, progress):
         first, second = (_embed(model, batch).cpu() for model in models)
         similar = torch.nn.functional.cosine_similarity(first, second, dim=-1)
-        total += finite_sum(1 - similar, lambda i, start=start: f"row {start + i}", "an embedding")
+        total += finite_sum(1 - similar, partial(_row, start), "an embedding")
     return total / len(rows)
+
+
+def _row(first: int, index: int) -> str:
+    return f"row {first + index}"
 
 
 def _batches(

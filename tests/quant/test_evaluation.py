@@ -271,3 +271,6 @@ def test_an_encoder_is_compared_by_its_embeddings() -> None:
     assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     with pytest.raises(UserError, match=r"BertModel predicts no tokens: .* name a --baseline"):
         evaluate(model, rows)
+    model.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="row 0: NaN or infinity in an embedding"):
+        evaluate(model, rows, base)
