@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from quant.calibration.walk.sequential import Keeper, States
+from quant.export.partial import Partial
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_weight
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult
-from quant.partial import Partial
 from quant.recipes.plan import LayerPlan
 
 _BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")

@@ -28,12 +28,12 @@ from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
 from quant.errors import UserError
 from quant.export.checkpoint import plan_of_model
+from quant.export.partial import Partial
 from quant.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
-from quant.partial import Partial
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan

@@ -13,9 +13,9 @@ from quant.allocation.request import AllocationRequest
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.errors import UserError
 from quant.export.directory import check_destination
+from quant.export.partial import Partial, fingerprints, is_finished, model_files
 from quant.extras import versions
 from quant.models.open import Source
-from quant.partial import Partial, fingerprints, is_finished, model_files
 from quant.plan_check import Problem, read_plan, refuse
 from quant.plan_edit import set_kv_cache
 from quant.planning import make_plan

@@ -28,11 +28,11 @@ from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
+from quant.export.partial import Partial, tensor_hash
 from quant.extras import versions
 from quant.layer_result import LayerResult
 from quant.models.open import Source, open_model
 from quant.page.render import render_html
-from quant.partial import Partial, tensor_hash
 from quant.planning import fusion_warnings
 from quant.recipes.plan import Plan
 from quant.report import Report, kv_cache_of, peak_rss, print_summary

@@ -17,12 +17,11 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
-from quant import partial as partial_module
 from quant.cli import pipeline
 from quant.cli.job import Job
-from quant.errors import UserError
+from quant.export import partial as partial_module
+from quant.export.partial import partial_path
 from quant.models.open import open_model
-from quant.partial import partial_path
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
 
@@ -181,7 +180,7 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
     same: dict[str, Any] = {"format_name": "nvfp4a16", "solver": "gptq"}
 
     def refused(message: str, text: str = text, **options: Any) -> None:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(ValueError, match=message):
             pipeline.run(job(model, tmp_path / "out", text, **{**same, **options}), quiet=True)
 
     refused("the plan digest was another; .* --restart", solver="rtn")
@@ -236,7 +235,7 @@ def test_a_weight_file_that_changes_during_the_run(
 
     monkeypatch.setattr(partial_module, "_write", meddle)
     what = "disappeared" if vanishes else "changed"
-    with pytest.raises(UserError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
+    with pytest.raises(ValueError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
         pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"), quiet=True)
     assert not (tmp_path / "out").exists()
 
@@ -244,7 +243,7 @@ def test_a_weight_file_that_changes_during_the_run(
 def test_two_runs_to_one_directory(text: str, tmp_path: Path) -> None:
     with (
         partial_module.Partial(tmp_path / "out", {}),
-        pytest.raises(UserError, match=r"another process is working on .*out; wait"),
+        pytest.raises(ValueError, match=r"another process is working on .*out; wait"),
     ):
         partial_module.Partial(tmp_path / "out", {})
 

@@ -33,7 +33,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quant.errors import UserError
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
 
@@ -61,7 +60,7 @@ class Partial:
         restart: deletes what an earlier run left.
 
     Raises:
-        UserError: another process works on it, or an earlier run with other dependencies left it; the message names
+        ValueError: another process works on it, or an earlier run with other dependencies left it; the message names
             what changed.
     """
 
@@ -77,7 +76,7 @@ class Partial:
             _lock(self._lock)
         except OSError:
             self._lock.close()
-            raise UserError(f"{self.path}: another process is working on {out}; wait for it, or stop it") from None
+            raise ValueError(f"{self.path}: another process is working on {out}; wait for it, or stop it") from None
         self._sources = {file: _stamp(file) for file in sources}
         self._steps: dict[str, dict[str, Any]] = {}
         self._verified: set[int] = set()
@@ -111,7 +110,7 @@ class Partial:
                 (self.path / COMPLETE).unlink()
                 journal.unlink()
                 return False
-            raise UserError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
+            raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
         for step in steps:
             self._steps[step["step"]] = step
             self._numbers = max(self._numbers, step["number"])
@@ -174,7 +173,7 @@ class Partial:
             then: called with the tensors, mapped from the file, when they are written.
 
         Raises:
-            UserError: a file of the model changed meanwhile.
+            ValueError: a file of the model changed meanwhile.
             OSError: an earlier step could not be written.
         """
         self.check_sources()
@@ -207,23 +206,23 @@ class Partial:
         """Notes what the run depends on and what was not known when it began.
 
         Raises:
-            UserError: an earlier run noted something else.
+            ValueError: an earlier run noted something else.
         """
         noted = self.get(what)
         if noted is None:
             self.put(what, {}, value)
         elif noted.record != value:
-            raise UserError(f"{self.path} holds an unfinished run with another {what}; {_WAY_OUT}")
+            raise ValueError(f"{self.path} holds an unfinished run with another {what}; {_WAY_OUT}")
 
     def seconds_to_write(self, nbytes: int) -> float:
         """Seconds that so many bytes took to write when it was last measured."""
         return nbytes / self._bytes_per_second
 
     def check_sources(self) -> None:
-        """Raises UserError where a file of the model is not what it was when the run began."""
+        """Raises ValueError where a file of the model is not what it was when the run began."""
         if (file := self._changed_source()) is not None:
             what = "changed" if file.exists() else "disappeared"
-            raise UserError(
+            raise ValueError(
                 f"{file}: this file of the model {what} while it was read; put it back, and run the command again"
             )
 
