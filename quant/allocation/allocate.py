@@ -100,8 +100,8 @@ def allocate(
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
             those after them.
         goal: budgets and limits.
-        formats: what may be chosen beside 16 bit; see `calibration.candidates`.
-        method: of the scores, see `calibration.sensitivity_scores`.
+        formats: what may be chosen beside 16 bit; see `calibration.sensitivity.candidates`.
+        method: of the scores, see `calibration.sensitivity.scores`.
         solver: that the plan will name.
         include, exclude, run: as in `quantize`.
         constraints: per glob.

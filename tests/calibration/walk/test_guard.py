@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from quant.calibration.walk.guard import promote, relative_error
+from quant.calibration.walk.guard import Guard, promote, relative_error
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan
 
@@ -18,6 +18,31 @@ def layer(name: str = "a", **fields: object) -> LayerPlan:
     return LayerPlan(
         **{"name": name, "kind": "linear", "shape": (32, 64), "weight": NVFP4, "reason": "rule 1"} | fields
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "limit", "formats"),
+    [("0.1", 0.1, (None,)), ("1e-6 fp8", 1e-6, (FP8,)), (" 2  mxfp8 keep ", 2.0, (MXFP8, None))],
+)
+def test_a_guard_is_a_limit_and_formats(text: str, limit: float, formats: tuple[object, ...]) -> None:
+    assert Guard.parse(text) == Guard(limit, formats)
+
+
+@pytest.mark.parametrize("text", ["", "fp8", "0 fp8", "-0.1", "inf keep", "nan"])
+def test_a_guard_without_a_positive_limit_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"write a positive limit and the formats to try, as in '0\.1 fp8 keep'"):
+        Guard.parse(text)
+
+
+def test_a_guard_names_the_format_that_it_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"guard '0\.1 fp5': .*fp5.*known formats"):
+        Guard.parse("0.1 fp5")
+
+
+def test_a_layers_own_format_comes_first() -> None:
+    guard = Guard.parse("0.1 mxfp8 keep")
+    assert guard.formats_for(layer()) == (NVFP4, MXFP8, None)
+    assert guard.formats_for(layer(weight=MXFP8)) == (MXFP8, None)
 
 
 def test_error_is_the_ratio_of_frobenius_norms() -> None:
