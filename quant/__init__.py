@@ -33,7 +33,7 @@ _PUBLIC = {
     "quant.planning": ("make_plan",),
     "quant.recipes.plan": ("LayerPlan", "Plan"),
     "quant.recipes.recipe": ("Recipe", "Rule"),
-    "quant.report": ("Report",),
+    "quant.page.report": ("Report",),
     "quant.solve": ("Quantized", "apply_plan"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

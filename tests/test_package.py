@@ -133,7 +133,7 @@ print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist
 def test_the_page_is_made_without_the_repository(installed: Path) -> None:
     code = """
 import quant
-from quant.report import Report
+from quant.page.report import Report
 print(quant.render_html(Report("a <model>", [], 0, 0, 16.0), quant.Plan(())))
 """
     html = run_installed(installed, code)

@@ -33,9 +33,9 @@ from quant.extras import versions
 from quant.layer_result import LayerResult
 from quant.models.open import Source, open_model
 from quant.page.render import render_html
+from quant.page.report import Report, kv_cache_of, peak_rss, print_summary
 from quant.planning import fusion_warnings
 from quant.recipes.plan import Plan
-from quant.report import Report, kv_cache_of, peak_rss, print_summary
 from quant.runtime.attention import quantized_attention
 from quant.solve import solve_plan, solve_state_dict
 

@@ -25,9 +25,9 @@ from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
 from quant.layer_result import LayerResult
+from quant.page.report import KVCache, Receipt, Report
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
-from quant.report import KVCache, Receipt, Report
 
 _COLOURS = [f"c{i}" for i in range(7)]  # series after these share the last one
 _STAGES = {"fake_quant": "PyTorch", "checkpoint": "checkpoint", "onnx": "ONNX", "engine": "engine"}

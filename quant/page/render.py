@@ -17,9 +17,9 @@ from quant.calibration.sensitivity.table import write_atomically
 from quant.errors import UserError, counted, megabytes
 from quant.layer_result import LayerResult
 from quant.page.charts import budget_text, format_colours, number, sections
+from quant.page.report import Receipt, Report
 from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
-from quant.report import Receipt, Report
 
 _FOLDER = Path(__file__).parent
 _PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js")

@@ -17,9 +17,9 @@ from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
 from quant.layer_result import LayerResult, layer_result
 from quant.models.open import open_model
+from quant.page.report import Audit, KVCache, LayerReceipt, Receipt, Report
 from quant.planning import make_plan
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
-from quant.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
 FORMATS = ("nvfp4", "fp8", "keep")
 EVIL = 'model.layers.0.<script>alert("x")</script>&amp;'

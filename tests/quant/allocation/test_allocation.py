@@ -31,9 +31,9 @@ from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
+from quant.page.report import _kept_budget
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
-from quant.report import _kept_budget
 
 VOCABULARY = 61
 

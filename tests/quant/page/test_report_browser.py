@@ -21,8 +21,8 @@ import pytest
 
 from quant.allocation_record import Uniform
 from quant.page.render import render_html
+from quant.page.report import Report
 from quant.recipes.plan import Plan
-from quant.report import Report
 
 Rich = tuple[Report, Plan]
 

@@ -14,8 +14,8 @@ from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.formats.format import get_format
 from quant.page import charts
 from quant.page.charts import Section
+from quant.page.report import Receipt, Report
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.report import Receipt, Report
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]

@@ -17,8 +17,8 @@ from click.testing import CliRunner
 import quant.page
 from quant.cli.main import main
 from quant.page.render import render_html
+from quant.page.report import Receipt, Report
 from quant.recipes.plan import Plan
-from quant.report import Receipt, Report
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]

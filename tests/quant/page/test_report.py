@@ -21,8 +21,8 @@ from quant.evaluation import Evaluation
 from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.layer_result import LayerResult, layer_result
+from quant.page.report import KVCache, Receipt, Report, kv_cache_of, peak_rss, print_summary, summary
 from quant.recipes.plan import LayerPlan, Plan
-from quant.report import KVCache, Receipt, Report, kv_cache_of, peak_rss, print_summary, summary
 
 Rich = tuple[Report, Plan]
 Make = Callable[..., Rich]
