@@ -108,6 +108,27 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
         raise OSError(f"{path}: {parent} cannot be written to ({error.strerror}); choose another directory") from None
 
 
+def check_apart(out: Path, *sources: str | Path | None) -> None:
+    """Checks that writing `out` destroys nothing that a command reads, links resolved.
+
+    Args:
+        out: a file or directory that is to be written.
+        sources: files or directories that are read; None, and names that are no path, are passed over.
+
+    Raises:
+        FileExistsError: `out` is a source, holds one or a file that one links to, or lies in one.
+    """
+    whole = out.resolve()
+    for source in (Path(source).expanduser() for source in sources if source is not None and os.path.exists(source)):
+        place = source.resolve()
+        links = [each.resolve() for each in place.iterdir() if each.is_symlink()] if place.is_dir() else []
+        for read in (place, *links):
+            if whole == read or whole in read.parents:
+                raise FileExistsError(f"--out {out} is or holds {source}, which it would replace; name another place")
+        if place in whole.parents:
+            raise FileExistsError(f"--out {out} lies in {source}, which is only read; name a place outside it")
+
+
 def _check_files(path: Path, overwrite: bool) -> None:
     files = sorted(place.name for place in path.iterdir()) if path.is_dir() else []
     if not files:

@@ -20,7 +20,7 @@ from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.checkpoint import SECOND_LEVEL, layer_weights, write_tensors
 from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts
-from quant.export.directory import new_directory
+from quant.export.directory import check_apart, new_directory
 from quant.export.names import StoredNames
 from quant.planning import fusion_warnings
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -57,14 +57,14 @@ def convert(
         which `load` and a conversion back take.
 
     Raises:
-        UserError: an unknown layout, or `out` holds `directory`.
+        UserError: an unknown layout.
+        FileExistsError: `out` is, holds or lies in `directory`.
         ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
     """
     directory, out = Path(directory), Path(out)
     if to not in LAYOUTS:
         raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
-    if out.resolve() in (directory.resolve(), *directory.resolve().parents):
-        raise UserError(f"--out {out} holds {directory}, which it would replace; name another directory")
+    check_apart(out, directory)
     opened = Checkpoint(directory, model or outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
     (modelopt if to == "modelopt" else layout).check_plan(plan)

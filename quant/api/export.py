@@ -30,7 +30,7 @@ from quant.calibration.kv_cache import AttentionScales
 from quant.errors import UserError, counted
 from quant.export.aoti import export_aoti
 from quant.export.checkpoint_reader import read_layer
-from quant.export.directory import check_destination, new_directory
+from quant.export.directory import check_apart, check_destination, new_directory
 from quant.export.engine.build import export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
@@ -189,12 +189,15 @@ def export_layout(job: Job) -> dict[str, Any]:
     return {"out": str(job.out), **done, "passed": True}
 
 
-def check_request(kind: str, out: Path, overwrite: bool, target: str | None, backend: str | None) -> None:
+def check_request(
+    kind: str, directory: Path, out: Path, overwrite: bool, target: str | None, backend: str | None
+) -> None:
     """Refuses what can be refused before a model is loaded.
 
     Raises UserError for an engine without a target, ValueError for a target for which no engine can be built here, and
-    FileExistsError if the destination is taken.
+    FileExistsError if the destination is taken, or is, holds or lies in the checkpoint `directory`.
     """
+    check_apart(out, directory)
     if kind in ("tensorrt", "triton-server"):
         if target is None:
             raise UserError(

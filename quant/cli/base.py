@@ -32,7 +32,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     factory = click.option(
         "--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module of a state dict."
     )
-    unsafe = click.option("--unsafe-load", is_flag=True, help="Unpickle whole modules, which runs code in the file.")
+    unsafe = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
     return factory(unsafe(command))
 
 

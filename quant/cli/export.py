@@ -96,7 +96,7 @@ def export_command(
     if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
     out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
-    check_request(kind, out, options["overwrite"], options["target"], options["backend"])
+    check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
     with status(f"loading {directory}", quiet):
         if kind in LAYOUTS:
             model = outline(directory)

@@ -11,6 +11,7 @@ import click
 from quant.cli.base import JSON, Command, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError
+from quant.export.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import presets
@@ -45,6 +46,8 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
     """
     from quant.page.render import rewrite
 
+    if out is not None:
+        check_apart(out, receipt_file, None if out.resolve() == directory.resolve() / "report.html" else directory)
     fields = None
     if receipt_file is not None:
         try:

@@ -12,9 +12,10 @@ from typing import Any
 from quant.allocation.request import AllocationRequest
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.errors import UserError
-from quant.export.directory import check_destination
+from quant.export.directory import check_apart, check_destination
 from quant.export.partial import Partial, fingerprints, is_finished, model_files
 from quant.extras import versions
+from quant.models.files import find_model
 from quant.models.open import Source
 from quant.plan_check import Problem, read_plan, refuse
 from quant.plan_edit import set_kv_cache
@@ -60,11 +61,10 @@ class Job:
         """Raises UserError, or the OSError of what is in the way, unless --out is a place to write to."""
         if self.out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
-        model = Path(self.model).expanduser().resolve()
-        if self.out.resolve() in (model, *model.parents) and model.exists():
-            raise UserError(
-                f"--out {self.out} holds the model {self.model}, which it would replace; name another directory"
-            )
+        texts = (self.calib, self.eval_text, self.recipe_file)
+        check_apart(self.out, find_model(self.model), *texts, self.request.sensitivity)
+        if self.request.sensitivity is not None:
+            check_apart(self.request.sensitivity, find_model(self.model), *texts)
         if not is_finished(self.out) or self.restart:
             check_destination(self.out, overwrite=self.overwrite)
 

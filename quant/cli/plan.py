@@ -13,6 +13,7 @@ import click
 from quant.cli.base import JSON, Toolbox, model_options, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError, counted, megabytes
+from quant.export.directory import check_apart
 from quant.models.shapes import stored_layers
 from quant.plan_check import Problem, read_plan, validate
 from quant.plan_diff import Change, diff, totals
@@ -91,6 +92,7 @@ def edit_command(
     """Write PLAN with some layers changed. `quantize MODEL --plan FILE` then executes it."""
     if not settings and kv_cache is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT' or --kv-cache FORMAT")
+    check_apart(out, plan_file)
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already; pass --overwrite to replace it")
     old = Plan.load(_file_of(plan_file))

@@ -11,6 +11,8 @@ import click
 from quant.cli.base import JSON, QUIET, Command, model_options, print_json
 from quant.cli.console import page, stages, status, table
 from quant.cli.quantize import METHODS
+from quant.export.directory import check_apart
+from quant.models.files import find_model
 
 if TYPE_CHECKING:
     from quant.calibration.sensitivity.table import Sensitivity
@@ -60,6 +62,8 @@ def sensitivity_command(
     from quant.calibration.sensitivity.units import rank_and_world
     from quant.cli.inputs import open_runnable, read_calibration
 
+    if out is not None:
+        check_apart(out, find_model(model), calib)
     if "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
     is_first = rank_and_world()[0] == 0

@@ -110,7 +110,7 @@ def open_model(
     Args:
         source: directory or file, an alias such as "smollm2-135m", or a module, which is taken as it is.
         model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
-        unsafe_load: also unpickles whole modules, which runs whatever code the file holds.
+        unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
             layout and an exported program are read all the same, and a module stays what it is.

@@ -1,14 +1,13 @@
 """`torch.save` checkpoints and exported programs are opened here, without running code that they hold.
 
 A pickle is a program, and `torch.load(weights_only=True)` runs only the few instructions that tensors need. Files are
-read only that way unless the user asks for the unsafe one. `torch.export.load` has no such mode: an archive may hold
-pickles (sample inputs, weights of unusual layout, custom constants), so each is tried first by the safe reader.
+read only that way unless the user asks for the unsafe one. `torch.export.load` has no such mode: it unpickles sample
+inputs and constants, evaluates the expressions of dynamic shapes as Python, and generates code from the graph. An
+exported program is therefore opened only where the user trusts it.
 """
 
 from __future__ import annotations
 
-import io
-import json
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -24,7 +23,6 @@ from quant.models.exported_linears import restore_linears
 from quant.models.state_dict import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
-_EXPORT_PAYLOADS = ("weight_", "tensor_")
 
 
 def load(
@@ -97,13 +95,16 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
     Args:
         path: the file.
         dtype: None, or the dtype that it has: the graph of an exported program has its casts built in.
-        unsafe: loads archives with pickles that hold more than tensors.
+        unsafe: whether its code may run.
 
     Raises:
-        UserError: damaged, unsafe, or of another dtype.
+        UserError: not trusted, damaged, or of another dtype.
     """
     if not unsafe:
-        _check_pickles(path)
+        raise UserError(
+            f"{path}: opening an exported program runs code that it holds; if you trust whoever made it, pass "
+            "--unsafe-load, or save model.state_dict() as safetensors and pass that with --model-factory"
+        )
     try:
         model = torch.export.load(path).module()
     except Exception as error:  # whatever a damaged archive makes the deserializer stumble over
@@ -121,46 +122,3 @@ def load_exported(path: Path, dtype: torch.dtype | None, unsafe: bool) -> nn.Mod
 
 def _stay(model: nn.Module) -> nn.Module:
     return model
-
-
-def _check_pickles(path: Path) -> None:
-    """Raises UserError where loading the archive would unpickle more than tensors."""
-    with zipfile.ZipFile(path) as archive:
-        names = archive.namelist()
-        # torch finds members by name whatever their case.
-        if len({name.lower() for name in names}) != len(names):
-            raise UserError(f"{path}: a damaged archive: two members have one name; export it again")
-        suspects = [name for name in names if name.lower().endswith(".pt")]
-        for name in names:
-            if name.lower().endswith("_config.json"):
-                suspects += _pickled_payloads(archive, name, path)
-        for name in dict.fromkeys(suspects):
-            try:
-                torch.load(io.BytesIO(archive.read(name)), map_location="cpu", weights_only=True)
-            except Exception as error:  # damaged or unsafe: the safe reader cannot tell which
-                raise _unsafe(path, name) from error
-
-
-def _pickled_payloads(archive: zipfile.ZipFile, config: str, path: Path) -> list[str]:
-    """Members that the loader unpickles, as an archive's table of weights or constants lists them."""
-    try:
-        entries = json.loads(archive.read(config))["config"].values()
-        pickled = []
-        for entry in entries:
-            member = f"{config.rpartition('/')[0]}/{entry['path_name']}"
-            if not entry["path_name"].startswith(_EXPORT_PAYLOADS):
-                raise _unsafe(path, member)
-            if entry["use_pickle"]:
-                pickled.append(member)
-    except (ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"{path}: damaged: {config} cannot be read; export it again") from None
-    return pickled
-
-
-def _unsafe(path: Path, member: str) -> UserError:
-    return UserError(
-        f"{path}: {member} is damaged or holds more than tensors, and loading it would run its code; "
-        "if you trust whoever made it, pass --unsafe-load"
-    )

@@ -466,7 +466,7 @@ def test_bad_checkpoints(golden: str, spoil: Callable[[Path], None], words: str,
 def test_the_destination(tmp_path: Path) -> None:
     source = shutil.copytree(GOLDENS / "modelopt" / "w4a16", tmp_path / "runs" / "source")
     for out in (tmp_path / "runs", source):
-        with pytest.raises(UserError, match="which it would replace; name another directory"):
+        with pytest.raises(FileExistsError, match="which it would replace; name another place"):
             convert(source, out, "compressed-tensors", overwrite=True)
     out = tmp_path / "out"
     assert export(source, "--to", "compressed-tensors", "--out", out, "--quiet").exit_code == 0

@@ -128,6 +128,22 @@ def test_mistakes(checkpoint: Path, tmp_path: Path, arguments: tuple[Any, ...], 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["", "..", "inner/out.pt2", "../link", "../link/out.pt2", "../../weights"])
+def test_an_export_never_touches_its_checkpoint(checkpoint: Path, tmp_path: Path, kind: str, place: str) -> None:
+    """`--out CHECKPOINT --overwrite` replaced the checkpoint by its ONNX file, with exit code 0."""
+    source = shutil.copytree(checkpoint, tmp_path / "runs" / "source")
+    shutil.move(source / "model.safetensors", tmp_path / "weights")
+    (source / "model.safetensors").symlink_to(tmp_path / "weights")
+    (source / "../link").symlink_to(source)
+    shutil.copy(source / "plan.json", source.parent)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    target = ("--target", "sm120") if kind in ("tensorrt", "triton-server") else ()
+    result = export(source, "--to", kind, "--out", source / place, "--overwrite", *target)
+    assert result.exit_code == 2 and "name a" in result.stderr, result.output
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
 def test_a_model_repository_for_a_triton_server(checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
     out = tmp_path / "repository"

@@ -203,7 +203,28 @@ def test_the_model_is_not_replaced_by_its_result(out: str, tmp_path: Path) -> No
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     options = ["--format", "mxfp8", "--out", str(tmp_path / out), "--overwrite"]
     result = CliRunner().invoke(quantize_command, [str(tmp_path / "runs" / "model"), *options])
-    assert result.exit_code == 2 and "which it would replace; name another directory" in result.stderr
+    assert result.exit_code == 2 and "which it would replace; name another place" in result.stderr
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+
+
+def test_no_output_lies_in_the_model_or_replaces_a_text(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "run").mkdir()
+    for file in ("plan.json", "text.txt"):
+        (tmp_path / "run" / file).write_text("{}")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    for out, more in (("model/out", []), ("run", ["--calib", str(tmp_path / "run" / "text.txt")])):
+        options = ["--format", "mxfp8", "--out", str(tmp_path / out), "--overwrite", *more]
+        result = CliRunner().invoke(quantize_command, [str(tmp_path / "model"), *options])
+        assert result.exit_code == 2 and "; name a" in result.stderr
+    for arguments in (
+        ["sensitivity", "MODEL", "--out", "MODEL/config.json"],
+        ["report", "MODEL", "--out", "MODEL/config.json"],
+        ["plan", "edit", "RUN/plan.json", "--kv-cache", "keep", "--out", "RUN/plan.json", "--overwrite"],
+    ):
+        named = [a.replace("MODEL", str(tmp_path / "model")).replace("RUN", str(tmp_path / "run")) for a in arguments]
+        result = CliRunner().invoke(main, named)
+        assert result.exit_code == 2 and "; name a" in result.stderr, result.output
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
 
 

@@ -45,7 +45,7 @@ def exported(tmp_path: Path) -> tuple[Net, Path]:
 
 def test_linears_come_back_and_change_nothing(exported: tuple[Net, Path]) -> None:
     original, file = exported
-    model = quant.open_model(file).model
+    model = quant.open_model(file, unsafe_load=True).model
     assert model is not None
     assert {n for n, m in model.named_modules() if isinstance(m, nn.Linear)} == LINEARS
     there, here = original.state_dict(), model.state_dict()
@@ -59,7 +59,7 @@ def test_linears_come_back_and_change_nothing(exported: tuple[Net, Path]) -> Non
 @pytest.mark.parametrize("format", ["fp8_channel", "fp8", "nvfp4"])
 def test_quantized_as_the_original(exported: tuple[Net, Path], format: str, tmp_path: Path) -> None:
     original, file = exported
-    model = quant.open_model(file).model
+    model = quant.open_model(file, unsafe_load=True).model
     assert model is not None
     images = torch.randn(4, 3, 8, 8)
     result = quant.quantize(model, format, images)
@@ -68,16 +68,16 @@ def test_quantized_as_the_original(exported: tuple[Net, Path], format: str, tmp_
     with torch.no_grad():
         assert torch.equal(result.model(images), expected.model(images))
     quant.save(result.model, result.plan, tmp_path / "out")
-    back = quant.load(tmp_path / "out", quant.open_model(file).model)
+    back = quant.load(tmp_path / "out", quant.open_model(file, unsafe_load=True).model)
     with torch.no_grad():
         assert torch.equal(back(images), result.model(images))
 
 
 def test_from_the_command_line(exported: tuple[Net, Path], tmp_path: Path) -> None:
-    options = ["--format", "mxfp8", "--out", str(tmp_path / "out"), "--quiet"]
+    options = ["--format", "mxfp8", "--out", str(tmp_path / "out"), "--quiet", "--unsafe-load"]
     result = CliRunner().invoke(quantize_command, [str(exported[1]), *options])
     assert (result.exit_code, result.output) == (0, "")
-    model = quant.load(tmp_path / "out", quant.open_model(exported[1]).model)
+    model = quant.load(tmp_path / "out", quant.open_model(exported[1], unsafe_load=True).model)
     weight = exported[0].parts["first"].weight.detach().double()
     error = model.get_submodule("parts.first").dequantize(torch.float64) - weight
     assert 0 < float(error.norm() / weight.norm()) < 2**-4

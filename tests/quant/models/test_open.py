@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import warnings
@@ -19,12 +20,14 @@ import pytest
 import tiny_models
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
 from quant.cli.inputs import open_runnable
+from quant.cli.main import main
 from quant.errors import UserError
 from quant.extras import require, versions
 from quant.models import gguf as gguf_models
@@ -376,11 +379,11 @@ def test_exported_program(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.GELU())
     x = torch.randn(2, 4)
     torch.export.save(torch.export.export(model, (x,)), tmp_path / "m.pt2")
-    source = open_model(tmp_path / "m.pt2")
+    source = open_model(tmp_path / "m.pt2", unsafe_load=True)
     assert (source.kind, source.dtype) == ("exported", torch.float32)
     assert torch.equal(source.model(x), model(x))
     with pytest.raises(UserError, match=r"cannot be cast to torch\.float16"):
-        open_model(tmp_path / "m.pt2", dtype="float16")
+        open_model(tmp_path / "m.pt2", unsafe_load=True, dtype="float16")
 
 
 def test_pickled_module_only_on_request(tmp_path: Path) -> None:
@@ -406,16 +409,17 @@ class Bomb:
         return os.system, (f"touch {self.flag}",)
 
 
-def exported_with(member: str, content: bytes, file: Path) -> None:
-    """An exported program in which one member of the archive is replaced or added."""
-    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(1, 2),))
+def hostile_program(file: Path, flag: Path) -> None:
+    """An exported program whose dynamic shape is a Python expression that makes the file `flag`."""
+    dynamic = {0: torch.export.Dim("batch", min=1, max=64)}
+    program = torch.export.export(nn.Linear(2, 2), (torch.zeros(3, 2),), dynamic_shapes=(dynamic,))
     whole = file.with_name("whole.pt2")
     torch.export.save(program, whole)
+    code = f"[__import__('os').system('touch {flag}'), \\1][1]"
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(file, "w") as new:
-        root = old.namelist()[0].partition("/")[0]
-        contents = {name: old.read(name) for name in old.namelist()}
-        for name, data in {**contents, f"{root}/{member}": content}.items():
-            new.writestr(name, data)
+        for name in old.namelist():
+            text = re.sub(r'(?<="expr_str": ")([^"]+)', code, old.read(name).decode("latin-1"))
+            new.writestr(name, text.encode("latin-1"))
 
 
 def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> None:
@@ -425,27 +429,32 @@ def test_malicious_files_are_refused_and_not_run(base: Path, tmp_path: Path) -> 
     torch.save({"x": bomb}, tmp_path / "stream.pt", _use_new_zipfile_serialization=False)
     (tmp_path / "bare.bin").write_bytes(pickle.dumps(bomb, protocol=2))
     torch.save(bomb, tmp_path / "payload")
-    payload = (tmp_path / "payload").read_bytes()
-    exported_with("data/sample_inputs/model.pt", payload, tmp_path / "inputs.pt2")
-    exported_with("data/weights/model.pt", payload, tmp_path / "weights.pt2")
-    exported_with("data/weights/MODEL.PT", payload, tmp_path / "capitals.pt2")
-    exported_with("data/sample_inputs/MODEL.pt", b"", tmp_path / "twice.pt2")
-    entry = {"path_name": "weight_0", "is_param": True, "use_pickle": True, "tensor_meta": None}
-    config = json.dumps({"config": {"weight": entry}}).encode()
-    exported_with("data/weights/model_weights_config.json", config, tmp_path / "table.pt2")
-    entry = {"path_name": "opaque_obj_0", "is_param": False, "use_pickle": True, "tensor_meta": None}
-    config = json.dumps({"config": {"c": entry}}).encode()
-    exported_with("data/constants/model_constants_config.json", config, tmp_path / "constants.pt2")
+    hostile_program(tmp_path / "program.pt2", flag)
     (base / "model.safetensors").unlink()
     torch.save({"x": bomb}, base / "pytorch_model.bin")
-    exported = ("inputs.pt2", "weights.pt2", "capitals.pt2", "twice.pt2", "table.pt2", "constants.pt2")
-    for name in ("zip.pt", "stream.pt", "bare.bin", *exported, "base"):
+    for name in ("zip.pt", "stream.pt", "bare.bin", "program.pt2", "base"):
         with pytest.raises(UserError) as error:
             open_model(tmp_path / name)
         assert "\n" not in str(error.value) and name in str(error.value)
         assert not flag.exists(), name
+    plan = base / "plan.json"
+    quant.make_plan({"layer.weight": (2, 2)}, "fp8_channel").save(plan)
+    program = str(tmp_path / "program.pt2")
+    for command in (
+        ["quantize", program, "--format", "fp8_channel", "--dry-run"],
+        ["quantize", program, "--format", "fp8_channel", "--out", str(tmp_path / "out")],
+        ["plan", "validate", str(plan), "--model", program],
+        ["evaluate", program, "--text", str(plan)],
+        ["sensitivity", program],
+    ):
+        done = CliRunner().invoke(main, command)
+        assert done.exit_code == 2 and "--unsafe-load" in done.stderr and not flag.exists(), done.output
+    # The bombs are live ones.
     torch.load(tmp_path / "payload", weights_only=False)
-    assert flag.exists()  # the bomb is a live one
+    assert flag.exists()
+    flag.unlink()
+    open_model(program, unsafe_load=True)
+    assert flag.exists()
 
 
 # --- bad input
@@ -497,7 +506,7 @@ def test_truncated_file(suffix: str, kept: float, meta: bool, tmp_path: Path, ti
     whole = file.read_bytes()
     file.write_bytes(whole[: int(kept * len(whole))])
     with pytest.raises(UserError, match=r"whole.*(truncated|damaged|not a readable)") as error:
-        open_model(file, meta=meta)
+        open_model(file, meta=meta, unsafe_load=suffix == "pt2")
     assert "\n" not in str(error.value)
 
 
