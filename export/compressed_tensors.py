@@ -39,6 +39,8 @@ _LAYOUTS = {
     "int8": "int-quantized",
     "int4": "pack-quantized",
 }
+# In no runtime a linear layer. Others may be one there: routers, Conv1D of GPT-2, the convolutions of Mamba.
+_NEVER_LINEAR = ("norm", "embedding")
 _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
 
 
@@ -150,8 +152,10 @@ def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
 def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[str, Any]:
     """`quantization_config` for config.json, with one group per pair of formats.
 
-    A group that holds every quantized linear targets the class, as peers write it; other groups list their layers. A
-    layer with another name on disk is listed under both: transformers goes by its modules, servers by the files.
+    A group that holds every quantized linear targets the class, as peers write it; other groups list their layers.
+    `ignore` lists every module in 16 bit that a runtime may hold as a linear: vLLM's routers are, and a group that
+    targets the class would quantize them. A layer with another name on disk is listed under both: transformers goes
+    by its modules, servers by the files.
     """
     names = names or StoredNames()
     pairs: dict[tuple[Format, Format | None], list[LayerPlan]] = {}
@@ -173,9 +177,7 @@ def quantization_config(plan: Plan, names: StoredNames | None = None) -> dict[st
         "config_groups": groups,
         "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
         "global_compression_ratio": None,
-        "ignore": _targets(
-            [m for m in plan.layers if m.weight is None and m.kind in ("linear", "head", "experts")], names
-        ),
+        "ignore": _targets([m for m in plan.layers if m.weight is None and m.kind not in _NEVER_LINEAR], names),
         "kv_cache_scheme": _arguments(plan.kv_cache, dynamic=False, observer=None) if plan.kv_cache else None,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

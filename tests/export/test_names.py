@@ -1,5 +1,6 @@
 """Names on disk are those of the original checkpoint, and transformers loads the same model as we do."""
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_models import llama, llava, mixtral, qwen3_moe, vit
+from tiny_models import DECODER, EXPERTS, build, llama, llava, mixtral, qwen3_moe, vit
 from torch import nn
 
 import quant
@@ -89,7 +90,42 @@ def test_experts_in_16_bit_are_ignored_by_both_names(tmp_path: Path) -> None:
     for name in names_in(tmp_path / "ours"):
         layer = name.removesuffix(".weight")
         matched = any(re.match(entry[3:], layer) if entry.startswith("re:") else entry == layer for entry in ignored)
-        assert matched == (".experts." in layer or layer == "lm_head")
+        assert matched == (".experts." in layer or layer.endswith(".gate") or layer == "lm_head")
+
+
+EXPERT_SIZES = {**DECODER, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DEEPSEEK = {**EXPERT_SIZES, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "q_lora_rank": 32}
+LFM2 = {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"], "pad_token_id": 0}
+GPT_OSS = {**EXPERTS, "num_local_experts": 4, "layer_types": ["full_attention"] * 2}
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize(
+    ("family", "sizes", "routers"),
+    [
+        # Names that vLLM's ReplicatedLinear routers have, by model_executor/models/FAMILY.py.
+        ("Qwen3Moe", EXPERTS, ["model.layers.0.mlp.gate", "model.layers.1.mlp.gate"]),
+        ("Qwen2Moe", EXPERTS, ["model.layers.1.mlp.gate", "model.layers.1.mlp.shared_expert_gate"]),
+        ("Mixtral", {**DECODER, "num_local_experts": 4}, ["model.layers.1.block_sparse_moe.gate"]),
+        ("Lfm2Moe", LFM2, ["model.layers.0.conv.conv", "model.layers.1.feed_forward.gate"]),
+        ("DeepseekV3", DEEPSEEK, ["model.layers.1.mlp.gate"]),
+        ("GptOss", GPT_OSS, ["model.layers.0.mlp.router", "model.layers.1.mlp.router"]),
+    ],
+)
+def test_runtimes_leave_routers_in_16_bit(
+    family: str, sizes: dict[str, Any], routers: list[str], layout: str, tmp_path: Path
+) -> None:
+    """A runtime's linear is quantized unless `ignore` has its name: with one group, the target is the class."""
+    result = quant.quantize(build(family, "ForCausalLM", sizes), "fp8_channel")
+    quant.save(result.model, result.plan, tmp_path / "ours")
+    if layout == "modelopt":
+        quant.convert(tmp_path / "ours", tmp_path / "theirs", "modelopt")
+    config = json.loads((tmp_path / ("theirs" if layout == "modelopt" else "ours") / "config.json").read_text())
+    quantization = config["quantization_config"]
+    assert set(routers) <= set(quantization["ignore"])
+    # vLLM reads an excluded name of ModelOpt as a part of a longer one.
+    quantized = [layer.name for layer in result.plan.quantized if layer.kind == "linear"]
+    assert not any(entry in name for entry in quantization["ignore"] for name in quantized)
 
 
 def test_layers_in_several_formats_are_targeted_by_both_names(tmp_path: Path) -> None:
