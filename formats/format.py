@@ -52,7 +52,7 @@ class Format:
 
     @property
     def is_static(self) -> bool:
-        """Whether activations in this format have a scale for the whole tensor, measured in calibration."""
+        """Whether one scale serves a whole tensor: fused weights share it, and calibration measures an activation's."""
         return self.global_scale or self.per_tensor
 
     def block_shape(self, shape: Sequence[int]) -> tuple[int, int]:

@@ -209,8 +209,8 @@ def _check_fused(plan: Plan, target: Target, found: list[Problem]) -> set[str]:
         if len({m.formats for m in members}) > 1:
             listed = ", ".join(f"{m.name}={m.formats}" for m in members)
             found.append(Problem(where, f"{target.name} merges these, in one format: {listed}", "give them one"))
-        elif len(members) > 1 and members[0].weight is not None and members[0].weight.global_scale:
-            what = f"{target.name} merges these, and {members[0].weight} then needs one global scale for all"
+        elif len(members) > 1 and members[0].weight is not None and members[0].weight.is_static:
+            what = f"{target.name} merges these, and {members[0].weight} then needs one tensor scale for all"
             found.append(Problem(where, what, "give them the same `group` in the plan, so that they share it"))
     return followed
 

@@ -96,10 +96,10 @@ def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tu
 def fusion_warnings(plan: Plan) -> list[str]:
     """What follows from not knowing which layers a runtime fuses: one sentence, or nothing."""
     unknown = plan.provenance.get("fusion_groups")
-    if unknown is None or not any(layer.weight is not None and layer.weight.global_scale for layer in plan.quantized):
+    if unknown is None or not any(layer.weight is not None and layer.weight.is_static for layer in plan.quantized):
         return []
     return [
-        f"fusion groups {unknown}. Each layer has a global scale of its own, and a runtime that merges layers with one "
+        f"fusion groups {unknown}. Each layer has a tensor scale of its own, and a runtime that merges layers with one "
         "input (q/k/v, gate/up) expects them to share one"
     ]
 

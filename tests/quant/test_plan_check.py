@@ -155,7 +155,7 @@ def test_merged_siblings_must_agree_even_without_a_group() -> None:
     vllm = get_target("vllm")
     (problem,) = validate(plan_of(*apart), None, vllm)
     assert problem.where == "model.layers.0.self_attn.(q_proj|k_proj|v_proj)"
-    assert "one global scale" in problem.what
+    assert "one tensor scale" in problem.what
     # FP8 has no global scale, so nothing has to be shared; formats still must agree.
     assert validate(plan_of(*block(0, "fp8_channel", "fp8_token", group=False)), None, vllm) == []
     mixed = [replace(apart[0], weight=None), *apart[1:]]
