@@ -20,6 +20,12 @@ from typing import Any
 from quant.export.engine.targets import Target
 from quant.export.onnx_graph.shapes import FP8_ATTENTION_MINIMUM
 
+_START = """
+import json, runpy, sys
+sys.path[:] = json.loads(sys.argv.pop(1))
+runpy.run_module("quant.export.engine.worker", run_name="__main__")
+"""
+
 Progress = Callable[[str, int, int], None]
 
 
@@ -43,7 +49,7 @@ def run_worker(
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quant.export.engine.worker", str(writing)],
+            [sys.executable, "-I", "-c", _START, json.dumps(_import_path()), str(writing)],
             stdin=subprocess.PIPE,
             stdout=prints,
             stderr=prints,
@@ -83,6 +89,16 @@ def run_worker(
     raise ValueError(
         f"{model}: {backend} died while building ({_death(process.returncode)}{where}); the last it said: {heard}"
     )
+
+
+def _import_path() -> list[str]:
+    """Absolute folders that the build process imports from: this process's own, without the current directory.
+
+    The current directory may hold a `quant` of anybody. It stays only where this package itself was imported from it.
+    """
+    here, home = Path.cwd(), Path(str(sys.modules["quant"].__file__)).resolve().parents[1]
+    folders = dict.fromkeys([*(Path(place).resolve() for place in sys.path), home])
+    return [str(folder) for folder in folders if folder != here or folder == home]
 
 
 def _explained(text: str) -> str:

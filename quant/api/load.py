@@ -120,14 +120,14 @@ def outline(directory: Path) -> nn.Module:
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
     with huggingface.quiet():
-        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        config = huggingface.read_config(directory)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         cls = huggingface.model_class(config, str(directory))
         with accelerate.init_empty_weights(include_buffers=False):
             model: nn.Module = cls._from_config(config, dtype=config.dtype)
         if (directory / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(directory)
+            model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
 
 

@@ -27,13 +27,29 @@ KV_CACHE = click.option(
 )
 
 
+def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> None:
+    if trusted:
+        from quant.models.huggingface import remote_code
+
+        context.with_resource(remote_code(True))
+
+
+TRUST = click.option(
+    "--trust-remote-code",
+    is_flag=True,
+    expose_value=False,
+    callback=_trust,
+    help="Let transformers run the model's own Python files.",
+)
+
+
 def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options that say how to load MODEL where it is not a Hugging Face model."""
     factory = click.option(
         "--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module of a state dict."
     )
     unsafe = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
-    return factory(unsafe(command))
+    return factory(unsafe(TRUST(command)))
 
 
 def attention_options(model: str, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.cli.base import JSON, QUIET, Command, print_json
+from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import bar
 from quant.errors import UserError
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--ceilings", is_flag=True, help="Measure copy bandwidth and the peak rates of BF16 and FP8.")
 @click.option("--tokens", default="1,16,256", show_default=True, help="Numbers of rows to time MODEL's matmuls with.")
+@TRUST
 @QUIET
 @JSON
 def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, as_json: bool) -> None:
@@ -62,6 +63,7 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
 @click.command("tune", cls=Command)
 @click.argument("model")
 @click.option("--tokens", default="1,16,64,256", show_default=True, help="Numbers of rows to tune for.")
+@TRUST
 @QUIET
 @JSON
 def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.api.export_kinds import KINDS, LAYOUTS
-from quant.cli.base import JSON, QUIET, Command, print_json
+from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, stages, status
 from quant.errors import UserError, counted
 from quant.recipes.plan import PLAN_FILE
@@ -62,6 +62,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
     metavar="PACKAGE.MODULE:FUNCTION",
     help="Function that builds the module, without config.json.",
 )
+@TRUST
 @QUIET
 @JSON
 def export_command(

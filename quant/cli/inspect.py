@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quant.cli.base import JSON, Command, print_json
+from quant.cli.base import JSON, TRUST, Command, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError
 from quant.export.directory import check_apart
@@ -19,6 +19,7 @@ from quant.recipes.recipe import presets
 
 @click.command("inspect", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
+@TRUST
 @JSON
 def inspect_command(directory: Path, as_json: bool) -> None:
     """List the layers of a quantized checkpoint with format, shape, bits, SNR and reason, and totals."""

@@ -13,6 +13,7 @@ from quant.cli.base import (
     JSON,
     KV_CACHE,
     QUIET,
+    TRUST,
     Command,
     attention_options,
     model_options,
@@ -99,6 +100,7 @@ def _print_evaluation(result: Evaluation) -> None:
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
 @ATTENTION
 @KV_CACHE
+@TRUST
 @QUIET
 @JSON
 def generate_command(

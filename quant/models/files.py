@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,11 @@ def safetensors_file(path: Path, framework: str = "numpy") -> Any:
         raise UserError(
             f"{path}: not a safetensors file, or a truncated or damaged one ({error}); download it again"
         ) from None
+
+
+def shard_names(weight_map: Mapping[str, Any], index: Path) -> list[str]:
+    """Names of the weight files in an index; UserError for one outside its directory."""
+    names = set(map(str, weight_map.values()))
+    if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
+        raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
+    return sorted(names)

@@ -105,7 +105,7 @@ def _read_config(path: Path) -> Any:
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     try:
-        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **huggingface.local_options())
     except (ValueError, KeyError, IndexError, TypeError, NotImplementedError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load this GGUF file: {one_line(error)}") from error
 

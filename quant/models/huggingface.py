@@ -2,7 +2,8 @@
 
 A bad directory is refused in one line before anything heavy starts. The class is the one that `architectures` names,
 for `AutoModel` would drop the head of a model that is no causal language model. Missing weights are an error here;
-transformers would fill them with random numbers.
+transformers would fill them with random numbers. Python files of the directory (`auto_map`) run only under
+`remote_code(True)`, which `--trust-remote-code` sets.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import pickle
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from torch import nn
 
 from quant.errors import UserError, listed
 from quant.extras import require
-from quant.models.files import safetensors_file
+from quant.models.files import safetensors_file, shard_names
 from quant.models.state_dict import open_safetensors
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_TRUSTED = ContextVar("_TRUSTED", default=False)
 
 
 def load(path: Path, dtype: torch.dtype | None, meta: bool) -> nn.Module:
@@ -39,14 +42,22 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool) -> nn.Module:
     """
     _check_config(path)
     shards = _find_shards(path)
-    transformers = require("transformers", "hf")
     with quiet():
-        try:
-            config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-        except (ValueError, KeyError, TypeError, OSError) as error:
-            raise UserError(f"{path / 'config.json'}: {one_line(error)}") from error
+        config = read_config(path)
         dtype = dtype or config.dtype or _first_dtype(shards[0])
         return build(model_class(config, str(path)), config, dtype, meta, path)
+
+
+def read_config(path: Path) -> Any:
+    """The transformers config of a directory.
+
+    Raises:
+        UserError: transformers does not know it, or would have to run code for it.
+    """
+    try:
+        return require("transformers", "hf").AutoConfig.from_pretrained(path, **local_options())
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UserError(f"{path / 'config.json'}: {one_line(error)}") from error
 
 
 def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **options: Any) -> nn.Module:
@@ -65,7 +76,7 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
     try:
         model, info = cls.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True, **options
+            path, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
         )
     except pickle.UnpicklingError as error:
         raise UserError(
@@ -94,7 +105,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     options = {"gguf_file": gguf_file} if gguf_file else {}
     with quiet():
         try:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True, **options)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)
         except Exception as error:  # the tokenizers library raises nothing more specific
             remedy = (
                 "convert the file again, with its vocabulary"
@@ -102,7 +113,11 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
                 else "put the model's tokenizer.json and tokenizer_config.json there"
             )
             raise UserError(f"{path / (gguf_file or '')}: no usable tokenizer ({one_line(error)}); {remedy}") from error
-    for key in ("local_files_only", "is_local"):  # how it was read is no property of the tokenizer that is saved
+    for key in (
+        "local_files_only",
+        "trust_remote_code",
+        "is_local",
+    ):  # how it was read is no property of the tokenizer that is saved
         tokenizer.init_kwargs.pop(key, None)
     return tokenizer
 
@@ -115,8 +130,13 @@ def model_class(config: Any, where: str) -> Any:
     """
     transformers = require("transformers", "hf")
     for name in config.architectures or ():
-        if (found := getattr(transformers, name, None)) is not None:
+        found = getattr(transformers, name, None) if isinstance(name, str) else None
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
+    for kind in ("AutoModelForCausalLM", "AutoModel") if _TRUSTED.get() else ():
+        if (reference := (getattr(config, "auto_map", None) or {}).get(kind)) is not None:
+            dynamic = require("transformers.dynamic_module_utils", "hf")
+            return dynamic.get_class_from_dynamic_module(reference, where, local_files_only=True)
     if not config.architectures:
         for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):
             if type(config) in (mapping := getattr(transformers, kind)):
@@ -126,6 +146,21 @@ def model_class(config: Any, where: str) -> Any:
         f"{where}: transformers {transformers.__version__} has no class for {wanted}; "
         "upgrade it, or build the module yourself and pass it to quant.quantize"
     )
+
+
+@contextlib.contextmanager
+def remote_code(trusted: bool) -> Iterator[None]:
+    """Says whether transformers may run the Python files that a model's directory names in `auto_map`."""
+    before = _TRUSTED.set(trusted)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(before)
+
+
+def local_options() -> dict[str, bool]:
+    """Arguments for every `from_pretrained`: nothing is downloaded, and no code of the directory runs unasked."""
+    return {"local_files_only": True, "trust_remote_code": _TRUSTED.get()}
 
 
 @contextlib.contextmanager
@@ -148,7 +183,13 @@ def quiet() -> Iterator[None]:
 
 def one_line(error: BaseException) -> str:
     """The message of an error, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" in message:
+        return (
+            "it needs Python files of its directory (auto_map), which would run; if you trust whoever made them, pass "
+            "--trust-remote-code"
+        )
+    return message
 
 
 def _check_config(path: Path) -> None:
@@ -186,7 +227,7 @@ def _find_shards(path: Path) -> list[Path]:
             weights = _read_json(index).get("weight_map")
             if not isinstance(weights, dict) or not weights:
                 raise UserError(f"{index}: has no weight_map; download it again")
-            shards = [path / shard for shard in sorted(set(weights.values()))]
+            shards = [path / shard for shard in shard_names(weights, index)]
         else:
             continue
         for shard in shards:

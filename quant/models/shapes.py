@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from quant.models.files import find_model, safetensors_file
+from quant.models.files import find_model, safetensors_file, shard_names
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 
@@ -42,7 +42,7 @@ def _of_directory(path: Path) -> Shapes | None:
         shards = [path / "model.safetensors"]
         if not shards[0].is_file():
             index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-            shards = [path / name for name in sorted(set(index["weight_map"].values()))]
+            shards = [path / name for name in shard_names(index["weight_map"], path)]
         if "quantization_config" in config:
             return None
         files = [safetensors_file(shard) for shard in shards]

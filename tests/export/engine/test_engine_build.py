@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ from quant.export.engine.audit import audit
 from quant.export.engine.build import build_engine, export_engine, summary
 from quant.export.engine.codes import held_codes
 from quant.export.engine.graph import check_graph
+from quant.export.engine.process import run_worker
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.shapes import Input, format_profile, parse_profile
 
@@ -380,6 +382,17 @@ def test_a_fallback_is_an_error_unless_allowed(tmp_path: Path) -> None:
     receipt = exported(tmp_path, "mxfp8", allow_fallback=True)
     assert not receipt["passed"]
     assert receipt["fallbacks"] == [f"{name}: planned fp8, found half, fp8 weights" for name in ("0", "2")]
+
+
+def test_the_worker_imports_nothing_from_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("quant", "json"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "__init__.py").write_text(f"open({str(tmp_path / 'flag')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f":{os.environ.get('PYTHONPATH', '')}")
+    with pytest.raises(ValueError, match="cannot build this graph: ModuleNotFoundError: No module named 'none'"):
+        run_worker({"backend": "none"}, Path("model.onnx"), None, None)
+    assert not (tmp_path / "flag").exists()
 
 
 def test_the_worker_needs_no_torch() -> None:
