@@ -1,0 +1,233 @@
+"""This benchmark quantizes a large model from disk to disk: it measures seconds, memory and how busy a GPU is.
+
+A Llama of random weights is written in several shards, so nothing is downloaded. Each run is a process of its own
+whose anonymous memory (`RssAnon`: what belongs to the process, without the page cache) is sampled until it ends, and
+on a machine with a GPU how busy that is. Speed is given in megabytes of BF16 read a second, over the whole process,
+its imports counted. The peer is ModelOpt: transformers' load, `mtq.quantize` with W4A16 NVFP4, which rounds to nearest
+as `rtn` does, and `export_hf_checkpoint`, each timed.
+
+    python benchmarks/scale.py                                     on a GPU: the 8B shape, beside ModelOpt
+    python benchmarks/scale.py --layers 8,16,32 --hidden 2048      on a CPU: memory and time over the depth
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from _plot import lines
+from _table import machine, show, versions, write_json
+from safetensors.torch import save_file
+
+from quant.recipes.json_text import json_text
+
+TITLE = "A large model from disk to disk"
+VOCABULARY = 128256
+HEAD = 128  # columns of an attention head
+_SAMPLE_SECONDS = 0.1
+
+
+def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: int = 0) -> int:
+    """Writes a Llama of random BF16 weights, its proportions those of Llama-3-8B; gives the bytes of its weights."""
+    directory.mkdir(parents=True)
+    inner, vocabulary = hidden * 7 // 2, VOCABULARY * hidden // 4096
+    heads = hidden // HEAD
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "hidden_size": hidden,
+        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 4, 1), "head_dim": HEAD, "vocab_size": vocabulary, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 0,
+        "eos_token_id": 1,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json_text(config, indent=2))
+    generator = torch.Generator().manual_seed(seed)
+    names = list(_shapes(layers, hidden, inner, vocabulary, max(heads // 4, 1) * HEAD))
+    index, total = {}, 0
+    for shard in range(shards):
+        file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
+        tensors = {}
+        for name, shape in part:
+            random = torch.randn(shape, generator=generator).mul_(0.02) if len(shape) > 1 else torch.ones(shape)
+            tensors[name] = random.bfloat16()
+        save_file(tensors, directory / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    whole = {"metadata": {"total_size": total}, "weight_map": index}
+    (directory / "model.safetensors.index.json").write_text(json_text(whole))
+    return total
+
+
+def _shapes(layers: int, hidden: int, inner: int, vocabulary: int, keys: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield "model.embed_tokens.weight", (vocabulary, hidden)
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        for name, rows, columns in (
+            ("self_attn.q_proj", hidden, hidden), ("self_attn.k_proj", keys, hidden),
+            ("self_attn.v_proj", keys, hidden), ("self_attn.o_proj", hidden, hidden), ("mlp.gate_proj", inner, hidden),
+            ("mlp.up_proj", inner, hidden), ("mlp.down_proj", hidden, inner),
+        ):  # fmt: skip
+            yield f"{at}.{name}.weight", (rows, columns)
+        yield f"{at}.input_layernorm.weight", (hidden,)
+        yield f"{at}.post_attention_layernorm.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (vocabulary, hidden)
+
+
+def sampled(command: list[str], threads: int) -> dict[str, Any]:
+    """Runs a command; gives its seconds, the peak of its anonymous memory, and how busy the GPU was in percent."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONWARNINGS": "ignore"}
+    started = time.perf_counter()
+    process = subprocess.Popen(
+        command, env=environment, text=True, encoding="utf-8", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    peak, busy, done = [0], [], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_SAMPLE_SECONDS):
+            peak[0] = max(peak[0], _anonymous_bytes(process.pid))
+            if torch.cuda.is_available():
+                busy.append(torch.cuda.utilization())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    out, errors = process.communicate()
+    done.set()
+    watcher.join()
+    if process.returncode:
+        raise click.ClickException(f"{' '.join(command)} failed:\n{errors}")
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "bytes": peak[0], "busy": sum(busy) / len(busy) if busy else None, "output": out}
+
+
+def _anonymous_bytes(process: int) -> int:
+    try:
+        status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    except OSError:
+        return 0
+    return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
+
+
+def quantize(model: Path, solver: str, rows: tuple[int, int], threads: int) -> dict[str, Any]:
+    """Our run, disk to disk; its stages come from its report."""
+    out = model.parent / "out"
+    text = model.parent / "rows.safetensors"
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    ids = torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, text)
+    command = [sys.executable, "-c", "from quant.cli.quantize import quantize_command as q; q()", str(model)]
+    command += ["--format=nvfp4a16", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
+    command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
+    found = sampled(command, threads)
+    found["stages"] = json.loads((out / "report.json").read_text(encoding="utf-8"))["seconds"]
+    shutil.rmtree(out)
+    return found
+
+
+def modelopt(model: Path) -> dict[str, float]:
+    """The peer, in this process: load, quantize and export."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from transformers import AutoModelForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stages, started = {}, time.perf_counter()
+
+    def lap(stage: str) -> None:
+        nonlocal started
+        if device == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        stages[stage], started = now - started, now
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, device_map=device)
+    lap("load")
+    mtq.quantize(loaded, mtq.W4A16_NVFP4_CFG)
+    lap("quantize")
+    with tempfile.TemporaryDirectory(dir=model.parent) as out, torch.inference_mode():
+        export_hf_checkpoint(loaded, export_dir=out)
+    lap("export")
+    return stages
+
+
+def table_row(run: str, layers: int, nbytes: int, found: dict[str, Any]) -> dict[str, object]:
+    stages = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in found["stages"].items())
+    return {
+        "run": run,
+        "layers": layers,
+        "GB of BF16": nbytes / 1e9,
+        "seconds": found["seconds"],
+        "MB/s": nbytes / 1e6 / found["seconds"],
+        "memory GiB": found["bytes"] / 2**30,
+        "GPU busy %": found["busy"],
+        "stages": stages,
+    }
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+@click.command(help=__doc__)
+@click.option("--layers", default="32", show_default=True, help="Decoder layers; several, such as 8,16,32, show depth.")
+@click.option("--hidden", default=4096, show_default=True, help="Width, a multiple of 512; other sizes follow from it.")
+@click.option("--shards", default=9, show_default=True, help="Weight files.")
+@click.option("--solvers", default="rtn,gptq", show_default=True, help="Solvers to run.")
+@click.option("--rows", default="32x512", show_default=True, help="Calibration rows and tokens; several, as 128x1024.")
+@click.option("--threads", default=torch.get_num_threads(), show_default=True, help="CPU threads.")
+@click.option("--directory", type=click.Path(path_type=Path), help="Where models are written.  [default: a temporary]")
+@click.option("--plot", type=click.Path(path_type=Path), help="Also draw memory and seconds over the layers here.")
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
+def main(
+    layers: str, hidden: int, shards: int, solvers: str, rows: str, threads: int, directory: Path | None,
+    plot: Path | None, json_path: Path | None, peer: Path | None,
+) -> None:  # fmt: skip
+    if peer:
+        print(json_text(modelopt(peer)))
+        return
+    sizes = [tuple(map(int, part.split("x"))) for part in rows.split(",")]
+    has_modelopt = importlib.util.find_spec("modelopt") is not None
+    table = []
+    with tempfile.TemporaryDirectory(dir=directory) as home:
+        for depth in _sizes(layers):
+            model = Path(home) / "model"
+            nbytes = write_model(model, depth, hidden, shards)
+            for solver in solvers.split(","):
+                for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
+                    name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
+                    click.echo(f"{depth} layers: {name} …", err=True)
+                    table.append(table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads)))
+            if has_modelopt and torch.cuda.is_available():  # its NVFP4 is a CUDA kernel
+                found = sampled([sys.executable, __file__, f"--peer={model}"], threads)
+                found["stages"] = json.loads(found["output"].splitlines()[-1])
+                table.append(table_row("ModelOpt", depth, nbytes, found))
+            shutil.rmtree(model)
+    notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
+    header = machine(threads) | versions("transformers", "nvidia-modelopt")
+    show(TITLE, header, table, notes)
+    if plot:
+        points = [
+            {"layers": row["layers"], "value": row[column], "run": row["run"], "panel": column}
+            for row in table
+            for column in ("memory GiB", "seconds")
+        ]
+        lines(plot, points, x="layers", y="value", line="run", panel="panel", par=None)
+    if json_path:
+        write_json(json_path, TITLE, header, table, notes)
+
+
+if __name__ == "__main__":
+    main()
