@@ -229,19 +229,31 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None) -> Iterator[None]:
-    """Within it, each block moves to `device` for its own forward pass and back; None leaves everything in place."""
+    """Within it, each block is on `device` for its own forward pass; None leaves everything in place.
+
+    The tensors at home are kept and put back as they are: one that is mapped from a file stays so.
+    """
     if device is None:
         yield
         return
     home = next(model.parameters()).device
+    kept: dict[nn.Module, list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]] = {}
 
     def move_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        kept[module] = [
+            (part, name, tensor, tensor.data)
+            for part in module.modules()
+            for name, tensor in (*part._parameters.items(), *part._buffers.items())
+            if tensor is not None
+        ]
         module.to(device)
         call = Call(args, kwargs, 0).to(device)
         return call.args, call.kwargs
 
-    def move_out(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        module.to(home)
+    def move_out(module: nn.Module, args: tuple[Any, ...] = (), result: Any = None) -> None:
+        for part, name, tensor, data in kept.pop(module, ()):
+            tensor.data = data
+            (part._parameters if name in part._parameters else part._buffers)[name] = tensor  # type: ignore[index]
 
     def come_home(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = Call(args, kwargs, 0).to(home)
@@ -259,8 +271,8 @@ def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None
         yield
     finally:
         _remove(handles)
-        for name in names:
-            model.get_submodule(name).to(home)
+        for module in list(kept):
+            move_out(module)
 
 
 def _remove(handles: Sequence[Any]) -> None:

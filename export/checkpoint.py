@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,17 +142,18 @@ def write_tensors(
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
     hashes = {}
-    for name, shard in zip(names, shards, strict=True):
-        metadata = {"format": "pt"}
-        if kept := {key: value for key, value in exact.items() if key in shard}:
-            metadata[EXACT] = json.dumps(kept, allow_nan=False)
-        try:
-            save_file(shard, directory / name, metadata=metadata)
-        except SafetensorError as error:
-            raise OSError(f"{directory / name} cannot be written: {error}") from error
-        (directory / name).chmod(0o666 & ~umask())
-        hashes[name] = sha256_of(directory / name)
-    return hashes
+    with ThreadPoolExecutor(1) as hashing:  # while the next shard is written
+        for name, shard in zip(names, shards, strict=True):
+            metadata = {"format": "pt"}
+            if kept := {key: value for key, value in exact.items() if key in shard}:
+                metadata[EXACT] = json.dumps(kept, allow_nan=False)
+            try:
+                save_file(shard, directory / name, metadata=metadata)
+            except SafetensorError as error:
+                raise OSError(f"{directory / name} cannot be written: {error}") from error
+            (directory / name).chmod(0o666 & ~umask())
+            hashes[name] = hashing.submit(sha256_of, directory / name)
+    return {name: found.result() for name, found in hashes.items()}
 
 
 def sha256_of(path: Path) -> str:

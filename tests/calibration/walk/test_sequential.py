@@ -11,7 +11,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
+from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of, streamed
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.base import GroupInputs
@@ -415,3 +415,22 @@ def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
         errors[power] = (off @ (weight * scale).double().t()).square().mean()
     best = min(errors, key=lambda power: float(errors[power]))
     torch.testing.assert_close(found, channel_scale(inputs.mean_abs, weight, best / 10, 0.0, None))
+
+
+def test_streamed_blocks_have_their_own_tensors_back() -> None:
+    """The very memory, so that what is mapped from a file is not copied; also where a pass is broken off."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))).eval()
+    before = {name: (t, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
+
+    def stop(*args: Any) -> None:
+        assert model[1][0].weight.is_meta
+        raise ValueError("broken off")
+
+    with streamed(model, ["0", "1"], torch.device("meta")):
+        assert model(torch.ones(2, 4)).is_meta
+        assert not model[0][0].weight.is_meta
+        model[1][1].register_forward_pre_hook(stop)
+        with pytest.raises(ValueError, match="broken off"):
+            model(torch.ones(2, 4))
+    after = model.state_dict(keep_vars=True)
+    assert {name: (id(t), t.data_ptr()) for name, t in after.items()} == {n: (id(t), p) for n, (t, p) in before.items()}
