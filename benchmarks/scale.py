@@ -52,7 +52,8 @@ def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: in
         "eos_token_id": 1,
     }  # fmt: skip
     (directory / "config.json").write_text(json_text(config, indent=2))
-    generator = torch.Generator().manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
     names = list(_shapes(layers, hidden, inner, vocabulary, max(heads // 4, 1) * HEAD))
     index, total = {}, 0
     for shard in range(shards):
@@ -60,8 +61,12 @@ def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: in
         part = names[shard * len(names) // shards : (shard + 1) * len(names) // shards]
         tensors = {}
         for name, shape in part:
-            random = torch.randn(shape, generator=generator).mul_(0.02) if len(shape) > 1 else torch.ones(shape)
-            tensors[name] = random.bfloat16()
+            random = (
+                torch.randn(shape, generator=generator, device=device).mul_(0.02)
+                if len(shape) > 1
+                else torch.ones(shape)
+            )
+            tensors[name] = random.bfloat16().cpu()
         save_file(tensors, directory / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, file))
         total += sum(tensor.nbytes for tensor in tensors.values())
