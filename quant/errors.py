@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+# Control characters but tab and newline, and what reorders the text after it.
+_CONTROLS = {*range(0x20), *range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+_ESCAPED = {code: f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" for code in _CONTROLS}
+
 
 class UserError(ValueError):
     """Something the user gave cannot be used; the message is one line that says what, and the way out.
 
     The command line prints it without a traceback and ends with exit code 2.
     """
+
+
+def printable(text: str) -> str:
+    r"""Shows control characters as `\x1b`, so that names in files cannot command the terminal."""
+    return text.translate(_ESCAPED)
 
 
 def counted(n: int, noun: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from quant.export.checkpoint import SECOND_LEVEL, layer_weights, write_tensors
 from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts
 from quant.export.directory import check_apart, new_directory
 from quant.export.names import StoredNames
+from quant.models.files import copy_along
 from quant.planning import fusion_warnings
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -77,7 +77,7 @@ def convert(
         for source in directory.iterdir():
             if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
                 continue
-            (shutil.copytree if source.is_dir() else shutil.copy2)(source, temporary / source.name)
+            copy_along(source, temporary / source.name, directory)
         plan.save(temporary / PLAN_FILE)
         # What other tools wrote as the bare word Infinity becomes what transformers writes and reads for it.
         text = (directory / "config.json").read_text(encoding="utf-8")

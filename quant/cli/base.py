@@ -14,6 +14,7 @@ from typing import Any
 
 import click
 
+from quant.errors import printable
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -86,7 +87,7 @@ class Command(click.Command):
             message = " ".join(str(error).split()) or type(error).__name__
             if memory:
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
-            click.echo(f"error: {message}", err=True)
+            click.echo(f"error: {printable(message)}", err=True)
             ctx.exit(2)
 
 
@@ -105,9 +106,9 @@ def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
 
         def show(message: Warning | str, category: type[Warning], filename: str, *rest: Any, **more: Any) -> None:
             if not filename.startswith(ours):
-                usual(message, category, filename, *rest, **more)
+                usual(printable(str(message)), category, filename, *rest, **more)
             elif not quiet:
-                click.echo(f"warning: {message}", err=True)
+                click.echo(f"warning: {printable(str(message))}", err=True)
 
         warnings.showwarning = show
         yield

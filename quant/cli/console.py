@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.table import Table
 
-from quant.errors import counted, megabytes
+from quant.errors import counted, megabytes, printable
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 
-CONSOLE = Console(stderr=True, markup=False)
+
+class _Console(Console):
+    """A console on which names from files are only shown, whatever they hold."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Renders, with control characters escaped."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
 _STAGES = {
     "generate": "writing text",
@@ -30,8 +41,8 @@ _STAGES = {
 
 def page() -> Console:
     """Standard output; a pipe or a file is as wide as needed, so that no line or cell is broken there."""
-    out = Console(markup=False)
-    return out if out.is_terminal else Console(markup=False, width=_PIPE_WIDTH)
+    out = _Console(markup=False)
+    return out if out.is_terminal else _Console(markup=False, width=_PIPE_WIDTH)
 
 
 def table(*columns: str, title: str | None = None, **style: Any) -> Table:

@@ -7,7 +7,6 @@ computed.
 from __future__ import annotations
 
 import copy
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +30,7 @@ from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
 from quant.extras import versions
 from quant.layer_result import LayerResult
+from quant.models.files import copy_along
 from quant.models.open import Source, open_model
 from quant.page.render import render_html
 from quant.page.report import Report, kv_cache_of, peak_rss, print_summary
@@ -295,9 +295,11 @@ def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
 
 def _finish_directory(source: Source, report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
     """Adds the processor's files and the report to the checkpoint before it appears under its name."""
-    for name in _PROCESSOR_FILES:
-        if source.path is not None and (source.path / name).is_file():
-            shutil.copyfile(source.path / name, directory / name)
+    home = source.path if source.path is not None and source.path.is_dir() else None
+    code = home.glob("*.py") if home is not None and getattr(source.config, "auto_map", None) else ()
+    for name in (*_PROCESSOR_FILES, *(file.name for file in code)):
+        if home is not None and (home / name).is_file() and not (directory / name).exists():
+            copy_along(home / name, directory / name, home)
     report.files = dict(hashes)
     report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
     report.peak_rss_bytes = peak_rss()

@@ -20,7 +20,7 @@ from quant.cli.base import (
     print_json,
 )
 from quant.cli.console import bar, page, status, table
-from quant.errors import UserError
+from quant.errors import UserError, printable
 
 if TYPE_CHECKING:
     from quant.evaluation import Evaluation
@@ -130,7 +130,7 @@ def generate_command(
     if as_json:
         print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
         return
-    click.echo(prompt + written.text)
+    click.echo(prompt + printable(written.text))
     if not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
         click.echo(f"{rate}, on {written.device}: {written.kernels}", err=True)

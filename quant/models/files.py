@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +14,10 @@ from safetensors import SafetensorError, safe_open
 from quant.errors import UserError
 
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
+
+# Files that are read with a model and written again beside its result.
+_TEXTS = (".json", ".jinja", ".model", ".tiktoken", ".py")
+_NAMED_TEXTS = ("vocab.txt", "merges.txt", "additional_chat_templates")
 
 # Short names: package that holds the file, the file in it, and how to get the package.
 _ALIASES = {
@@ -70,3 +75,45 @@ def shard_names(weight_map: Mapping[str, Any], index: Path) -> list[str]:
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
         raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
     return sorted(names)
+
+
+def check_links(directory: Path) -> None:
+    """Refuses configs, vocabularies and templates that are links out of the model's directory.
+
+    What they point to, such as a private file, would be written beside the result. Weights may be links.
+
+    Raises:
+        UserError: there is one; the message says the way out.
+    """
+    folder = directory / "additional_chat_templates"
+    for file in (*directory.iterdir(), *(folder.iterdir() if folder.is_dir() else ())):
+        if file.suffix in _TEXTS or file.name in _NAMED_TEXTS or file.parent == folder:
+            _check_link(file, directory)
+
+
+def copy_along(source: Path, target: Path, directory: Path) -> None:
+    """Copies a file or folder of the model in `directory`.
+
+    Raises:
+        UserError: it is or holds a link out of the directory, a link to a folder, or no regular file.
+    """
+    _check_link(source, directory)
+    if source.is_dir() and not source.is_symlink():
+        target.mkdir()
+        for each in source.iterdir():
+            copy_along(each, target / each.name, directory)
+        shutil.copystat(source, target)
+    elif source.is_file():
+        shutil.copy2(source, target)
+    else:
+        raise UserError(f"{source}: no regular file, so it cannot be copied along; remove it")
+
+
+def _check_link(file: Path, directory: Path) -> None:
+    home = directory.resolve()
+    homes = [home]
+    if home.parent.name == "snapshots":  # the cache of the Hugging Face hub keeps the files there
+        homes.append(home.parent.parent / "blobs")
+    target = file.resolve()
+    if file.is_symlink() and not any(target.is_relative_to(place) for place in homes):
+        raise UserError(f"{file}: a link to {target}, outside its directory; put a copy of the file there")

@@ -22,7 +22,7 @@ from torch import nn
 
 from quant.errors import UserError, listed
 from quant.extras import require
-from quant.models.files import safetensors_file, shard_names
+from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.state_dict import open_safetensors
 
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -54,6 +54,7 @@ def read_config(path: Path) -> Any:
     Raises:
         UserError: transformers does not know it, or would have to run code for it.
     """
+    check_links(path)
     try:
         return require("transformers", "hf").AutoConfig.from_pretrained(path, **local_options())
     except (ValueError, KeyError, TypeError, OSError) as error:
@@ -103,6 +104,7 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     """
     transformers = require("transformers", "hf")
     options = {"gguf_file": gguf_file} if gguf_file else {}
+    check_links(path)
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)

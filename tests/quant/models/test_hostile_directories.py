@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from samples import GOLDENS
 
+import quant
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.models.open import open_model
@@ -105,3 +110,79 @@ def test_an_index_names_files_of_its_directory(directory: Path, outside: str, me
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     with pytest.raises(UserError, match=r"index\.json: names the file .* outside its directory"):
         open_model(directory, meta=meta)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "preprocessor_config.json", "tokenizer_config.json"])
+def test_a_private_file_does_not_end_in_the_output(directory: Path, name: str) -> None:
+    """A template that is a link to a private file was read, and written beside the quantized model."""
+    tokenizers = pytest.importorskip("tokenizers", reason="comes with the extra hf")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+    private = directory.parent / "private"
+    private.write_text('{"secret": 7}')
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(private)
+    arguments = ["quantize", str(directory), "--format", "fp8_channel", "--out", str(directory.parent / "out")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and f"{name}: a link to {private}, outside" in result.stderr, result.output
+    assert not (directory.parent / "out").exists()
+
+
+def test_conversion_copies_no_private_file(directory: Path) -> None:
+    source = shutil.copytree(GOLDENS / "modelopt" / "w4a16", directory.parent / "source")
+    private = directory.parent / "private"
+    private.mkdir()
+    secret = private / "notes.txt"
+    secret.write_text("secret")
+    out = directory.parent / "out"
+    (source / "folder").mkdir()
+    for link, target in (
+        ("notes.txt", private / "notes.txt"),
+        ("link", private),
+        ("folder/deep", private / "notes.txt"),
+    ):
+        (source / link).symlink_to(target)
+        with pytest.raises(UserError, match="outside its directory"):
+            quant.convert(source, out, "compressed-tensors")
+        assert not out.exists()
+        (source / link).unlink()
+    os.mkfifo(source / "folder" / "pipe")
+    with pytest.raises(UserError, match="no regular file"):
+        quant.convert(source, out, "compressed-tensors")
+    (source / "folder" / "pipe").unlink()
+    (source / "folder" / "own.txt").write_text("mine")
+    (source / "own.txt").symlink_to("folder/own.txt")
+    quant.convert(source, out, "compressed-tensors")
+    assert (out / "own.txt").read_text() == (out / "folder" / "own.txt").read_text() == "mine"
+    assert not (out / "own.txt").is_symlink()
+
+
+def test_the_cache_of_the_hub_is_made_of_links(directory: Path) -> None:
+    blobs, snapshot = directory.parent / "hub" / "blobs", directory.parent / "hub" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(directory.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    assert open_model(snapshot).model is not None
+
+
+def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
+    """Tensor and layer names went to the screen as they are: `ESC ]` sets a clipboard, `ESC [` hides lines."""
+    evil = "\x1b]0;owned\x07\x1b[2J\x9b1m\r\u202elayer"
+    save_file({f"{evil}.weight": torch.zeros(64, 64)}, tmp_path / "m.safetensors")
+    plan = str(tmp_path / "plan.json")
+    quant.make_plan({f"{evil}.weight": (64, 64)}, "fp8_channel").save(plan)
+    for arguments in (
+        ["quantize", str(tmp_path / "m.safetensors"), "--format", "fp8_channel", "--dry-run"],
+        ["quantize", str(tmp_path / "m.safetensors"), "--format", "fp8_channel", "--out", str(tmp_path / "out")],
+        ["plan", "show", plan],
+        ["plan", "show", plan, "--json"],
+        ["plan", "validate", plan, "--target", "tensorrt-rtx-sm89"],
+        ["plan", "edit", plan, "--set", "*=nvfp4", "--out", str(tmp_path / "other.json")],
+        ["plan", "edit", plan, "--set", f"{evil}=keep=", "--out", str(tmp_path / "other.json")],
+        ["inspect", str(tmp_path / "out")],
+    ):
+        shown = CliRunner().invoke(main, arguments).output
+        assert shown and not set(shown) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}, arguments
+        assert "x1b" in shown or "u001b" in shown or "owned" not in shown
