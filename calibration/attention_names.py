@@ -57,6 +57,11 @@ def configs_of(config: Any) -> Iterator[Any]:
         yield from configs_of(getattr(config, name, None))
 
 
+def text_config(config: Any) -> Any:
+    """The part of a transformers config that is about text; any other config, or None, as it is."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
 @contextmanager
 def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
     """While open, `watch(module, q, k, v)` is called before each attention of a transformers model.

@@ -28,9 +28,10 @@ from functools import partial
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
-from quant.calibration.sensitivity.logits import Logits, device_of, logits_of, text_config
+from quant.calibration.sensitivity.logits import Logits, device_of, logits_of
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
@@ -233,7 +234,7 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
 def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
     if rows.dim() != 2 or rows.shape[0] < 1 or rows.shape[1] < 2 or rows.dtype != torch.int64:
         raise ValueError(f"rows {list(rows.shape)} {rows.dtype}: expected int64 [rows, seqlen], seqlen at least 2")
-    config = text_config(model)
+    config = text_config(getattr(model, "config", None))
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"{type(model).__name__} is an encoder-decoder; perplexity here is for causal language models")
     context = getattr(config, "max_position_embeddings", None)

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
 from quant.kernels.hardware import TARGETS, Hardware
@@ -100,7 +101,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
         batch: sequences.
         format: of keys and values; None is 16 bit.
     """
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    config = text_config(config)
     layers = getattr(config, "num_hidden_layers", None)
     if not layers or not _has_cache(config):
         return 0

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.attention_names import text_config
 from quant.calibration.blocks import output_of
 from quant.calibration.texts.rows import few_of
 
@@ -33,7 +34,7 @@ class Logits:
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         self.model, self.head = model, head
         self.split = None if head is not None else False
-        self.cap: float | None = getattr(text_config(model), "final_logit_softcapping", None)
+        self.cap: float | None = getattr(text_config(getattr(model, "config", None)), "final_logit_softcapping", None)
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
@@ -86,12 +87,6 @@ def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     """What a model gives for token ids: logits where it has any, else the first of its outputs."""
     result = model(rows)
     return result.logits if hasattr(result, "logits") else output_of(result)
-
-
-def text_config(model: nn.Module) -> Any:
-    """The part of a transformers config that is about text; None without a config."""
-    config: Any = getattr(model, "config", None)
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -129,18 +129,7 @@ class BlockWork:
         def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 order.append(index)
-                group = self.groups[index]
-                x = args[0].reshape(-1, args[0].shape[-1])
-                if len(x) == 0:
-                    return
-                magnitude = x.abs()
-                self._check(magnitude, args[0], group)
-                amax = magnitude.amax(0).float()
-                total = magnitude.sum(0, dtype=torch.float32)
-                group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
-                group.total = total if group.total is None else group.total + total
-                group.tokens += len(x)
-                group.kept.append(x)
+                self._take_in(self.groups[index], args[0], keep=True)
 
             return hook
 
@@ -157,8 +146,22 @@ class BlockWork:
         self.groups = [self.groups[i] for i in sorted(range(len(self.groups)), key=lambda i: rank.get(i, len(order)))]
         return outputs
 
-    def _check(self, magnitude: torch.Tensor, x: torch.Tensor, group: Group) -> None:
-        if bool(torch.isfinite(magnitude.sum(dtype=torch.float32))):
+    def _take_in(self, group: Group, given: torch.Tensor, *, keep: bool) -> torch.Tensor:
+        """Adds an original input to what is known of a group, and returns it as `[tokens, in]`."""
+        x = given.reshape(-1, given.shape[-1])
+        if len(x):
+            magnitude = x.abs()
+            amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
+            self._check(amax, given, group)
+            group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
+            group.total = total if group.total is None else group.total + total
+            group.tokens += len(x)
+            if keep:
+                group.kept.append(x)
+        return x
+
+    def _check(self, amax: torch.Tensor, x: torch.Tensor, group: Group) -> None:
+        if bool(torch.isfinite(amax.sum())):
             return
         if bool(torch.isfinite(x).all()):
             return
@@ -400,16 +403,9 @@ class BlockWork:
 
         def watch(group: Group, moment: MomentSum) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                x = args[0].reshape(-1, args[0].shape[-1])
+                x = self._take_in(group, args[0], keep=keeps)
                 if len(x):
-                    amax = x.abs().amax(0).float()
-                    self._check(amax, args[0], group)
-                    group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
-                    group.tokens += len(x)
-                    if keeps:
-                        group.kept.append(x)
-                    if group.pipeline.needs_moment:
-                        moment.add(x, None)
+                    moment.add(x)
 
             return hook
 

@@ -80,8 +80,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
-    from quant.allocation.request import AllocationRequest
-    from quant.cli.job import Job
+    from quant.cli.job import AllocationRequest, Job
     from quant.cli.pipeline import run
 
     request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.nn.functional import pad
 
-from quant.calibration.attention_names import implementations_kept, names_registered
+from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.errors import UserError
 from quant.extras import require
 from quant.formats.format import Format, is_16bit
@@ -101,7 +101,12 @@ def quantized_attention(
     if attention == "16bit" and format is None:
         yield
         return
-    config = _text_config(model)
+    if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
+        raise UserError(
+            f"{type(model).__name__} is no transformers model; --attention and --kv-cache act on transformers' own "
+            "attention interface"
+        )
+    config = text_config(model.config)
     functions, masks = (own for _, own in _interfaces())
     with implementations_kept(model), names_registered(functions, masks):
         try:
@@ -123,16 +128,6 @@ def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | N
         return attention, kv_format(kv_cache)
     except ValueError:
         raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
-
-
-def _text_config(model: nn.Module) -> Any:
-    config: Any = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
-        raise UserError(
-            f"{type(model).__name__} is no transformers model; --attention and --kv-cache act on transformers' own "
-            "attention interface"
-        )
-    return config.get_text_config()
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:

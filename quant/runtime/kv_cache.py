@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from quant.calibration.attention_names import text_config
 from quant.errors import UserError
 from quant.formats.format import Format
 from quant.kernels.attention.kv_cache import PagedKVCache
@@ -223,7 +224,7 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
         if format is None:
             known = ", ".join(name for name in KV_CACHES if name != "16bit")
             raise UserError(f"--kv-cache {kv_cache}: no quantized cache; known: {known}")
-        config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+        config = text_config(model.config)
         modules = _attention_modules(model)
         super().__init__(layers=[QuantizedKVLayer(config, module, format, page_size) for module in modules])
 
@@ -235,11 +236,10 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
     """The attention modules of a decoder, by their `layer_idx`."""
-    config: Any = model.config
-    text = config.get_text_config()
+    text = text_config(model.config)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", None)
-    if getattr(config, "is_encoder_decoder", False) or shared or kinds - {"full_attention", "sliding_attention"}:
+    if getattr(model.config, "is_encoder_decoder", False) or shared or kinds - {"full_attention", "sliding_attention"}:
         raise UserError(
             f"{type(model).__name__}: layers that share or keep something other than keys and values "
             f"({', '.join(sorted(kinds))}) have no quantized cache; generate with --kv-cache 16bit"

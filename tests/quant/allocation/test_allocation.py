@@ -18,13 +18,13 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, Goal
-from quant.allocation.request import AllocationRequest
 from quant.allocation_record import AllocationRecord
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
+from quant.cli.job import AllocationRequest
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
