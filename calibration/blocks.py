@@ -253,7 +253,8 @@ def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None
     def move_out(module: nn.Module, args: tuple[Any, ...] = (), result: Any = None) -> None:
         for part, name, tensor, data in kept.pop(module, ()):
             tensor.data = data
-            (part._parameters if name in part._parameters else part._buffers)[name] = tensor  # type: ignore[index]
+            own: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
+            own[name] = tensor
 
     def come_home(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         call = Call(args, kwargs, 0).to(home)

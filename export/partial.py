@@ -189,6 +189,7 @@ class Partial:
             started = time.perf_counter()
             if here:
                 entry["sha256"] = _write(_unshared(here), self._file(number))
+                self._verified.add(number)
             self._append(entry)
             if before is not None:
                 self._file(before["number"]).unlink(missing_ok=True)

@@ -22,6 +22,7 @@ from quant.layer_result import LayerResult
 from quant.recipes.plan import LayerPlan
 
 _BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")
+_STATES_SHARE = 0.2  # of the memory, which hidden states may take
 _SHARE = 10  # hidden states are written when that takes less than one part in so many of the time since
 
 
@@ -103,19 +104,26 @@ class BlockKeeper(Keeper):
     """Keeps the blocks of the sequential walk, and now and then the hidden states behind one.
 
     A walk goes on behind the last block whose hidden states were kept. They are kept after each block where that costs
-    little, and less often where there are many calibration rows.
+    little, and less often where there are many calibration rows. Where they would take much of the memory, they are
+    always kept, and the walk goes on with maps of the file.
 
     Args:
         partial: the run's.
         model: is walked through.
         results: by name; those of finished blocks are added.
         noted: layers as they were solved; those of finished blocks are added.
+        memory: bytes that the run may use; None for no limit.
     """
 
     def __init__(
-        self, partial: Partial, model: nn.Module, results: dict[str, LayerResult], noted: list[LayerPlan]
+        self,
+        partial: Partial,
+        model: nn.Module,
+        results: dict[str, LayerResult],
+        noted: list[LayerPlan],
+        memory: int | None = None,
     ) -> None:
-        self.partial, self.model, self.results, self.noted = partial, model, results, noted
+        self.partial, self.model, self.results, self.noted, self.memory = partial, model, results, noted, memory
         self.before: dict[str, torch.Tensor] = {}
         self.kept_layers = 0
         self.kept_states = time.perf_counter()
@@ -141,20 +149,27 @@ class BlockKeeper(Keeper):
             # Vectors may be changed in place; matrices never are.
             self.before[name] = tensor.detach().clone() if tensor.dim() < 2 else tensor.detach()
 
-    def end(self, block: str, states: States | None) -> None:
+    def end(self, block: str, states: States | None) -> States | None:
         changed = self._changed(block)
         layers = self.noted[self.kept_layers :]
         self.kept_layers = len(self.noted)
         keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
         if states is None or not states.quantized:
-            return
+            return states
         tensors = {f"quantized:{i}": state for i, state in enumerate(states.quantized)}
         if states.original is not states.quantized:
             tensors |= {f"original:{i}": state for i, state in enumerate(states.original)}
-        cost = self.partial.seconds_to_write(sum(tensor.nbytes for tensor in tensors.values()))
-        if time.perf_counter() - self.kept_states > _SHARE * cost:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
+        if large or time.perf_counter() - self.kept_states > _SHARE * self.partial.seconds_to_write(nbytes):
             self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
+        if not large:
+            return states
+        tensors.clear()
+        self.partial.flush()
+        found = self.partial.get("states")
+        return states if found is None else _states(found.tensors)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
         """Tensors of the finished block that are not what they were; those that are get their first memory back."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from quant.calibration.blocks import stored_dtype
+from quant.calibration.blocks import block_names, stored_dtype
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.group import solve_group
@@ -24,9 +24,10 @@ from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.solvers.solver import check_solvers, get_solver
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
+from quant.calibration.walk.memory import available_bytes, block_bytes
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
-from quant.errors import UserError
+from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
 from quant.export.partial import Partial
 from quant.finished_layers import BlockKeeper, keep_layers, put_back
@@ -57,6 +58,7 @@ def solve_plan(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
     partial: Partial | None = None,
+    memory: int | None = None,
 ) -> Quantized:
     """Quantizes `model` in place, as `plan` says.
 
@@ -65,6 +67,8 @@ def solve_plan(
         plan: made for it; its provenance may name a guard and an observer.
         data, device, progress: as in `quant.quantize`.
         partial: keeps what is finished, and has what an earlier run finished; finished layers become maps of its files.
+        memory: bytes that may be used beside the page cache; None for what there is. Hidden states that would take
+            much of it go to a file of `partial`.
 
     Raises:
         ValueError: the plan does not fit the model, or it needs data and there is none.
@@ -82,7 +86,7 @@ def solve_plan(
         data = own_text(model, plan, progress=progress)
     if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
-        quantized = _solve_block_by_block(model, plan, data, settings, progress, partial)
+        quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)
     else:
         quantized = _solve_at_once(model, plan, data, progress, partial)
     if partial is not None:
@@ -236,6 +240,7 @@ def _solve_block_by_block(
     settings: Settings,
     progress: Progress | None,
     partial: Partial | None,
+    memory: int | None,
 ) -> Quantized:
     """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
     walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
@@ -258,7 +263,9 @@ def _solve_block_by_block(
         results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
-    keeper = BlockKeeper(partial, model, results, noted) if partial is not None else None
+    if settings.device is None or settings.device.type == "cpu":
+        _check_memory(model, walked, data, settings, memory)
+    keeper = BlockKeeper(partial, model, results, noted, memory or available_bytes()) if partial is not None else None
     solve_sequentially(
         model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
         progress=reporter(progress, "solve"), keeper=keeper,
@@ -268,6 +275,26 @@ def _solve_block_by_block(
     use_expert_modules(model, plan)
     layers = [results[layer.name] for layer in plan.layers]
     return Quantized(model, plan_of_model(model, plan), layers, {"solve": time.perf_counter() - started})
+
+
+def _check_memory(
+    model: nn.Module, layers: Sequence[LayerPlan], data: torch.Tensor, settings: Settings, memory: int | None
+) -> None:
+    """Raises UserError where a block would take more memory than may be used, before anything is solved."""
+    given = available_bytes() if memory is None else memory
+    blocks = block_names(model)
+    if given is None or not blocks:
+        return
+    dtype = settings.dtype_for(stored_dtype(model))
+    for name in blocks:
+        inside = [layer for layer in layers if layer.name.startswith(f"{name}.")]
+        needed = block_bytes(model.get_submodule(name), inside, data.shape[:2].numel(), dtype) if inside else 0
+        if needed > given:
+            raise UserError(
+                f"{name}: solving this block takes about {megabytes(needed)} of memory, and {megabytes(given)} may be "
+                "used: give fewer or shorter calibration rows, a solver that looks at no data, such as rtn, or more "
+                "with --memory"
+            )
 
 
 def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, parts: RunTimeParts) -> LayerResult:

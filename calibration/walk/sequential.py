@@ -73,8 +73,13 @@ class Keeper:
     def begin(self, block: str) -> None:
         """Is called before a block is worked on."""
 
-    def end(self, block: str, states: States | None) -> None:
-        """Is called when a block is finished, with the hidden states behind it; None for the last of a chain."""
+    def end(self, block: str, states: States | None) -> States | None:
+        """Is called when a block is finished, with the hidden states behind it; None for the last of a chain.
+
+        Returns:
+            The same hidden states, perhaps mapped from a file.
+        """
+        return states
 
 
 def solve_sequentially(
@@ -202,7 +207,7 @@ class _Walk:
             behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
             block.to(self.home, self.stored)
             self._finish(work)
-            self.keeper.end(name, None if last else behind)
+            behind = self.keeper.end(name, None if last else behind) or behind
 
     def _solve_rest(self, chains: Sequence[Sequence[str]]) -> None:
         """Layers outside every block: the model itself is their block, with the real ones in place already."""

@@ -123,6 +123,7 @@ class Job:
     out: Path | None = None
     overwrite: bool = False
     restart: bool = False
+    memory: str | None = None
     calib: str | None = None
     calib_samples: int = 32
     eval_text: Path | None = None
@@ -232,6 +233,11 @@ class Job:
         if lacks_data(plan):
             plan = replace(plan, provenance={**plan.provenance, "calibration": self.calib or "self"})
         return with_options(plan, self.guard, self.observer)
+
+    def memory_bytes(self) -> int | None:
+        """--memory in bytes."""
+        given = _read("--memory", self.memory, "size")
+        return None if given is None else int(given)
 
     def partial(self, source: Source, plan: Plan) -> Partial:
         """The directory beside --out that keeps what the run finishes, or what an earlier one finished.

@@ -63,6 +63,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         recipe = job.recipe()
     else:
         job.check_allocation()
+    job.memory_bytes()
     if not job.dry_run:
         job.check_destination()
     torch.manual_seed(job.seed)
@@ -159,7 +160,9 @@ def _solve_and_write(
         if data is None and lacks_data(asked):
             data = _rows(job, source, asked, partial, progress)
         with partial.solving():
-            quantized = ready or solve_plan(model, asked, data, progress=progress, partial=partial)
+            quantized = ready or solve_plan(
+                model, asked, data, progress=progress, partial=partial, memory=job.memory_bytes()
+            )
         model, plan = quantized.model, quantized.plan
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats

@@ -32,6 +32,7 @@ METHODS = click.Choice(["fisher", "kl", "output"])
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
+@click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]")
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")
 @click.option(
     "--calib",

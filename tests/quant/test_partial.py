@@ -17,10 +17,12 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
+from quant.calibration.walk.sequential import States
 from quant.cli import pipeline
 from quant.cli.job import Job
 from quant.export import partial as partial_module
 from quant.export.partial import partial_path
+from quant.finished_layers import BlockKeeper
 from quant.models.open import open_model
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
@@ -91,6 +93,39 @@ def test_a_run_writes_what_quantize_and_save_write(
     quant.save(quantized.model, quantized.plan, tmp_path / "theirs", tokenizer=pipeline.tokenizer_if_any(source))
     assert weights(tmp_path / "ours") == weights(tmp_path / "theirs")
     assert not partial_path(tmp_path / "ours").exists()
+
+
+def test_hidden_states_in_a_file_give_the_same_bytes(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny_models.llama(dtype=torch.bfloat16, gain=2.0, num_hidden_layers=4).save_pretrained(model)
+    seen: list[bool] = []
+    end = BlockKeeper.end
+
+    def watch(keeper: BlockKeeper, block: str, states: States | None) -> States | None:
+        found = end(keeper, block, states)
+        if states is not None and found is not None:
+            seen.append(found is not states)
+            assert all(torch.equal(a, b) for a, b in zip(found.original, states.original, strict=True))
+        return found
+
+    monkeypatch.setattr(BlockKeeper, "end", watch)
+    for name, share in (("memory", 1.0), ("file", 0.0)):
+        monkeypatch.setattr("quant.finished_layers._STATES_SHARE", share)
+        pipeline.run(job(model, tmp_path / name, text, format_name="nvfp4a16", solver="gptq"), quiet=True)
+    assert seen == 3 * [False] + 3 * [True]
+    assert weights(tmp_path / "file") == weights(tmp_path / "memory")
+
+
+def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
+    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq", memory="1MB")
+    message = (
+        r"model\.layers\.0: solving this block takes about [\d.]+ MB of memory, and 1\.00 MB may be used: give fewer"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipeline.run(ours, quiet=True)
+    pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"), quiet=True)
 
 
 def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
