@@ -1,5 +1,7 @@
 """These tests run what a GPU call does before and around its kernel, on CPU tensors through the interpreter."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -65,6 +67,29 @@ def test_an_activation_format_rounds_x_first() -> None:
     y = linear(x, weight, activation="nvfp4")
     close(y, fake_quantize(x, FORMATS["nvfp4"]), weight)
     assert not torch.equal(y, linear(x, weight))
+
+
+@pytest.mark.parametrize("activation", ["nvfp4", "mxfp8", "fp8", "fp8_token"])
+def test_rows_apart_are_not_taken_for_rows_side_by_side(activation: str) -> None:
+    """What was decided for one layout of x does not serve another of the same shape."""
+    weight, wide = quantize(torch.randn(64, 128), FORMATS["nvfp4"]), torch.randn(32, 400).bfloat16()
+    apart = wide[:, 8:136]
+    side_by_side = apart.contiguous()
+    expected = linear(side_by_side, weight, activation=activation)
+    assert torch.equal(linear(apart, weight, activation=activation), expected)
+    assert torch.equal(linear(side_by_side, weight, activation=activation), expected)
+
+
+def test_nothing_is_kept_of_a_call() -> None:
+    """The decisions that are remembered hold no tensor: a freed model frees its memory."""
+    weight, x = quantize(torch.randn(64, 128), FORMATS["nvfp4"]), torch.randn(9, 128).bfloat16()
+    bias = torch.randn(64)
+    held = [weakref.ref(t) for t in (weight.codes, weight.scale, weight.global_scale, x, bias)]
+    for activation in ("", "nvfp4", "mxfp8", "fp8_token"):
+        linear(x, weight, bias, activation)
+    del weight, x, bias
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
 
 
 ROUNDED = [name for name, f in FORMATS.items() if name != "int4"]
