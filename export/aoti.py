@@ -36,8 +36,9 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
-from quant.kernels.attention.forward import fp8_attention, has_fp8_tensor_cores
+from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.attention_reference import fp8_attention_reference
+from quant.kernels.hardware import has_fp8_tensor_cores
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
 from quant.kernels.linear.modules import QuantLinear, restore_layout
 from quant.kernels.linear.ops import LINEAR

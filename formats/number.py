@@ -114,7 +114,7 @@ class Number:
 def _values(number: Number) -> torch.Tensor:
     import torch
 
-    code = torch.arange(1 << number.bits, dtype=torch.int64)
+    code = torch.arange(1 << number.bits, dtype=torch.int64, device="cpu")
     if not number.signed:
         value = torch.exp2((code - number.bias).double())
         value[-1] = torch.nan

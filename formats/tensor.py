@@ -282,6 +282,6 @@ def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 @cache
 def _pair_table(number: Number) -> torch.Tensor:
     """The two values in each byte of packed 4-bit codes: float32 `[256, 2]`, low nibble first."""
-    byte = torch.arange(256, dtype=torch.uint8)
+    byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     values = number.values()
     return torch.stack([values[(byte & 0x0F).int()], values[(byte >> 4).int()]], dim=-1)

@@ -78,8 +78,10 @@ def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
     half = dim // 2
     block = hadamard_block(half)
     width = 1 << (half - 1).bit_length()
-    out = torch.zeros(2, width, width, dtype=dtype)
-    signed = _signs(dim, torch.device("cpu")).view(2, half, 1) * hadamard_transform(torch.eye(half), block)
+    out = torch.zeros(2, width, width, dtype=dtype, device="cpu")
+    signed = _signs(dim, torch.device("cpu")).view(2, half, 1) * hadamard_transform(
+        torch.eye(half, device="cpu"), block
+    )
     out[:, :half, :half] = signed.mul(block**0.5).round()
     return out.to(device)
 
@@ -88,4 +90,5 @@ def sign_matrices(dim: int, dtype: torch.dtype, device: torch.device) -> torch.T
 def _signs(dim: int, device: torch.device) -> torch.Tensor:
     """The random signs, float32 `[dim]`: the same for every model."""
     generator = torch.Generator().manual_seed(dim)
-    return (torch.randint(0, 2, (dim,), generator=generator) * 2 - 1).float().to(device)
+    with torch.inference_mode(False):  # they are kept, and may be needed for a gradient later
+        return (torch.randint(0, 2, (dim,), generator=generator, device="cpu") * 2 - 1).float().to(device)

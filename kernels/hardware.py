@@ -149,6 +149,22 @@ def current(index: int = 0) -> Hardware:
     )
 
 
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` runs the kernels for Hopper."""
+    return capability_of(device)[0] == 9
+
+
+def has_fp8_tensor_cores(device: torch.device) -> bool:
+    """Whether `device` multiplies in FP8: an NVIDIA GPU from Ada (8.9) on."""
+    return capability_of(device) >= (8, 9)
+
+
 def _recognise(name: str, capability: tuple[int, int]) -> Hardware:
     """The target whose name the driver's name holds; else the nearest one that is not newer, marked as a likeness."""
     for target in TARGETS.values():

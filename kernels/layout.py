@@ -167,9 +167,9 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
         scale = ((stored[:, ::2].int() >> 3) + base).to(torch.uint8)
         return replace(weight, codes=packed, scale=scale, global_scale=None)
     table = _scale_table()
-    inverse = torch.zeros(256, dtype=torch.uint8)
+    inverse = torch.zeros(256, dtype=torch.uint8, device="cpu")
     known = table >= 0
-    inverse[table[known]] = torch.arange(256, dtype=torch.uint8)[known]
+    inverse[table[known]] = known.nonzero().flatten().to(torch.uint8)
     scale = inverse.to(stored.device)[stored.int()].view(torch.float8_e4m3fn)
     return replace(weight, codes=packed.view(*lead, columns // 2), scale=scale.view(*lead, columns // 16))
 
@@ -197,8 +197,8 @@ def _widened(weight: BlockScaledTensor) -> BlockScaledTensor:
 def _narrowed(weight: BlockScaledTensor) -> BlockScaledTensor:
     """The inverse of `_widened`."""
     table = _e4m3_codes(weight.format.element)
-    back = torch.zeros(256, dtype=torch.uint8)
-    back[table.int()] = torch.arange(len(table), dtype=torch.uint8)
+    back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    back[table.int()] = torch.arange(len(table), dtype=torch.uint8, device="cpu")
     back, wide = back.to(weight.codes.device), weight.codes.view(torch.uint8)
     parts = [pack(back[wide[part].int()], 6) for part in _row_slices(weight.shape[0])]
     return replace(weight, codes=torch.cat(parts))

@@ -30,6 +30,7 @@ from quant.kernels.attention_operands import (
 )
 from quant.kernels.attention_reference import fp8_attention_reference, reference
 from quant.kernels.attention_tiles import DIMS, HEAD_DIMS
+from quant.kernels.hardware import capability_of, has_fp8_tensor_cores, is_hopper
 
 
 @overload
@@ -174,24 +175,8 @@ def fp8_attention(
     return torch.ops.quant.fp8_attention(q, k, v, scales, causal, scale, dtype)  # type: ignore[no-any-return]
 
 
-def is_hopper(device: torch.device) -> bool:
-    """Whether `device` runs the kernel for Hopper."""
-    return _capability(device)[0] == 9
-
-
-def has_fp8_tensor_cores(device: torch.device) -> bool:
-    """Whether `device` multiplies in FP8: an NVIDIA GPU from Ada (8.9) on."""
-    return _capability(device) >= (8, 9)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """The compute capability of an NVIDIA GPU; (0, 0) for any other device."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
-
-
 def _has_kernel(q: torch.Tensor) -> bool:
-    return _capability(q.device) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
+    return capability_of(q.device) >= ((8, 9) if q.dtype == torch.float8_e4m3fn else (8, 0))
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *given: object) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from typing import Literal, Unpack, overload
 import torch
 
 from quant.formats.number import E4M3
-from quant.kernels.attention.forward import attention, is_hopper
+from quant.kernels.attention.forward import attention
 from quant.kernels.attention_operands import (
     AttentionInputs,
     AttentionOptions,
@@ -40,6 +40,7 @@ from quant.kernels.attention_operands import (
 )
 from quant.kernels.attention_tiles import DIMS
 from quant.kernels.hadamard import random_sign_rotation
+from quant.kernels.hardware import is_hopper
 
 GRANULARITIES = ("block", "head", "tensor")
 

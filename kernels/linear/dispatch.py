@@ -89,9 +89,9 @@ def linear(
     if rows.stride(1) != 1 or rows.stride(0) < columns or (rows.data_ptr() | rows.stride(0) * rows.itemsize) % 16:
         rows = aligned_rows(rows)
     key = (
-        weight_format, activation, x.dtype, rows.shape, rows.is_contiguous(), x.device, codes.dtype, codes.shape, codes.device,
-        codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device, scale.is_contiguous(),
-        None if global_scale is None else (global_scale.shape, global_scale.device),
+        weight_format, activation, x.dtype, rows.shape, rows.is_contiguous(), x.device, codes.dtype, codes.shape,
+        codes.device, codes.is_contiguous(), codes.data_ptr() % 16, scale.dtype, scale.shape, scale.device,
+        scale.is_contiguous(), None if global_scale is None else (global_scale.shape, global_scale.device),
         None if bias is None else (bias.shape, bias.dtype, bias.device, bias.is_contiguous()),
         None if input_scale is None else (input_scale.shape, input_scale.dtype, input_scale.device), tables.edition,
     )  # fmt: skip

@@ -17,6 +17,7 @@ layout is for inputs in BF16; a module that gets inputs of another dtype returns
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,8 @@ from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.linear.oracle import as_stored
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
+# A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
+_arranging = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,21 +149,28 @@ class _QuantModule(nn.Module):
         codes, is_traced = self.codes, torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if type(codes) is not torch.Tensor or codes.is_meta or is_traced:
             return
-        if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
-            if codes.is_cuda:
-                reserve(codes.device)
-            weight = self.stored_weight
-            wanted = self.has_kernel_layout and is_wanted(codes.device)
-            wanted &= dtype is torch.bfloat16 or weight.format.name in WIDENED
-            if is_prepacked(weight) and not wanted:
-                self._store(restore(weight))
-                # A model that sees several dtypes does not change back and forth.
-                self._stays_stored = is_wanted(codes.device)
-            elif wanted and not (is_prepacked(weight) or self._stays_stored or _is_offloaded(self) or why_not(weight)):
-                self._store(prepack(weight))
-        self._arranged = (self.codes.device, self.codes.dtype, dtype)
+        # Weights made in inference mode would be of no use to a later backward pass.
+        with _arranging, torch.inference_mode(False):
+            if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
+                if codes.is_cuda:
+                    reserve(codes.device)
+                weight = self.stored_weight
+                wanted = self.has_kernel_layout and is_wanted(codes.device)
+                wanted &= dtype is torch.bfloat16 or weight.format.name in WIDENED
+                if is_prepacked(weight) and not wanted:
+                    self._store(restore(weight))
+                    # A model that sees several dtypes does not change back and forth.
+                    self._stays_stored = is_wanted(codes.device)
+                elif wanted and not (
+                    is_prepacked(weight) or self._stays_stored or _is_offloaded(self) or why_not(weight)
+                ):
+                    self._store(prepack(weight))
+            self._arranged = (self.codes.device, self.codes.dtype, dtype)
 
     def _store(self, weight: BlockScaledTensor) -> None:
+        if weight.codes.is_cuda:
+            # Other streams may still read the memory that is freed here, and will read what this stream has written.
+            torch.cuda.synchronize(weight.codes.device)
         self.codes, self.scale, self.global_scale = weight.codes, weight.scale, weight.global_scale
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> _QuantModule:

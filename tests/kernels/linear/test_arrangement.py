@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import io
+import time
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from quant.formats import number
 from quant.formats.format import FORMATS, Format
-from quant.formats.tensor import BlockScaledTensor, quantize
-from quant.kernels import hardware, tiles
+from quant.formats.tensor import BlockScaledTensor, _pair_table, quantize
+from quant.kernels import hardware, layout, tiles
 from quant.kernels.hardware import TARGETS, current
-from quant.kernels.layout import as_computed, is_prepacked, prepack, why_not
+from quant.kernels.layout import as_computed, is_prepacked, prepack, restore, why_not
 from quant.kernels.linear import dispatch, modules
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -209,6 +212,50 @@ def test_a_fake_forward_leaves_the_weight_alone(hopper: SimpleNamespace) -> None
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert module(torch.randn(4, IN).bfloat16()).shape == (4, OUT)
     assert type(module.codes) is torch.Tensor and module.codes.dtype is torch.uint8
+
+
+def test_a_first_forward_without_gradients_leaves_the_weight_trainable_through(hopper: SimpleNamespace) -> None:
+    """Tensors made in inference mode cannot be saved for a backward pass; an arranged weight must not be one."""
+    module, x = QuantLinear(weight_in("nvfp4")), torch.randn(3, IN).bfloat16()
+    with torch.inference_mode():
+        module(x)
+    assert is_prepacked(module.stored_weight)
+    x.requires_grad_()
+    module(x).sum().backward()
+    expected = module.dequantize(torch.bfloat16).sum(0)
+    assert x.grad is not None and torch.allclose(x.grad, expected.expand(3, -1), rtol=2**-6, atol=2**-4)
+
+
+def test_threads_see_a_whole_weight(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight first forwards at once: none reads codes of one layout with scales of the other."""
+    module, x = QuantLinear(weight_in("nvfp4")), torch.randn(3, IN).bfloat16()
+    hopper.here = False
+    expected = module(x)
+    hopper.here, module._arranged = True, None
+    store = QuantLinear._store
+
+    def slowly(self: QuantLinear, weight: BlockScaledTensor) -> None:
+        self.codes = weight.codes
+        time.sleep(0.05)
+        store(self, weight)
+
+    monkeypatch.setattr(QuantLinear, "_store", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        assert all(torch.equal(y, expected) for y in pool.map(module, [x] * 8))
+
+
+@pytest.mark.parametrize("format", ARRANGED)
+def test_a_default_device_changes_nothing(format: str) -> None:
+    """Tables of codes are on the CPU, wherever tensors are made by default when they are first used."""
+    weight = weight_in(format)
+    for table in (layout._scale_table, layout._e4m3_codes, number._values, _pair_table):
+        table.cache_clear()
+    with torch.device("meta"):
+        arranged = prepack(weight)
+        back = restore(arranged)
+    assert torch.equal(back.codes, weight.codes)
+    assert torch.equal(back.scale.view(torch.uint8), weight.scale.view(torch.uint8))
+    assert torch.equal(restore(prepack(weight)).dequantize(), weight.dequantize())
 
 
 # On a GPU
