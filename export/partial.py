@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
+from quant.recipes.json_text import json_text
 
 _JOURNAL = "journal.jsonl"
 _IN_FLIGHT = 2  # steps whose tensors wait to be written
@@ -85,7 +86,7 @@ class Partial:
         self._writing: list[Future[None]] = []
         self._bytes_per_second = 5e8
         self._hopeless = False
-        depends = json.loads(json.dumps(depends))
+        depends = json.loads(json_text(depends))
         try:
             if not self._read(depends):
                 self._append({"depends": depends})
@@ -252,7 +253,7 @@ class Partial:
 
     def _append(self, line: Mapping[str, Any]) -> None:
         with (self.path / _JOURNAL).open("ab") as file:
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json_text(line).encode() + b"\n")
 
 
 def _trim() -> None:

@@ -49,7 +49,7 @@ def run_worker(
     reading, writing = os.pipe()
     with tempfile.TemporaryFile() as prints, open(reading, encoding="utf-8") as messages:
         process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _START, json.dumps(_import_path()), str(writing)],
+            [sys.executable, "-I", "-c", _START, json.dumps(_import_path(), allow_nan=False), str(writing)],
             stdin=subprocess.PIPE,
             stdout=prints,
             stderr=prints,
