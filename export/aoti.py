@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -32,6 +30,7 @@ from torch import nn
 
 from quant.calibration.kv_cache import AttentionScales
 from quant.export.onnx_graph.decoder import Attention, Graph, attending, operand_scales
+from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import FORMATS, Format
 from quant.formats.packing import unpack
 from quant.formats.rounding import decode_power_of_two
@@ -85,9 +84,8 @@ def export_aoti(
         raise ValueError(f"{path}: no CUDA device here; a package for a GPU is made on that GPU, or pass device='cpu'")
     examples = {name: x.to(device) for name, x in inputs.items()}
     program = lowered(model.to(device), examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
-    path.parent.mkdir(parents=True, exist_ok=True)
     with (
-        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder,
+        temporary_directory(path) as folder,
         _visible({_ATTENTION: _attention}),
     ):
         try:
@@ -102,7 +100,7 @@ def export_aoti(
                 f"{path}: AOTInductor did not compile it (it needs a C++ compiler, g++ or $CXX): {text[:600]}"
             ) from error
         _check_library(Path(made), path)
-        os.replace(made, path)
+        put_file(Path(made), path)
     return path
 
 

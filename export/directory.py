@@ -1,7 +1,8 @@
 """Output directories are written whole or not at all.
 
 A directory is built under a temporary name beside its destination and renamed when everything is in it, so that a
-full disk, a crash or Ctrl-C never leaves half a checkpoint under the name a server loads.
+full disk, a crash or Ctrl-C never leaves half a checkpoint under the name a server loads. `quant.formats.atomic` says
+how.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from quant.formats.atomic import recover, replace_directory, sync_tree, temporary_directory, write_atomically
 from quant.recipes.plan import PLAN_FILE
 
 OURS = (PLAN_FILE, "receipt.json")
 """Files that mark a directory as one that Blockscale wrote, and may replace."""
-NEW, OLD, COMPLETE = "new", "old", "complete"
-"""In a working directory: the one being built, the one it replaces, and the file that says that the first is whole."""
+NEW, COMPLETE = "new", "complete"
+"""In a working directory: the checkpoint that is being built, and the file that says that it is whole.
+
+`complete` holds the inode of `new`, which tells the checkpoint from the one that it has changed places with.
+"""
 
 
 @contextmanager
@@ -36,50 +41,46 @@ def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> I
     check_destination(path, overwrite=overwrite)
     path = path.resolve()  # what a link points to is replaced, not the link
     made = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if work is None:
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    else:
-        temporary = work / NEW
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
     try:
-        yield temporary
-        temporary.chmod(0o777 & ~umask())
-        if work is None:
-            _put_in_place(temporary, path)
+        with temporary_directory(path) if work is None else _working_directory(work) as temporary:
+            yield temporary
+            temporary.chmod(0o777 & ~umask())
+            if work is None:
+                replace_directory(temporary, path)
+            else:
+                sync_tree(temporary)
+                write_atomically(work / COMPLETE, str(temporary.stat().st_ino))
+                finish_directory(work, path)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
         for parent in made:
             with suppress(OSError):  # somebody else has written there meanwhile
                 parent.rmdir()
         raise
-    if work is not None:
-        (work / COMPLETE).touch()
-        finish_directory(work, path)
+
+
+@contextmanager
+def _working_directory(work: Path) -> Iterator[Path]:
+    new = work / NEW
+    (work / COMPLETE).unlink(missing_ok=True)
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        yield new
+    except BaseException:
+        if not (work / COMPLETE).exists():
+            shutil.rmtree(new, ignore_errors=True)
+        raise
 
 
 def finish_directory(work: Path, path: Path) -> None:
     """Puts the directory that is whole in `work` under its name, if it is not there yet."""
-    if (work / NEW).exists() and (work / COMPLETE).exists():
-        if path.exists():
-            shutil.rmtree(work / OLD, ignore_errors=True)
-        _put_in_place(work / NEW, path.resolve(), work / OLD)
-
-
-def _put_in_place(new: Path, path: Path, old: Path | None = None) -> None:
-    """Renames `new` to `path`; what was there goes only when the new one stands, and comes back if it does not."""
-    if not path.exists():
-        new.rename(path)
+    new, path = work / NEW, path.resolve()
+    if not (new.exists() and (work / COMPLETE).exists()):
         return
-    old = old or Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
-    path.rename(old)
-    try:
-        new.rename(path)
-    except BaseException:
-        old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
+    inode = int((work / COMPLETE).read_text() or 0)
+    if not path.exists() or path.stat().st_ino != inode:
+        replace_directory(new, path)
+    shutil.rmtree(new, ignore_errors=True)  # what was at `path`
 
 
 def check_destination(path: Path, *, overwrite: bool) -> None:
@@ -97,6 +98,8 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     if os.path.ismount(path):
         raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
     whole = path.resolve()
+    if whole.parent.is_dir():
+        recover(whole)
     if whole in (Path.cwd(), *Path.cwd().parents):
         raise OSError(f"{path} is the current directory or above it; name a directory in it")
     _check_files(path, overwrite)

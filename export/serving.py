@@ -19,15 +19,14 @@ server has no type for FP8 tensors such as a KV cache. The schema is `model_conf
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
+from quant.formats.atomic import replace_directory, temporary_directory, write_atomically
 from quant.recipes.json_text import json_text
 
 CONFIG_FILE, RECEIPT_FILE = "config.pbtxt", "receipt.json"
@@ -89,22 +88,22 @@ def publish(
             "versions share one config.pbtxt; pass --overwrite to replace them, or choose another --out"
         )
     version = max(taken, default=0) + 1
-    repository.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{name}.", dir=repository))
-    try:
+    with temporary_directory(home) as temporary:
+        folder = temporary / str(version)
+        folder.mkdir()
         backend = built_by(receipt)
-        shutil.move(engine, temporary / ENGINE_FILES[backend])
+        shutil.move(engine, folder / ENGINE_FILES[backend])
         if backend == "tensorrt_rtx":
-            shutil.copyfile(Path(__file__).with_name("triton_model.py"), temporary / "model.py")
-        (temporary / RECEIPT_FILE).write_text(json_text(receipt, indent=1) + "\n", encoding="utf-8")
-        temporary.chmod(0o755)
-        if overwrite and home.exists():
-            shutil.rmtree(home)
-        home.mkdir(exist_ok=True)
-        (home / CONFIG_FILE).write_text(config, encoding="utf-8")
-        os.replace(temporary, home / str(version))
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "model.py")
+        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
+        folder.chmod(0o755)
+        if overwrite or not home.exists():
+            write_atomically(temporary / CONFIG_FILE, config)
+            temporary.chmod(0o755)
+            replace_directory(temporary, home)
+        else:
+            write_atomically(home / CONFIG_FILE, config)
+            replace_directory(folder, home / str(version))
     return Bundle(repository, name, version, checked)
 
 

@@ -19,8 +19,6 @@ so each quantizer is a module of that name. The ops belong to ModelOpt. The GPU 
 from __future__ import annotations
 
 import importlib
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +27,7 @@ import torch
 from torch import nn
 
 from quant.export.aoti import traced
+from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -52,10 +51,9 @@ def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]
     """
     path = Path(path)
     program = lowered_program(model, inputs)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.stem}.") as folder:
-        torch.export.save(program, Path(folder, path.name))
-        os.replace(Path(folder, path.name), path)
+    with temporary_directory(path) as folder:
+        torch.export.save(program, folder / path.name)
+        put_file(folder / path.name, path)
     return path
 
 

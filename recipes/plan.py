@@ -24,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from quant.formats.atomic import write_atomically
 from quant.formats.format import Format, get_format
 from quant.recipes.json_text import json_text
 
@@ -270,7 +271,7 @@ class Plan:
         fields = self.to_dict()
         layers = ",\n  ".join(json_text(layer, ensure_ascii=False) for layer in fields.pop("layers"))
         rest = json_text(fields, indent=1, ensure_ascii=False)
-        Path(path).write_text(f'{rest[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n', encoding="utf-8")
+        write_atomically(path, f'{rest[:-2]},\n "layers": [\n  {layers}\n ]\n}}\n')
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

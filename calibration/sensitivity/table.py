@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from quant.formats.atomic import write_atomically
 from quant.recipes.json_data import JsonData
 from quant.recipes.json_text import json_text
 
@@ -105,15 +105,3 @@ class Sensitivity(JsonData):
             return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
         except (ValueError, AttributeError, TypeError) as error:
             raise ValueError(f"{path}: not a sensitivity table: {error}") from None
-
-
-def write_atomically(path: str | Path, text: str) -> None:
-    """Writes beside `path` and renames, so that a reader sees the old file or the new one and never half of one."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)

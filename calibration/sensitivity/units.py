@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed
 
-from quant.calibration.sensitivity.table import write_atomically
+from quant.formats.atomic import write_atomically
 
 Result = dict[str, dict[str, float]]
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -40,6 +38,7 @@ from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.export import export_onnx, layer_of
 from quant.export.onnx_graph.opsets import PLUGIN
 from quant.export.onnx_graph.shapes import format_profile
+from quant.formats.atomic import put_file, temporary_directory, write_atomically
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
@@ -112,13 +111,12 @@ def export_engine(
     profiles = as_profiles(shapes)
     # Before the export, which takes longer than finding out that nothing here builds for the target.
     choose_backend(resolve_target(target), backend)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
+    with temporary_directory(out) as folder:
         if isinstance(model, nn.Module):
-            path = Path(folder) / "model.onnx"
+            path = folder / "model.onnx"
             model = export_onnx(model, path, plan=plan, shapes=profiles or None, attention=attention, **onnx_options)
         built = build_engine(
-            model, Path(folder) / out.name, target=target, shapes=profiles, backend=backend, progress=progress
+            model, folder / out.name, target=target, shapes=profiles, backend=backend, progress=progress
         )
         findings = audit_built(built, plan, attention)
         problems = failures(findings)
@@ -128,10 +126,8 @@ def export_engine(
         receipt = _receipt(built, out, findings, problems, layers, plan)
         receipt["codes_found"] = [name for name, found in held.items() if found]
         receipt["codes_not_found"] = [name for name, found in held.items() if not found]
-        text = json_text(receipt, indent=1) + "\n"
-        (Path(folder) / "receipt.json").write_text(text, encoding="utf-8")
-        os.replace(built.path, out)
-        os.replace(Path(folder) / "receipt.json", receipt_path(out))
+        put_file(built.path, out)
+        write_atomically(receipt_path(out), json_text(receipt, indent=1) + "\n")
     return receipt
 
 
@@ -158,9 +154,8 @@ def build_engine(
     attends = {layer_of(node) for node in model.graph.node if node.op_type in ATTENTION}
     layers = list(dict.fromkeys(name for name in map(layer_of, model.graph.node) if name and name not in attends))
     attention_nodes = label_nodes(model)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
-        graph, engine = Path(folder) / "graph.onnx", Path(folder) / "engine"
+    with temporary_directory(out) as folder:
+        graph, engine = folder / "graph.onnx", folder / "engine"
         graph.write_bytes(model.SerializeToString())
         request = {
             "backend": chosen.module,
@@ -174,9 +169,9 @@ def build_engine(
         }
         del model
         started = time.perf_counter()
-        built, warnings = run_worker(request, onnx_path, progress, worker_environment(request, Path(folder)))
+        built, warnings = run_worker(request, onnx_path, progress, worker_environment(request, folder))
         seconds = time.perf_counter() - started
-        os.replace(engine, out)
+        put_file(engine, out)
     return Built(
         path=out,
         warnings=warnings,

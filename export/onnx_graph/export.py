@@ -16,10 +16,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import logging
-import os
 import re
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -46,6 +43,7 @@ from quant.export.onnx_graph.decoder import (
 from quant.export.onnx_graph.ops import translations
 from quant.export.onnx_graph.opsets import OPSET
 from quant.export.onnx_graph.shapes import Input, parse_profile
+from quant.formats.atomic import put_file, temporary_directory
 from quant.kernels.linear.modules import restore_layout
 from quant.recipes.plan import Plan
 
@@ -326,17 +324,13 @@ def _save(model: Any, path: Path) -> Path:
     import onnx_ir as ir
 
     size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
+    with temporary_directory(path) as temporary:
         external = f"{path.name}.data" if size > EXTERNAL_BYTES else None
         ir.save(model, temporary / path.name, external_data=external)
         for file in sorted(temporary.iterdir(), reverse=True):
-            os.replace(file, path.parent / file.name)
+            put_file(file, path.parent / file.name)
         if external is None:
             (path.parent / f"{path.name}.data").unlink(missing_ok=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return path
 
 

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from quant.formats.atomic import write_atomically
 from quant.formats.format import Format
 from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
@@ -99,11 +100,8 @@ def store(gpu: Hardware, entries: dict[str, Timing]) -> Path:
     path = cache_file(gpu.name)
     known = json.loads(path.read_text())["entries"] if path.exists() else {}
     known.update({name: to_entry(timing) for name, timing in entries.items()})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.tmp")
     table = {"gpu": gpu.name, "entries": known}
-    partial.write_text(json.dumps(table, indent=1, sort_keys=True, allow_nan=False) + "\n")
-    partial.replace(path)
+    write_atomically(path, json.dumps(table, indent=1, sort_keys=True, allow_nan=False) + "\n")
     _table.cache_clear()
     global edition
     edition += 1

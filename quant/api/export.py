@@ -14,7 +14,6 @@ is written and compared.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -39,6 +38,7 @@ from quant.export.onnx_graph.verify import check_file, verify, worst_layer
 from quant.export.serving import RECEIPT_FILE, publish
 from quant.export.serving_guide import SERVE_FILE, serving_text
 from quant.export.torch_tensorrt import lower
+from quant.formats.atomic import temporary_directory, write_atomically
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -105,16 +105,15 @@ def export_onnx_files(job: Job) -> dict[str, Any]:
         receipt = next(iter(receipts.values()))
         if job.plan is not None:
             job.plan.save(folder / PLAN_FILE)
-        (folder / RECEIPT_FILE).write_text(json_text(receipt, indent=1) + "\n", encoding="utf-8")
+        write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
         files = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
     return {"out": str(job.out), "files": files, **receipt}
 
 
 def export_tensorrt(job: Job) -> dict[str, Any]:
     """`--to tensorrt` writes an engine and its receipt."""
-    job.out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
-        return _engine(job, Path(folder) / "model.onnx", job.out)
+    with temporary_directory(job.out) as folder:
+        return _engine(job, folder / "model.onnx", job.out)
 
 
 def _engine(job: Job, path: Path, out: Path) -> dict[str, Any]:
@@ -165,14 +164,13 @@ def export_triton_server(job: Job) -> dict[str, Any]:
         raise UserError(
             "the plugin is unknown to a Triton server, which would have to load it first; pass --attention native"
         )
-    job.out.parent.mkdir(parents=True, exist_ok=True)
     name = job.directory.resolve().name
-    with tempfile.TemporaryDirectory(prefix=f".{job.out.name}.", dir=job.out.parent) as folder:
-        path, engine = Path(folder) / "model.onnx", Path(folder) / "engine"
+    with temporary_directory(job.out) as folder:
+        path, engine = folder / "model.onnx", folder / "engine"
         receipt = _engine(job, path, engine)
         bundle = publish(engine, receipt, path, job.out, name=name, overwrite=job.overwrite)
     guide = serving_text(job.directory, job.plan, bundle, receipt, text=is_decoder(job.model))
-    (job.out / SERVE_FILE).write_text(guide, encoding="utf-8")
+    write_atomically(job.out / SERVE_FILE, guide)
     version = job.out / name / str(bundle.version)
     files = [job.out / name / "config.pbtxt", *sorted(version.iterdir()), job.out / SERVE_FILE]
     return {

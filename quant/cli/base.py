@@ -1,11 +1,14 @@
 """This file holds what all commands share: how they fail, and the options that most of them take.
 
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2; `--debug`
-shows its traceback. A warning of this package is one line too.
+shows its traceback. A warning of this package is one line too. Ctrl-C and SIGTERM end a command in the same way: what
+it had begun to write is removed, a line says what stands, and the exit code is 128 and the signal's number.
 """
 
 from __future__ import annotations
 
+import signal
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -77,9 +80,16 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         debug = ctx.params.pop("debug")
+        out = ctx.params.get("out")
+        before = _identity(out)
         try:
-            with _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
+            with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
                 return super().invoke(ctx)
+        except KeyboardInterrupt as signalled:
+            number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
+            written = f"after {out} was written" if _identity(out) != before else "before anything was written"
+            click.echo(f"error: stopped by {number.name} {printable(written)}", err=True)
+            ctx.exit(128 + number)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             memory = _is_out_of_memory(error)
             if debug or (isinstance(error, RuntimeError) and not memory):
@@ -95,6 +105,37 @@ class Toolbox(click.Group):
     """A group of such commands."""
 
     command_class = Command
+
+
+class Terminated(KeyboardInterrupt):
+    """The process got SIGTERM. It ends like Ctrl-C, so that everything which cleans up after that does."""
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _identity(out: Any) -> tuple[int, int] | None:
+    """What changes when a command puts its result at `out`; None while nothing is there."""
+    try:
+        status = Path(out).stat()
+    except (OSError, TypeError):
+        return None
+    return status.st_ino, status.st_mtime_ns
 
 
 @contextmanager

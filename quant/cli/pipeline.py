@@ -29,6 +29,7 @@ from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
 from quant.extras import versions
+from quant.formats.atomic import write_atomically
 from quant.layer_result import LayerResult
 from quant.models.files import copy_along
 from quant.models.open import Source, open_model
@@ -307,4 +308,4 @@ def _finish_directory(source: Source, report: Report, plan: Plan, directory: Pat
     report.bytes_after = sum((directory / name).stat().st_size for name in hashes)
     report.peak_rss_bytes = peak_rss()
     report.save(directory / "report.json")
-    (directory / "report.html").write_text(render_html(report, plan), encoding="utf-8")
+    write_atomically(directory / "report.html", render_html(report, plan))

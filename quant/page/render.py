@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quant.calibration.sensitivity.table import write_atomically
 from quant.errors import UserError, counted, megabytes
+from quant.formats.atomic import write_atomically
 from quant.layer_result import LayerResult
 from quant.page.charts import budget_text, format_colours, number, sections
 from quant.page.report import Receipt, Report

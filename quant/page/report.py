@@ -18,6 +18,7 @@ from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
 from quant.evaluation import Evaluation
+from quant.formats.atomic import write_atomically
 from quant.layer_result import LayerResult
 from quant.recipes.json_data import JsonData
 from quant.recipes.json_text import json_text
@@ -165,7 +166,7 @@ class Report(JsonData):
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
-        Path(path).write_text(json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        write_atomically(path, json_text(self.to_dict(), indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Report:

@@ -23,6 +23,7 @@ from quant.export.checkpoint_reader import TensorFiles, join_rows, layer_tensor_
 from quant.export.compressed_tensors import compress, quantization_config
 from quant.export.directory import check_destination, new_directory
 from quant.export.names import StoredNames
+from quant.formats import atomic
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -99,6 +100,7 @@ def test_what_was_there_comes_back_if_the_new_cannot_be_put_there(
             raise OSError(errno.EIO, "Input/output error")
         return rename(self, to)
 
+    monkeypatch.setattr(atomic, "_exchange", lambda new, path: False)
     monkeypatch.setattr(Path, "rename", refuse)
     with pytest.raises(OSError, match="Input/output"), new_directory(target, overwrite=True) as directory:
         (directory / "new").write_text("new")
