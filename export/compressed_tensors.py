@@ -25,6 +25,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_target
 
 VERSION = "0.19.0"  # of the layout: the compressed-tensors release whose output this reproduces
 
@@ -210,18 +211,13 @@ def _transform_config(plan: Plan, names: StoredNames) -> dict[str, Any]:
 def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None) -> list[str]:
     """One sentence for each feature of a checkpoint of `plan`, a model in `dtype`, that other runtimes do not support.
 
-    Input scales and low-rank branches have no place in the layout. Rotations have one, `transform_config`, which
-    compressed-tensors applies and runtimes may ignore, as transformers up to 5.23 does. The same transformers silently
+    Input scales and low-rank branches have no place in the layout; for rotations see `rotation_warnings`. vLLM, which
+    the layout is for, stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers up to 5.23 silently
     drops the global scale of fused experts in NVFP4, and fails on MXFP8 and INT8 ones.
     """
     kinds = (
         ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.parts.pre_scale]),
         ("a 16-bit low-rank branch", "have no place for it", [m.name for m in plan.quantized if m.parts.rank]),
-        (
-            "a Hadamard rotation of the input",
-            "must apply transform_config, which transformers does not",
-            [m.name for m in plan.quantized if m.parts.hadamard],
-        ),
     )
     warnings = [
         f"{_counted(names)} {what} at run time: load the checkpoint with quant.load; other runtimes {problem}, and "
@@ -229,6 +225,20 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
         for what, problem, names in kinds
         if names
     ]
+    warnings += rotation_warnings(plan)
+    vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
+    by_formats: dict[str, list[LayerPlan]] = {}
+    for layer in plan.quantized:
+        by_formats.setdefault(layer.formats, []).append(layer)
+    for formats, layers in by_formats.items():
+        who = _counted([layer.name for layer in layers])
+        if refusal := vllm.why_not(layers[0]):
+            warnings.append(f"{who} quant.load or transformers: vLLM 0.26 does not load {formats}: {refusal}")
+        if layers[0].formats in trtllm.misread:
+            warnings.append(
+                f"{who} another runtime than TensorRT-LLM, which would give wrong output for {formats}: "
+                f"{trtllm.misread[formats]}"
+            )
     tables = [m.name for m in plan.quantized if m.kind == "embedding"]
     if tables:
         warnings.append(f"{_counted(tables)} quant.load: other runtimes take embeddings in 16 bit only")
@@ -253,6 +263,19 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             f"for quantized ones where other layers are in {others[0]}, and stops"
         )
     return warnings
+
+
+def rotation_warnings(plan: Plan) -> list[str]:
+    """One sentence if inputs are rotated at run time: `transform_config` says so, and other runtimes fail at it."""
+    rotated = [layer.name for layer in plan.quantized if layer.parts.hadamard]
+    if not rotated:
+        return []
+    return [
+        f"{_counted(rotated)} a Hadamard rotation of the input at run time: load the checkpoint with quant.load; "
+        "transformers ignores transform_config, and vLLM 0.26 decodes wrongly with it (the first token is right, then "
+        "one token repeats). The solver rotation:merge leaves nothing to do at run time: it rotates where the modules "
+        "around absorb the rotation"
+    ]
 
 
 def _is_plain(format: Format) -> bool:

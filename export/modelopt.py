@@ -28,6 +28,7 @@ from quant.export.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_target
 
 CONFIG_FILE = "hf_quant_config.json"
 # vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
@@ -80,6 +81,20 @@ def check_plan(plan: Plan) -> None:
                 f"{layer.name}: ModelOpt's layout has no place for {part} beside {layer.weight}; quantize the model "
                 "again without it, or deploy the compressed-tensors checkpoint"
             )
+
+
+def runtime_warnings(plan: Plan) -> list[str]:
+    """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout."""
+    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
+    found: dict[str, list[str]] = {}
+    for layer in plan.quantized:
+        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in ("linear", "experts") else ():
+            found.setdefault(problem, []).append(layer.name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {problem}; deploy the compressed-tensors "
+        "checkpoint in vLLM 0.26"
+        for problem, names in found.items()
+    ]
 
 
 def _algorithm(layer: LayerPlan) -> str:

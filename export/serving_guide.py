@@ -12,11 +12,10 @@ from typing import Any
 
 from quant.export.compressed_tensors import runtime_warnings
 from quant.export.serving import Bundle, built_by
-from quant.recipes.plan import Plan
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_target
 
 SERVE_FILE = "serve.md"
-# What TensorRT-LLM reads of compressed-tensors, by weights and inputs (its quant_config_utils.py, August 2026).
-_TRTLLM = {("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"), ("nvfp4", "nvfp4"), ("mxfp4", None)}
 
 
 def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
@@ -40,7 +39,7 @@ def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
     warnings = "".join(f"\nWarning: {line}.\n" for line in (runtime_warnings(plan) if plan else ()))
     return f"""## vLLM
 
-It reads the checkpoint as it is (compressed-tensors).
+It reads the checkpoint as it is (compressed-tensors). {_said_of("vllm", plan)}
 {warnings}
     vllm serve {directory} --served-model-name {name}{cache}
     curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
@@ -49,23 +48,35 @@ It reads the checkpoint as it is (compressed-tensors).
 
 
 def _trtllm(directory: Path, plan: Plan | None) -> str:
-    used = {
-        (layer.weight.name, layer.activation.name if layer.activation else None)
-        for layer in (plan.quantized if plan else ())
-        if layer.weight is not None
-    }
-    unread = [weight + (f" with {inputs} inputs" if inputs else " weights alone") for weight, inputs in used - _TRTLLM]
-    if unread:
-        body = f"""It does not read {", ".join(sorted(unread))} from such a checkpoint. It reads nvfp4, fp8_channel with
-fp8_token inputs, fp8_block with fp8_group inputs, and mxfp4 weights alone. FP8 with static inputs and mixtures with
-it are for ModelOpt's layout, which `quant export {directory} --to modelopt` writes.
+    target = get_target("tensorrt-llm-compressed-tensors")
+    if any(target.pair(layer.weight, layer.activation) is None for layer in _quantized(plan)):
+        body = f"""It does not read this checkpoint. {_said_of(target.name, plan)} It reads
+{", ".join(map(str, target.pairs))}. FP8 with static inputs, MXFP8 and mixtures with them are for ModelOpt's layout,
+which `quant export {directory} --to modelopt` writes.
 """
     else:
-        body = f"""Its PyTorch backend reads the checkpoint as it is.
+        body = f"""Its PyTorch backend reads the checkpoint as it is. {_said_of(target.name, plan)}
 
     trtllm-serve serve {directory} --backend pytorch --host 0.0.0.0 --port 8000
 """
     return f"## TensorRT-LLM\n\n{body}"
+
+
+def _quantized(plan: Plan | None) -> tuple[LayerPlan, ...]:
+    return plan.quantized if plan is not None else ()
+
+
+def _said_of(name: str, plan: Plan | None) -> str:
+    """What the runtime `name` does with each pair of formats in the plan, one sentence each."""
+    target = get_target(name)
+    said = []
+    for layer in _quantized(plan):
+        pair = target.pair(layer.weight, layer.activation)
+        if pair is None:
+            said.append(f"{layer.formats}: {target.why_not(layer) or 'not in its table'}.")
+        else:
+            said.append(f"{pair}: {pair.runs}{f', {pair.note}' if pair.note else ''}.")
+    return " ".join([*dict.fromkeys(said), f"From: {target.source}."])
 
 
 def _triton(bundle: Bundle, receipt: Mapping[str, Any]) -> str:

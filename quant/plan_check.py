@@ -183,9 +183,11 @@ def _check_groups(plan: Plan) -> list[Problem]:
 def _check_target(plan: Plan, target: Target) -> list[Problem]:
     found: list[Problem] = []
     followed = _check_fused(plan, target, found)
+    mixed = len({layer.formats for layer in plan.quantized}) > 1
     for layer in plan.quantized:
         remedy = "plan edit --set 'LAYER=FORMAT@INPUT', or another target"
-        found += [Problem(layer.name, what, remedy) for what in target.problems(layer, merged=layer.name in followed)]
+        whats = target.problems(layer, merged=layer.name in followed, mixed=mixed)
+        found += [Problem(layer.name, what, remedy) for what in whats]
     if problem := target.kv_cache_problem(plan.kv_cache):
         found.append(Problem("plan", problem, "plan edit --kv-cache keep"))
     return found

@@ -7,12 +7,14 @@ A target is a table of pairs: weight format and input format that its loader acc
 
 Everything that is not in the table is refused: a pair that nobody has seen work is worth less than an error. The
 tables are read off the runtimes' own loaders, or off engines that were built and inspected; `Target.source` says
-which. Where a pair depends on the GPU, the note names the first architecture that runs it natively.
+which, and `Pair.source` where in it. vLLM 0.26's were also run, on an H100. Where a pair depends on the GPU, the note
+names the first architecture that runs it natively.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from quant.formats.format import Format
 from quant.recipes.plan import LayerPlan
@@ -31,6 +33,9 @@ class Pair:
         note: on what hardware, or for what.
         kinds: kinds of layer that it is accepted for.
         merged_rows: where matrices are merged into one, `out` of each but the last must be a multiple of this.
+        rows: `out` of every matrix must be a multiple of this.
+        mixes: whether other layers may have other formats.
+        source: the place in the runtime's source that accepts it; empty for the target's own.
     """
 
     weight: str
@@ -39,9 +44,16 @@ class Pair:
     note: str = ""
     kinds: tuple[str, ...] = ("linear", "experts")
     merged_rows: int = 1
+    rows: int = 1
+    mixes: bool = True
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.weight}@{self.activation or '16bit'}"
+        return _name(self.weight, self.activation)
+
+
+def _name(weight: object, activation: object) -> str:
+    return f"{weight}@{activation or '16bit'}"
 
 
 @dataclass(frozen=True)
@@ -56,6 +68,8 @@ class Target:
         fused: names of sibling layers that it merges into one matmul, whose formats must agree.
         parts: what may stand beside a weight at run time: of "pre_scale", "hadamard", "rank".
         source: where the table comes from.
+        refused: why it stops at a pair or a weight format, by name, and where in its source.
+        misread: what it takes a pair for without a word, by name, and where in its source.
     """
 
     name: str
@@ -65,26 +79,43 @@ class Target:
     fused: tuple[tuple[str, ...], ...] = ()
     parts: tuple[str, ...] = ()
     source: str = ""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    misread: Mapping[str, str] = field(default_factory=dict)
 
     def pair(self, weight: Format, activation: Format | None) -> Pair | None:
         """The entry for two formats, if the runtime accepts them together."""
         names = (weight.name, activation.name if activation else None)
         return next((pair for pair in self.pairs if (pair.weight, pair.activation) == names), None)
 
-    def problems(self, layer: LayerPlan, *, merged: bool = False) -> list[str]:
+    def why_not(self, layer: LayerPlan) -> str | None:
+        """Why the runtime is known to stop at a layer's formats, or to take them for others; None if it is not."""
+        known = {**self.refused, **self.misread}
+        return known.get(_name(layer.weight, layer.activation)) or known.get(str(layer.weight))
+
+    def problems(self, layer: LayerPlan, *, merged: bool = False, mixed: bool = False) -> list[str]:
         """Why the runtime cannot run `layer` as planned, one clause each; none if it can.
 
         Args:
             layer: one entry of a plan.
             merged: whether the rows of another weight follow its own in one merged matrix.
+            mixed: whether other layers have other formats.
         """
         if layer.weight is None:
             return []
         pair = self.pair(layer.weight, layer.activation)
         if pair is None:
-            return [self._no_pair(layer.weight, layer.activation)]
+            why = self.why_not(layer)
+            name = _name(layer.weight, layer.activation)
+            return [f"{self.name} cannot run {name}: {why}" if why else self._no_pair(layer.weight, layer.activation)]
         found = []
         rows = layer.shape[-2]
+        if mixed and not pair.mixes:
+            found.append(
+                f"{self.name} does not know {pair} where other layers have other formats, and takes it for 16 bit "
+                f"without a word ({pair.source or self.source})"
+            )
+        if rows % pair.rows:
+            found.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} wants of {pair}")
         if merged and rows % pair.merged_rows:
             found.append(f"out = {rows} is not a multiple of {pair.merged_rows}, which {self.name} merges {pair} by")
         if layer.kind not in pair.kinds:
@@ -119,13 +150,20 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj
 
 _LINEAR = ("linear",)
 _EXPERTS = ("experts",)
+# Lists of kernel classes by format in vLLM 0.26, below vllm/model_executor/kernels/linear/__init__.py.
+_VLLM = "model_executor/kernels/linear/__init__.py, _POSSIBLE_{}_KERNELS".format
 _FP8 = (
-    Pair("fp8", "fp8", note="from SM89"),
-    Pair("fp8", "fp8_token", note="from SM89"),
-    Pair("fp8_channel", "fp8_token", note="from SM89"),
-    Pair("fp8_channel", "fp8", note="from SM89"),
-    Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128),
+    Pair("fp8", "fp8", note="from SM89", source=_VLLM("FP8")),
+    Pair("fp8", "fp8_token", note="from SM89", source=_VLLM("FP8")),
+    Pair("fp8_channel", "fp8_token", note="from SM89", source=_VLLM("FP8")),
+    Pair("fp8_channel", "fp8", note="from SM89", source=_VLLM("FP8")),
+    Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128, source=_VLLM("FP8_BLOCK")),
 )
+_HOPPER = "from SM100; on Hopper inputs stay in 16 bit (Marlin)"
+_QUANT_ALGOS = "model_executor/layers/quantization/modelopt.py, QUANT_ALGOS"
+_MIXED = "model_executor/layers/quantization/modelopt.py, ModelOptMixedPrecisionConfig"
+_SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"
+_TRTLLM = "tensorrt_llm/models/quant_config_utils.py"
 _RTX = (
     Pair("fp8", "fp8", kinds=_LINEAR),
     Pair("fp8_channel", "fp8", note="one more Mul a layer", kinds=_LINEAR),
@@ -143,33 +181,52 @@ _ROUNDED = "inputs are rounded as planned"
 _ALL = (
     Target(
         "vllm",
-        "vLLM, from the compressed-tensors checkpoint",
+        "vLLM 0.26, from the compressed-tensors checkpoint",
         (
-            Pair("nvfp4", "nvfp4", note="from SM100; older GPUs run it with 16-bit inputs"),
-            Pair("nvfp4", None, STORAGE),
-            Pair("mxfp4", "mxfp4", note="some releases and GPUs leave inputs in 16 bit"),
-            Pair("mxfp4", None, STORAGE, "some releases and GPUs round inputs too"),
-            Pair("mxfp8", "mxfp8", note="from SM100; older GPUs run it with 16-bit inputs"),
+            Pair("nvfp4", "nvfp4", note=_HOPPER, source=_VLLM("NVFP4")),
+            Pair("nvfp4", None, STORAGE, source=_VLLM("NVFP4")),
+            Pair("mxfp4", "mxfp4", note=_HOPPER, source=_VLLM("MXFP4")),
+            Pair("mxfp4", None, STORAGE, "on Blackwell some releases round inputs too", source=_VLLM("MXFP4")),
+            Pair("mxfp8", "mxfp8", note=_HOPPER, source=_VLLM("MXFP8")),
             *_FP8,
-            Pair("fp8", None, STORAGE, kinds=_LINEAR),
-            Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
-            Pair("fp8_block", None, STORAGE, kinds=_LINEAR, merged_rows=128),
-            Pair("int8", "int8_token", note="from SM75"),
-            Pair("int4", None, STORAGE),
+            *(
+                Pair(weight, None, STORAGE, "the package humming runs it", _LINEAR, merged, source=_VLLM("WFP8A16"))
+                for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
+            ),
+            Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS there"),
+            Pair("int4", None, STORAGE, source="_POSSIBLE_KERNELS there"),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source="vllm, model_executor/layers/quantization/compressed_tensors and utils/fp8_utils.py",
+        source="vllm 0.26.0, run on an H100; for Blackwell, read in model_executor/kernels/linear",
+        refused={
+            "mxfp6": "Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)"
+        },
+    ),
+    Target(
+        "vllm-modelopt",
+        "vLLM 0.26, from the ModelOpt checkpoint",
+        (
+            Pair("nvfp4", "nvfp4", note=_HOPPER, source=_QUANT_ALGOS),
+            Pair("nvfp4", None, STORAGE, source=_QUANT_ALGOS),
+            Pair("mxfp8", "mxfp8", note=_HOPPER, source=_QUANT_ALGOS),
+            Pair("fp8", "fp8", note="from SM89", source=_QUANT_ALGOS),
+            Pair("fp8_channel", "fp8_token", note="from SM89", kinds=_LINEAR, mixes=False, source=_MIXED),
+            Pair("fp8_block", "fp8_group", note="from SM89", kinds=_LINEAR, rows=128, mixes=False, source=_MIXED),
+        ),
+        kv_cache=("fp8",),
+        fused=_FUSED,
+        source="vllm 0.26.0, run on an H100",
+        refused={"mxfp4": f"mxfp4 is not a known algorithm ({_QUANT_ALGOS})"},
     ),
     Target(
         "sglang",
-        "SGLang, from the compressed-tensors checkpoint",
+        "SGLang 0.5.23, from the compressed-tensors checkpoint",
         (
             Pair("nvfp4", "nvfp4", note="from SM100"),
             Pair("nvfp4", None, STORAGE),
-            Pair("mxfp4", None, STORAGE),
-            Pair("mxfp8", "mxfp8", note="from SM100", kinds=_LINEAR),
-            *_FP8,
+            Pair("mxfp4", None, STORAGE, kinds=_EXPERTS),
+            *(replace(pair, source="") for pair in _FP8),
             Pair("fp8", None, STORAGE, kinds=_LINEAR),
             Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
             Pair("int8", "int8_token", note="from SM75"),
@@ -177,7 +234,11 @@ _ALL = (
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source="sglang, srt/layers/quantization/compressed_tensors and fp8_utils.py",
+        source=f"sglang 0.5.23, {_SGLANG}; read, not run",
+        refused={
+            "mxfp4@mxfp4": f"it has no scheme for it ({_SGLANG})",
+            "mxfp8": f"it has no scheme for it ({_SGLANG})",
+        },
     ),
     Target(
         "tensorrt-llm",
@@ -196,7 +257,28 @@ _ALL = (
         kv_cache=("fp8", "nvfp4"),
         fused=_FUSED,
         parts=("pre_scale",),
-        source="TensorRT-LLM, tensorrt_llm/quantization/mode.py (QuantAlgo) and features/quantization.html",
+        source="TensorRT-LLM, tensorrt_llm/quantization/mode.py (QuantAlgo) and features/quantization.html; not run",
+    ),
+    Target(
+        "tensorrt-llm-compressed-tensors",
+        "TensorRT-LLM, PyTorch backend, from the compressed-tensors checkpoint",
+        (
+            Pair("nvfp4", "nvfp4", note="NVFP4, from SM100"),
+            Pair("fp8_channel", "fp8_token", note="FP8_PER_CHANNEL_PER_TOKEN"),
+            Pair("fp8_block", "fp8_group", note="FP8_BLOCK_SCALES"),
+            Pair("mxfp4", "mxfp4", STORAGE, "read as W4A16_MXFP4: inputs stay in 16 bit"),
+            Pair("mxfp4", None, STORAGE, "W4A16_MXFP4"),
+        ),
+        kv_cache=("fp8",),
+        fused=_FUSED,
+        source=f"TensorRT-LLM of August 2026, {_TRTLLM}; read, not run",
+        refused={
+            "fp8@fp8": f"Unsupported weights_quant_strategy: tensor ({_TRTLLM})",
+            "mxfp8": f"Unsupported weights_quant_strategy: group ({_TRTLLM})",
+            "nvfp4@16bit": f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
+            "int4": f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
+        },
+        misread={"int8@int8_token": f"it looks at num_bits and not at type, and takes the codes for FP8 ({_TRTLLM})"},
     ),
     Target(
         "transformers",

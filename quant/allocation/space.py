@@ -78,8 +78,9 @@ class Space:
         chosen = {layer.name for plan in plans.values() for layer in plan.quantized}
         groups = groups_of([layer for layer in base.layers if layer.name in chosen])
         by_name = {c.name: c for c in candidates}
+        mixed = len(plans) > 1
         allowed = {
-            group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes) for m in members)]
+            group: [c for c in candidates if all(_fits(c, m, plans.get(c.name), runtimes, mixed) for m in members)]
             for group, members in groups.items()
         }
         for runtime in runtimes:
@@ -242,10 +243,10 @@ def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recip
     return Recipe(candidate.name, candidate.weight.name, activation, solver, kv_cache=kv_cache or KEEP)
 
 
-def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target]) -> bool:
+def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
     """Whether a layer can take a candidate: its recipe's plan quantizes the layer, and every runtime has the result."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
-    return planned and not any(runtime.problems(candidate.applied(layer)) for runtime in runtimes)
+    return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
 
 
 def _bytes_read(fixed: Sequence[LayerPlan]) -> int:

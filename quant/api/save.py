@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
+    for message in layout.rotation_warnings(plan):
+        warnings.warn(message, stacklevel=2)
     return write_model(
         model, plan, directory, stored_names(model), tokenizer=tokenizer, overwrite=overwrite, finish=finish
     )

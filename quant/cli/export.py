@@ -83,8 +83,9 @@ def export_command(
     Every layer of the exported file is compared with PyTorch, and a file that differs is not written. The result is
     added to the report of DIRECTORY.
 
-    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; --to compressed-tensors
-    converts a checkpoint of ModelOpt.
+    --to modelopt writes the same codes and scales in ModelOpt's layout, for TensorRT-LLM; vLLM 0.26 refuses mxfp4 and
+    ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
+    checkpoint of ModelOpt.
     """
     from quant.api.export import EXPORTERS, Job, check_request
     from quant.api.load import describe, is_checkpoint, load, outline

@@ -228,8 +228,14 @@ def _print_targets() -> None:
     out = page()
     for target in TARGETS.values():
         title = f"{target.name}: {target.description}"
-        listed = table("weight", "input", "runs", "layers", "note", title=title, min_width=60)
+        listed = table("weight", "input", "runs", "layers", "note", "from", title=title, min_width=60)
         for pair in target.pairs:
-            listed.add_row(pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
+            listed.add_row(
+                pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note, pair.source
+            )
         out.print(listed)
+        for formats, why in target.refused.items():
+            out.print(f"refused: {formats}: {why}")
+        for formats, why in target.misread.items():
+            out.print(f"misread without a word: {formats}: {why}")
         out.print(f"KV cache: {', '.join((*target.kv_cache, '16 bit'))}. From: {target.source}\n")

@@ -40,6 +40,7 @@ COMPRESSED = ["FP8", "FP8_BLOCK", "FP8_DYNAMIC", "MXFP4", "MXFP8", "NVFP4", "NVF
 PRESETS = {"nvfp4": "nvfp4", "w4a16": "nvfp4a16", "fp8": "fp8", "fp8pcpt": "fp8_channel", "mxfp8": "mxfp8"}
 # Warnings are errors here.
 ROUNDED = pytest.mark.filterwarnings("ignore:.*in float32, for bfloat16 would round them")
+REFUSED = pytest.mark.filterwarnings("ignore:.*deploy the compressed-tensors checkpoint in vLLM")
 IDS = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -102,6 +103,7 @@ def test_the_whole_path_reproduces_the_golden_checkpoint(
 
 
 @ROUNDED
+@REFUSED
 @pytest.mark.parametrize(
     ("layout", "golden"),
     [*(("modelopt", name) for name in MODELOPT), *(("compressed_tensors", name) for name in COMPRESSED)],

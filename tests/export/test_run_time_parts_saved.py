@@ -13,7 +13,7 @@ from torch import nn
 import quant
 from quant.export.checkpoint import plan_of_model
 from quant.export.compressed_tensors import quantization_config, runtime_warnings
-from quant.formats.format import get_format
+from quant.formats.format import FORMATS, get_format
 from quant.formats.tensor import quantize
 from quant.install import install_weight
 from quant.kernels.hadamard import hadamard_transform
@@ -103,7 +103,29 @@ def test_other_runtimes_are_warned_of() -> None:
         (warning,) = runtime_warnings(plans[chosen])
         assert warning.startswith(f"{plans[chosen].quantized[0].name} needs {'an' if word[0] == 'i' else 'a'}")
         assert word in warning and "quant.load" in warning
+        assert ("vLLM 0.26 decodes wrongly" in warning and "rotation:merge" in warning) == (chosen == "hadamard")
     assert runtime_warnings(plan_of_model(*_quantized(RunTimeParts()))) == []
+
+
+def test_saving_a_rotated_model_warns_of_vllm(tmp_path: Path) -> None:
+    model, plan = _quantized(_parts("hadamard"))
+    with pytest.warns(UserWarning, match="vLLM 0.26 decodes wrongly.*rotation:merge"):
+        quant.save(model, plan_of_model(model, plan), tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "said"),
+    [
+        ("mxfp6", None, "vLLM 0.26 does not load mxfp6: Only num_bits in (8)"),
+        ("int8", "int8_token", "for FP8"),
+        ("nvfp4", None, ""),
+    ],
+)
+def test_what_servers_refuse_or_misread_is_warned_of(weight: str, activation: str | None, said: str) -> None:
+    inputs = FORMATS[activation] if activation else None
+    layers = tuple(LayerPlan(name, "linear", (OUT, IN), FORMATS[weight], inputs) for name in "ab")
+    warnings = runtime_warnings(Plan(layers))
+    assert len(warnings) == bool(said) and all(said in line and "2 layers, a first" in line for line in warnings)
 
 
 def test_what_transformers_makes_of_fused_experts_is_warned_of() -> None:

@@ -107,9 +107,19 @@ def test_refusing_names_every_problem_and_every_place() -> None:
         ("vllm", "nvfp4", "nvfp4", True),
         ("vllm", "nvfp4", "fp8", False),  # vLLM raises: NVFP4 weights take NVFP4 inputs, or none
         ("vllm", "mxfp6", None, False),
+        ("vllm-modelopt", "mxfp4", "mxfp4", False),
+        ("vllm-modelopt", "mxfp8", "mxfp8", True),
         ("vllm", "mxfp8", None, False),  # it would quantize the inputs all the same
         ("vllm", "fp8", "fp8_token", True),
         ("sglang", "fp8_block", None, False),
+        ("sglang", "mxfp8", "mxfp8", False),
+        ("sglang", "mxfp4", None, False),
+        ("tensorrt-llm-compressed-tensors", "fp8", "fp8", False),
+        ("tensorrt-llm-compressed-tensors", "mxfp8", "mxfp8", False),
+        ("tensorrt-llm-compressed-tensors", "int8", "int8_token", False),  # it would take the codes for FP8
+        ("tensorrt-llm-compressed-tensors", "nvfp4", None, False),
+        ("tensorrt-llm-compressed-tensors", "int4", None, False),
+        ("tensorrt-llm-compressed-tensors", "mxfp4", "mxfp4", True),
         ("tensorrt-llm", "nvfp4", None, False),
         ("tensorrt-llm", "fp8", "fp8", True),
         ("transformers", "mxfp6", None, True),
@@ -132,12 +142,17 @@ def test_target_tables_are_sound() -> None:
         keys = [(pair.weight, pair.activation) for pair in target.pairs]
         assert len(set(keys)) == len(keys), target.name
         assert target.source and target.description
+        for formats, why in {**target.refused, **target.misread}.items():
+            weight, _, activation = formats.partition("@")
+            assert weight in FORMATS and (activation or "16bit") in (*FORMATS, "16bit") and "(" in why
+            taken = {key for pair in target.pairs for key in (str(pair), pair.weight)}
+            assert formats not in taken, f"{target.name} takes and refuses {formats}"
         for pair in target.pairs:
             assert pair.weight in FORMATS and (pair.activation is None or pair.activation in FORMATS)
             assert pair.runs in (NATIVE, STORAGE)
             assert pair.activation is not None or pair.runs == STORAGE, f"{target.name}: {pair} multiplies nothing low"
         assert set(target.kv_cache) <= set(FORMATS)
-    with pytest.raises(ValueError, match="unknown target 'vlm'; known targets: vllm, sglang"):
+    with pytest.raises(ValueError, match="unknown target 'vlm'; known targets: vllm, vllm-modelopt, sglang"):
         get_target("vlm")
 
 
@@ -169,6 +184,25 @@ def test_blocks_of_merged_matrices_must_not_straddle() -> None:
     found = validate(plan, None, get_target("vllm"))
     assert where(found) == [ATTENTION.format(0, "q"), ATTENTION.format(0, "k")]
     assert "out = 64 is not a multiple of 128" in found[0].what
+    ragged = {m.name for m in plan.quantized if m.shape[-2] % 128}
+    found = validate(plan, None, get_target("vllm-modelopt"))
+    assert set(where(found)) == ragged and len(ragged) > 2 and "which vllm-modelopt wants" in found[0].what
+
+
+def test_vllm_knows_four_formats_in_a_mixed_modelopt_checkpoint() -> None:
+    """Layers in others are left in 16 bit there without a word, and their codes read as such."""
+    modelopt = get_target("vllm-modelopt")
+    for weight, activation, known in (
+        ("fp8", "fp8", True),
+        ("mxfp8", "mxfp8", True),
+        ("fp8_channel", "fp8_token", False),
+    ):
+        plan = plan_of(*block(0), *block(1, weight, activation))
+        found = validate(plan, None, modelopt)
+        assert (found == []) is known
+        assert all("takes it for 16 bit without a word" in problem.what for problem in found)
+        assert set(where(found)) == (set() if known else {m.name for m in block(1) if m.weight is not None})
+        assert validate(plan_of(*block(1, weight, activation)), None, modelopt) == []
 
 
 def test_names_of_solvers_are_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
