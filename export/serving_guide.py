@@ -13,7 +13,7 @@ from typing import Any
 from quant.export.compressed_tensors import runtime_warnings
 from quant.export.serving import Bundle, built_by
 from quant.recipes.plan import LayerPlan, Plan
-from quant.recipes.targets import get_target
+from quant.recipes.targets import Pair, Target, get_target
 
 SERVE_FILE = "serve.md"
 
@@ -37,9 +37,12 @@ def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Ma
 def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
     cache = " --kv-cache-dtype fp8" if plan is not None and plan.kv_cache is not None else ""
     warnings = "".join(f"\nWarning: {line}.\n" for line in (runtime_warnings(plan) if plan else ()))
+    target = get_target("vllm")
+    if not _reads(target, plan):
+        return f"## vLLM\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n{warnings}"
     return f"""## vLLM
 
-It reads the checkpoint as it is (compressed-tensors). {_said_of("vllm", plan)}
+It reads the checkpoint as it is (compressed-tensors). {_said_of(target, plan)}
 {warnings}
     vllm serve {directory} --served-model-name {name}{cache}
     curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
@@ -49,33 +52,36 @@ It reads the checkpoint as it is (compressed-tensors). {_said_of("vllm", plan)}
 
 def _trtllm(directory: Path, plan: Plan | None) -> str:
     target = get_target("tensorrt-llm-compressed-tensors")
-    if any(target.pair(layer.weight, layer.activation) is None for layer in _quantized(plan)):
-        body = f"""It does not read this checkpoint. {_said_of(target.name, plan)} It reads
+    if not _reads(target, plan):
+        body = f"""It does not read this checkpoint. {_said_of(target, plan)} It reads
 {", ".join(map(str, target.pairs))}. FP8 with static inputs, MXFP8 and mixtures with them are for ModelOpt's layout,
 which `quant export {directory} --to modelopt` writes.
 """
     else:
-        body = f"""Its PyTorch backend reads the checkpoint as it is. {_said_of(target.name, plan)}
+        body = f"""Its PyTorch backend reads the checkpoint as it is. {_said_of(target, plan)}
 
     trtllm-serve serve {directory} --backend pytorch --host 0.0.0.0 --port 8000
 """
     return f"## TensorRT-LLM\n\n{body}"
 
 
-def _quantized(plan: Plan | None) -> tuple[LayerPlan, ...]:
-    return plan.quantized if plan is not None else ()
+def _pairs(target: Target, plan: Plan | None) -> list[tuple[LayerPlan, Pair | None]]:
+    quantized = plan.quantized if plan is not None else ()
+    return [(layer, target.pair(layer.weight, layer.activation)) for layer in quantized if layer.weight is not None]
 
 
-def _said_of(name: str, plan: Plan | None) -> str:
-    """What the runtime `name` does with each pair of formats in the plan, one sentence each."""
-    target = get_target(name)
-    said = []
-    for layer in _quantized(plan):
-        pair = target.pair(layer.weight, layer.activation)
-        if pair is None:
-            said.append(f"{layer.formats}: {target.why_not(layer) or 'not in its table'}.")
-        else:
-            said.append(f"{pair}: {pair.runs}{f', {pair.note}' if pair.note else ''}.")
+def _reads(target: Target, plan: Plan | None) -> bool:
+    return all(pair is not None for _, pair in _pairs(target, plan))
+
+
+def _said_of(target: Target, plan: Plan | None) -> str:
+    """What a runtime does with each pair of formats in the plan, one sentence each."""
+    said = [
+        f"{layer.formats}: {target.why_not(layer) or 'it has no such pair'}."
+        if pair is None
+        else f"{pair}: {pair.runs}{f', {pair.note}' if pair.note else ''}."
+        for layer, pair in _pairs(target, plan)
+    ]
     return " ".join([*dict.fromkeys(said), f"From: {target.source}."])
 
 

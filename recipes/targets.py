@@ -7,8 +7,8 @@ A target is a table of pairs: weight format and input format that its loader acc
 
 Everything that is not in the table is refused: a pair that nobody has seen work is worth less than an error. The
 tables are read off the runtimes' own loaders, or off engines that were built and inspected; `Target.source` says
-which, and `Pair.source` where in it. vLLM 0.26's were also run, on an H100. Where a pair depends on the GPU, the note
-names the first architecture that runs it natively.
+which, and `Pair.source` where in it. Our presets also ran in vLLM 0.26 on an H100. Where a pair depends on the GPU, the
+note names the first architecture that runs it natively.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Target:
         if mixed and not pair.mixes:
             found.append(
                 f"{self.name} does not know {pair} where other layers have other formats, and takes it for 16 bit "
-                f"without a word ({pair.source or self.source})"
+                f"without a word ({self.source})"
             )
         if rows % pair.rows:
             found.append(f"out = {rows} is not a multiple of {pair.rows}, which {self.name} wants of {pair}")
@@ -150,8 +150,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("gate_proj
 
 _LINEAR = ("linear",)
 _EXPERTS = ("experts",)
-# Lists of kernel classes by format in vLLM 0.26, below vllm/model_executor/kernels/linear/__init__.py.
-_VLLM = "model_executor/kernels/linear/__init__.py, _POSSIBLE_{}_KERNELS".format
+_VLLM = "_POSSIBLE_{}_KERNELS".format  # lists of kernel classes by format
 _FP8 = (
     Pair("fp8", "fp8", note="from SM89", source=_VLLM("FP8")),
     Pair("fp8", "fp8_token", note="from SM89", source=_VLLM("FP8")),
@@ -160,8 +159,8 @@ _FP8 = (
     Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128, source=_VLLM("FP8_BLOCK")),
 )
 _HOPPER = "from SM100; on Hopper inputs stay in 16 bit (Marlin)"
-_QUANT_ALGOS = "model_executor/layers/quantization/modelopt.py, QUANT_ALGOS"
-_MIXED = "model_executor/layers/quantization/modelopt.py, ModelOptMixedPrecisionConfig"
+_MODELOPT = "model_executor/layers/quantization/modelopt.py"
+_QUANT_ALGOS, _MIXED, _BLOCKS = "QUANT_ALGOS", "ModelOptMixedPrecisionConfig", "ModelOptFp8PbWoLinearMethod"
 _SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"
 _TRTLLM = "tensorrt_llm/models/quant_config_utils.py"
 _RTX = (
@@ -193,12 +192,12 @@ _ALL = (
                 Pair(weight, None, STORAGE, "the package humming runs it", _LINEAR, merged, source=_VLLM("WFP8A16"))
                 for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
             ),
-            Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS there"),
-            Pair("int4", None, STORAGE, source="_POSSIBLE_KERNELS there"),
+            Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),
+            Pair("int4", None, STORAGE, source="_POSSIBLE_KERNELS"),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source="vllm 0.26.0, run on an H100; for Blackwell, read in model_executor/kernels/linear",
+        source="vllm 0.26.0, model_executor/kernels/linear/__init__.py; our presets ran on an H100, the rest is read",
         refused={
             "mxfp6": "Only num_bits in (8) are supported (compressed-tensors 0.17, QuantizationArgs.pytorch_dtype)"
         },
@@ -212,12 +211,12 @@ _ALL = (
             Pair("mxfp8", "mxfp8", note=_HOPPER, source=_QUANT_ALGOS),
             Pair("fp8", "fp8", note="from SM89", source=_QUANT_ALGOS),
             Pair("fp8_channel", "fp8_token", note="from SM89", kinds=_LINEAR, mixes=False, source=_MIXED),
-            Pair("fp8_block", "fp8_group", note="from SM89", kinds=_LINEAR, rows=128, mixes=False, source=_MIXED),
+            Pair("fp8_block", "fp8_group", note="read, not run", kinds=_LINEAR, rows=128, mixes=False, source=_BLOCKS),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source="vllm 0.26.0, run on an H100",
-        refused={"mxfp4": f"mxfp4 is not a known algorithm ({_QUANT_ALGOS})"},
+        source=f"vllm 0.26.0, {_MODELOPT}; our presets ran on an H100, the rest is read",
+        refused={"mxfp4": f"mxfp4 is not a known algorithm ({_MODELOPT}, QUANT_ALGOS)"},
     ),
     Target(
         "sglang",

@@ -228,11 +228,11 @@ def _print_targets() -> None:
     out = page()
     for target in TARGETS.values():
         title = f"{target.name}: {target.description}"
-        listed = table("weight", "input", "runs", "layers", "note", "from", title=title, min_width=60)
+        places = ["from"] if any(pair.source for pair in target.pairs) else []
+        listed = table("weight", "input", "runs", "layers", "note", *places, title=title, min_width=60)
         for pair in target.pairs:
-            listed.add_row(
-                pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note, pair.source
-            )
+            given = (pair.weight, pair.activation or "16 bit", pair.runs, ", ".join(pair.kinds), pair.note)
+            listed.add_row(*given, *([pair.source] if places else []))
         out.print(listed)
         for formats, why in target.refused.items():
             out.print(f"refused: {formats}: {why}")
