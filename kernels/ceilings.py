@@ -1,4 +1,4 @@
-"""The rates that this GPU reaches are measured here; kernels are judged by them, and they are below the data sheet's.
+"""The rates that this GPU reaches are measured here: the limits that kernels are compared with.
 
     copy      bytes read and written a second, by the faster of the driver's copy and an elementwise kernel
     read      bytes read a second, by a sum: the limit of a matmul with few tokens
@@ -42,7 +42,7 @@ class Ceiling:
 
     @property
     def share(self) -> float | None:
-        """Of the vendor's figure."""
+        """The measured rate as a fraction of the vendor's figure."""
         return None if self.sheet is None else self.rate / self.sheet
 
 

@@ -1,10 +1,10 @@
-"""Compiled kernels are launched through the CUDA driver, as a program without Triton launches them.
+"""Compiled kernels are launched here through the CUDA driver, without Triton.
 
     kernel = LoadedKernel(compiled)                     # on the current device
     kernel.launch(grid, [x.data_ptr(), 128, …], stream)
 
-TensorRT does the same with a plugin's PTX, so a test that launches through here tests the code of an engine. A CUDA
-context must exist; PyTorch and TensorRT both make one.
+TensorRT launches a plugin's PTX in the same way, so tests of this launch also test an engine's code. A CUDA context
+must exist; PyTorch and TensorRT both make one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def cuda_driver() -> Any:
 
 
 def check_status(status: int, what: str, log: str = "") -> None:
-    """Raises ValueError, with the driver's words and `what` was tried, where a call of it failed."""
+    """Raises ValueError with `what` was tried and the driver's error text, where `status` is an error."""
     if status:
         text = ctypes.c_char_p()
         cuda_driver().cuGetErrorString(status, ctypes.byref(text))

@@ -50,8 +50,8 @@ _TO_WORDS = (0, 4, 1, 2, 7, 5, 8, 3, 6)  # tile, tile of K, warp, g, q, s, h | b
 _TO_SCALES = (0, 4, 1, 2, 3, 5)  # tile, tile of K, warp, g, b | s
 _SCALE_ORDER = (0, 2, 1, 3)
 _ROWS_AT_ONCE = 1024
-# MXFP4: how far apart exponents may be that fit into the five bits of a stored scale, none of them zero; and what the
-# exponent of the global scale is less than the code of the E8M0 scale that would be stored as zero.
+# MXFP4: the widest range of exponents that fits the five bits of a stored scale, of which zero is reserved; and the
+# code of the E8M0 scale that would be stored as zero, minus the exponent of the global scale.
 _SPAN = 29
 _BASE = 105
 WIDENED = ("mxfp6", "mxfp6_e3m2")
@@ -64,12 +64,12 @@ def is_wanted(device: torch.device) -> bool:
 
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
-    """Whether the codes are as this module makes them and not as a checkpoint has them."""
+    """Whether the codes are in a layout of this module, not in that of a checkpoint."""
     return weight.codes.dtype is torch.int32 or _is_widened(weight)
 
 
 def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
-    """`weight`, or where its codes were widened to another format's, the same bytes as a weight in that."""
+    """`weight`; where it is MXFP6 with codes widened to E4M3, the same bytes as an MXFP8 weight."""
     return replace(weight, format=FORMATS["mxfp8"]) if _is_widened(weight) else weight
 
 
@@ -176,7 +176,7 @@ def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 @cache
 def _scale_table() -> torch.Tensor:
-    """The byte that stands for each E4M3 code, int32 `[256]`; -1 where there is none (negative or NaN)."""
+    """The stored byte of each E4M3 code, int32 `[256]`; -1 for negative codes and NaN, which have none."""
     values = E4M3.values()
     bits = (values.double() * 2.0**119).to(torch.bfloat16).view(torch.int16).int()
     table = torch.where(values > 0, bits >> 4 & 0xFF, -1)

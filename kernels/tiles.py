@@ -5,7 +5,7 @@ There are four ways to multiply by a quantized weight:
     Tiles         the portable kernel (kernels/portable/matmul.py): any format, any shape
     GluonTiles    Hopper's kernel (kernels/hopper/matmul_few.py): a prepacked NVFP4 or MXFP4 weight, few tokens
     PrefillTiles  many tokens (kernels/hopper/matmul_many.py): a prepacked weight, or one of `STORED_FORMATS`
-    DENSE         write W in 16 bit, then the library's matmul: where writing W is cheap beside the products
+    DENSE         write W in 16 bit, then the library's matmul: where that is cheap compared with the products
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 }
 
 FEW = 64
-"""Up to so many tokens a matmul waits for its weight; beyond, for its products."""
+"""Up to this many tokens the time of a matmul is that of reading W; beyond, that of the products."""
 PREFILL_UNITS = {
     (256, 1): 1.25,
     (128, 2): 1.34,
@@ -139,12 +139,12 @@ PREFILL_UNITS = {
     (64, 1): 0.50,
     (32, 1): 0.46,
 }
-"""(block_m, halves) of the kernel for many tokens, and microseconds of a tile's 128 columns on an H100."""
+"""Kernel for many tokens: microseconds for 128 columns of a tile on an H100, by (block_m, halves)."""
 _START, _END, _CUT = 0.5, 1.3, 7.0
-"""Further microseconds: of a launch, of a tile of 128 × 128 at its end, and of the sums where such tiles are cut."""
+"""Further microseconds: a launch, the end of a 128 × 128 tile, and the reduction of a tile that is split."""
 _MOST_PARTS = 8
 _CUT_UNITS = {64: (10.0, 0.54), 128: (12.0, 0.83)}
-"""block_m of the kernel for few, which shares a tile among programs: microseconds once, and for 128 columns."""
+"""Kernel for few tokens, which splits tiles: microseconds once, and for 128 columns, by block_m."""
 GLUON_LAUNCHES = {
     8: ((8, 2, 4), (4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 3, 2), (8, 2, 2), (8, 1, 4)),
     16: ((4, 4, 4), (4, 4, 2), (4, 3, 2), (8, 2, 4), (8, 2, 2)),
@@ -152,17 +152,17 @@ GLUON_LAUNCHES = {
     128: ((8, 1, 2), (4, 2, 2)),
     256: ((8, 1, 2),),
 }
-"""(warps, resident, depth) by block_m: what has run on an H100 and agreed with float64; no search leaves this list."""
+"""(warps, resident, depth) by block_m, verified against float64 on an H100; a search tries only these."""
 STORED_FORMATS = ("fp8", "fp8_channel", "fp8_block", "mxfp8", "mxfp8_e5m2", "int8", "int4")
-"""What the kernel for many tokens takes in the order of a checkpoint too."""
+"""Formats that the kernel for many tokens also reads in the order of a checkpoint."""
 STORED_FEW, STORED_MOST = 32, 2048
-"""Beyond how many tokens it is faster for them than the portable kernel, and, where decoded values meet scales, up to
-how many it surely is faster than a weight written in 16 bit."""
+"""Range of tokens in which it is the fastest for them. The upper bound holds only for formats with block scales: beyond
+it, writing W in 16 bit may be faster."""
 STORED_UNITS = {(256, 1): (1.29, 1.43), (128, 1): (0.82, 0.96), (64, 1): (0.57, 0.85)}
-"""(block_m, halves) of its tiles for these formats, and microseconds of a tile's 128 columns on an H100: where scales
-go into the finished sum, and where they go into decoded values."""
+"""Microseconds for 128 columns of a tile on an H100, by (block_m, halves): scales applied to the finished sum, and to
+decoded values."""
 PREFILL = 512
-"""Beyond so many tokens an FP8 product is worth rewriting an NVFP4 weight for, where 8-bit activations are allowed."""
+"""Beyond this many tokens NVFP4 is rewritten as FP8 for the product, where 8-bit activations are allowed."""
 _SHARED_BYTES = 227 << 10
 
 
@@ -180,7 +180,7 @@ def from_dict(data: dict[str, Any]) -> Choice:
 def bucket(tokens: int) -> int:
     """Number of tokens that stands for `tokens` in tables: the next power of two, or multiple of 64; at most 4096.
 
-    With few tokens the time hardly depends on them; with many, on how their tiles go into the SMs.
+    With few tokens the time hardly depends on their number; with many, on how evenly their tiles fill the SMs.
     """
     return min(-(-tokens // FEW) * FEW, 4096) if tokens > FEW else 1 << max(tokens - 1, 0).bit_length()
 
@@ -190,10 +190,9 @@ def guess(
 ) -> Choice:
     """A launch for a shape without a measurement; the same for every call, and found at once.
 
-    With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there
-    are. With many, a weight that Hopper's kernel takes is decoded while it is multiplied; another is written in 16 bit
-    once, at the speed of a copy, and the library multiplies. `stored` says whether codes of a checkpoint may go
-    to that kernel.
+    With few tokens reading W takes all the time, and needs a few programs on every SM: K is split until there are.
+    With many, Hopper's kernel decodes the weight while it multiplies; a weight that it does not take is written in 16
+    bit and multiplied by the library. `stored` says whether Hopper's kernel may read codes of a checkpoint.
     """
     rows, columns = shape
     if prepacked and tokens > FEW:
@@ -222,12 +221,12 @@ def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> 
 
 
 def _is_many(format: Format, tokens: int) -> bool:
-    """Whether tokens are so many, and not too many, that Hopper's kernel is the best for stored codes."""
+    """Whether Hopper's kernel is the fastest for stored codes at this number of tokens."""
     return tokens > STORED_FEW and (tokens <= STORED_MOST or not format.block[1])
 
 
 def _quickest(tokens: int, shape: tuple[int, int], hardware: Hardware, format: Format | None = None) -> Choice:
-    """For many tokens: the launch of the least time, by what its parts took on an H100.
+    """The launch for many tokens with the least predicted time, from times measured on an H100.
 
     `format` is the format of codes in the checkpoint's order; it is None for a prepacked weight.
 
@@ -265,7 +264,7 @@ def candidates(
     if prepacked:
         least = next(size for size in GLUON_LAUNCHES if tokens <= size or size == 256)
         for block_m, launches in GLUON_LAUNCHES.items():
-            # Smaller tiles than the tokens need read W more than once, which may be less than what they save.
+            # Tiles smaller than the number of tokens read W more than once, and may still be faster.
             if min(64, least) <= block_m <= least:
                 found += [gluon_tiles(block_m, *launch[:2], hardware, launch[2]) for launch in launches]
         if tokens > FEW:
@@ -309,8 +308,8 @@ def deal(tiles: int, programs: int, steps: int) -> tuple[int, int, int, int]:
 
     Returns:
         Programs that have work, tiles that are dealt out whole, tiles of the last round that are cut, and parts of
-        each of those. They are cut where each program of that round would have less than half a tile; cutting all
-        into equal shares costs more than it saves, for programs at different columns share nothing in L2.
+        each of those. They are cut where each program of that round would have less than half a tile. Equal shares of
+        all tiles would be slower, because programs at different columns share nothing in L2.
     """
     rounds, left = divmod(tiles, programs)
     parts = min(programs // left, _MOST_PARTS, max(steps // 4, 1)) if left else 1

@@ -10,17 +10,16 @@ The instruction calls row (b, g) of a warp 8·b + g, as with prepacked NVFP4: tw
 thread. The rows of a read are neighbours in shared memory, and the swizzle puts those into different banks. Nothing is
 exchanged between threads, and the weight stays as it is, for the kernels for few tokens read it in this order too.
 
-    E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; a
-                 product puts that right, exactly, subnormals too. Codes that are no numbers are refused beforehand.
+    E4M3, E5M2   exponent and mantissa move to their places in a bfloat16, which is then 2^120 or 2^112 too small; one
+                 product corrects that exactly, for subnormals too. Weights with NaN or infinity never come here.
     INT8         128 plus the low seven bits, less 128 or, where the code is negative, 256
     INT4         136 plus the code, less 136
 
-These are 4 instructions a pair. Half of them go to a unit that takes one of a warp every other clock, and decoding must
-not take the clocks that the products take.
+These are 4 instructions a pair, half of them for a unit that accepts one per warp every other clock.
 
-Where a scale goes: a tensor's or a channel's into the finished sum; a power of two into an exact product of bfloat16s;
-a float32 of 128 × 128 or of INT4's groups as the sum of two bfloat16s, the lesser product first, which rounds once but
-for 2^-8 of a unit in the last place.
+A scale of a tensor or a channel multiplies the finished sum. A power of two multiplies decoded values, exactly. The
+float32 scale of a 128 × 128 block or an INT4 group is split into two bfloat16s; their products are added smaller first,
+within 2^-8 of a unit in the last place of one rounding.
 """
 
 from __future__ import annotations
@@ -179,7 +178,7 @@ def _bits_twice(value):
 def codes_operand(tile, scale, first: gl.constexpr, form: gl.constexpr, warps: gl.constexpr, layout: gl.constexpr):
     """64 columns of 16 · warps rows from row `first` of a tile `[2, rows / 2, 32 pairs]`, as left operand.
 
-    `scale` is what `load_scales` gave, or nothing where scales go into the sum.
+    `scale` is the result of `load_scales`; it is unused where scales go into the sum.
     """
     groups: gl.constexpr = _groups(form)
     text: gl.constexpr = assembly(form)
@@ -232,7 +231,7 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
     if least is None:
         return True
     version = 0 if codes.is_inference() else codes._version
-    # An expert's part of a stack is a new view at each call: what is known is kept with the stack.
+    # An expert's part of a stack is a new view at each call, so the result is kept with the stack.
     owner = codes if codes._base is None else codes._base
     found = _known.get(id(owner))
     if found is None or found[0]() is not owner:
@@ -251,4 +250,4 @@ def numbers_only(weight: BlockScaledTensor) -> bool:
 _NO_NUMBER = {"e4m3": 0x7F, "e5m2": 0x7C}
 _ROWS_AT_ONCE = 4096
 _known: dict[int, tuple[weakref.ref[torch.Tensor], dict[tuple[int, int], bool]]] = {}
-"""By the id of codes: a reference that says whether they live, and by address and version whether all are numbers."""
+"""By id of the codes: a weak reference to them, and by address and version whether all codes are numbers."""

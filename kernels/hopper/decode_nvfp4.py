@@ -1,8 +1,8 @@
 """NVFP4 weights in the layout of `kernels/layout.py` are decoded here: in registers, and to BF16 or E4M3 in memory.
 
 A thread holds four words of a tile, 32 codes, and the scales of the two rows that they belong to. Eleven integer
-instructions and four products of two turn a word into eight BF16 values, exact but for a factor of 2^7, which no
-product of an element and a block scale is rounded by. `decode` leaves each value with the thread that multiplies it.
+instructions and four packed products turn a word into eight BF16 values. Each is element times block scale, exactly,
+times 2^-7. `decode` leaves each value with the thread that multiplies it.
 
     dequantize   words, scales ─▶ BF16 [out, in]             one pass, 2.6 bytes a weight (FP16 and FP32 too)
     requantize   words, scales ─▶ E4M3 [out, in], row scale  one pass, 1.6 bytes a weight, after one over the scales
@@ -56,7 +56,7 @@ def _halves(pair):
 def decode(words, scales, warps: gl.constexpr):
     """int32 [32 · warps, 4] and [32 · warps, 2], a row a thread, to BF16 [16 · warps, 64], each in its thread.
 
-    Rows of the result are those of the instruction, `(warp, b, g)`; row 16 · warp + 2 · g + b of W is there.
+    Rows of the result are in the order of the instruction: row `(warp, b, g)` holds row 16 · warp + 2 · g + b of W.
     """
     s0, s1, s2, s3 = gl.inline_asm_elementwise(
         _SCALES,
@@ -113,7 +113,7 @@ def dequantize_kernel(words, scales, global_scale, out, K, tiles: gl.constexpr):
 
 @gluon.jit
 def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
-    """64 rows by 64 · tiles columns of W in E4M3; `unit` is what a row's code of 1.0 stands for, global scale aside."""
+    """64 rows by 64 · tiles columns of W in E4M3; `unit` is the scale of each row without the global scale."""
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [4, 1], [1, 0])
     value = _tiles(words, scales, K, tiles)
     inner: gl.constexpr = value.type.layout
@@ -128,7 +128,7 @@ def requantize_kernel(words, scales, unit, out, K, tiles: gl.constexpr):
 
 @triton.jit
 def row_unit_kernel(scales, global_scale, unit, scale, K, largest: tl.constexpr, tiles: tl.constexpr):
-    """By row of W: `unit` = 6 / 448 of the largest block scale, and `scale`, that times the global scale.
+    """For each row of W: `unit`, 6 / 448 of its largest block scale, and `scale`, `unit` times the global scale.
 
     A word holds the four scale bytes of a row in a tile, and bytes compare as the scales that they stand for.
     """
@@ -174,7 +174,7 @@ def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_scales(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """By row of a prepacked weight: what an E4M3 code of 1.0 stands for without and with the global scale, float32."""
+    """E4M3 scales of the rows of a prepacked weight, without and with the global scale, float32 `[out]` each."""
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
     row_unit_kernel[(N // 64,)](

@@ -17,10 +17,9 @@ there is no last wave of half-empty SMs, and the fetching warp is at the next ti
 stored. A program that has only a part of a tile's units leaves its float32 sum in `partial`; the last program to
 arrive adds the sums in order. Results are the same in every run.
 
-With `overlap`, a program starts when the kernel before it still runs ("programmatic dependent launch"): it fetches its
-first words and waits for the other kernel before it reads x or writes. A weight must thus not be written by a kernel
-that lets its successor start early, as this one does and those with `kernels/portable/dependent_launch.py`, which write
-no weights.
+With `overlap`, a program starts while the previous kernel still runs ("programmatic dependent launch"): it fetches its
+first words, and waits for that kernel before it reads x or writes. So a kernel that lets its successor start early must
+not write weights; this kernel and those with `kernels/portable/dependent_launch.py` do not.
 
 Tails: TMA reads zeros beyond the ends, and zeros multiply whatever the other side holds. Gluon has no interpreter:
 tests/kernels/test_layout.py repeats the arithmetic in PyTorch, and tests/kernels/hopper/test_matmul_few.py reads the
@@ -194,7 +193,7 @@ def _store(acc, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.co
         _write(gate * up, y, n // 2, m, M, N // 2)
     else:
         acc = acc * scale
-        # Rows of the instruction (warp, b, g) to those of W, so that two neighbours are in one thread.
+        # From the instruction's row order (warp, b, g) to that of W: a thread then holds two neighbours.
         acc = acc.reshape([rows // 16, 2, 8, width]).permute([0, 2, 1, 3]).reshape([rows, width])
         if has_bias:
             at = n + gl.arange(0, rows, gl.SliceLayout(1, acc.type.layout))
@@ -233,7 +232,7 @@ def _collect(
     partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias: gl.constexpr, gated: gl.constexpr,
     like: gl.constexpr, rows: gl.constexpr, block_m: gl.constexpr, width: gl.constexpr,
 ):  # fmt: skip
-    """Adds the sums that programs `lowest` to `highest` left of `width` tokens from `first` on, and stores them."""
+    """Adds the partial sums of programs `lowest` to `highest` for `width` tokens from `first` on, and stores them."""
     if width > 64:
         _collect(partial, lowest, highest, first, scale, bias, y, n, m, M, N, has_bias, gated, like,
                  rows, block_m, width // 2)  # fmt: skip
@@ -251,7 +250,7 @@ def _collect(
                 other = group + j
                 place = 2 * other + (other == lowest).to(gl.int32)
                 there = (inside >= 0) & (other <= highest)
-                # Past L1, which does not see what other programs wrote.
+                # Bypass L1, which is not coherent with the writes of other programs.
                 total += gl.load(
                     partial + place.to(gl.int64) * (rows * block_m) + inside, mask=there, other=0.0,
                     cache_modifier=".cg",

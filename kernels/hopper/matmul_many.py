@@ -91,13 +91,13 @@ from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 _ACROSS = gl.constexpr(16)
 _REGISTERS = gl.constexpr(232)
 _FETCHER_REGISTERS = gl.constexpr(40)
-# More than exist: Triton then moves no registers, and all threads keep what the launch gave them.
+# More than exist: Triton then moves no registers, and all threads keep the number that the launch gave them.
 _UNMOVED_REGISTERS = gl.constexpr(256)
 _ARRIVAL_BITS = gl.constexpr(16)
 _ARRIVALS = gl.constexpr((1 << 16) - 1)
 _WORDS = gl.constexpr("words")
 LOOKS = 64
-"""How often a program looks whether all parts of its tile are there, before it leaves its pieces to the last one."""
+"""Polls for the parts of its tile after which a program leaves its pieces to the last program to arrive."""
 
 
 @gluon.jit
@@ -280,7 +280,7 @@ def _weights(
 
 @gluon.jit
 def _whole_scale(global_scale, block_scale, expert, form: gl.constexpr):
-    """What all of a matrix is multiplied by in the end."""
+    """The one factor of the whole matrix, applied to the finished sum."""
     if form == _WORDS:
         return gl.load(global_scale + expert).to(gl.float32) * DECODED
     elif whole_scale(form):
@@ -291,7 +291,7 @@ def _whole_scale(global_scale, block_scale, expert, form: gl.constexpr):
 
 @gluon.jit
 def _by_row(acc, row_scale, n, N, natural: gl.constexpr, form: gl.constexpr):
-    """Channels' scales; `natural` where rows of the sum are those of W and not (warp, b, g)."""
+    """Channels' scales; `natural` says that rows of the sum are in the order of W, not in (warp, b, g)."""
     if scales_by_row(form):
         i = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
         n = n + (i if natural else i // 16 * 16 + i % 8 * 2 + i // 8 % 2)
@@ -304,7 +304,7 @@ def _stage(acc, scale, row_scale, bias, y_tile, n, N, has_bias: gl.constexpr, fo
     """accᵀ · scale + bias in BF16 to shared memory, `[tokens, rows]`."""
     rows: gl.constexpr = acc.shape[0]
     block_m: gl.constexpr = acc.shape[1]
-    # Rows of the instruction (warp, b, g) to those of W, so that two neighbours are in one thread.
+    # From the instruction's row order (warp, b, g) to that of W: a thread then holds two neighbours.
     acc = (acc * scale).reshape([rows // 16, 2, 8, block_m]).permute([0, 2, 1, 3]).reshape([rows, block_m])
     acc = _by_row(acc, row_scale, n, N, True, form)
     if has_bias:
@@ -361,7 +361,7 @@ def _piece_size(tail):
 
 @gluon.jit
 def _leave(acc, place, piece: gl.constexpr):
-    """Writes a sum in pieces of so many tokens, 16 bytes of a thread after those of the one before it."""
+    """Writes a sum in pieces of so many tokens; neighbouring threads write neighbouring 16 bytes."""
     rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
     if columns > piece:
@@ -382,7 +382,7 @@ def _piece_sum(
     partial, lowest, parts, piece, scale, row_scale, bias, y, n, m, M, N, groups: gl.constexpr,
     has_bias: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, tile_size: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Adds what programs from `lowest` on left of a piece `[rows, columns]` of their tile, and stores it."""
+    """Adds the partial sums of programs from `lowest` on for a piece `[rows, columns]` of their tile, and stores it."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [gl.num_warps(), 1], [1, 0])
     size: gl.constexpr = rows * columns
     i = gl.arange(0, size // 4, gl.SliceLayout(1, layout))
@@ -393,7 +393,7 @@ def _piece_sum(
     for first in range(0, parts, 4):
         for other in gl.static_range(4):
             place = partial + (lowest + (first + other) * groups).to(gl.int64) * tile_size
-            # Past L1, which does not see what other programs wrote.
+            # Bypass L1, which is not coherent with the writes of other programs.
             there = (inside >= 0) & (first + other < parts)
             total += gl.load(place + inside, mask=there, other=0.0, cache_modifier=".cg")
     total = total.reshape([columns // 8, rows // 16, 8, 4, 2, 2]).permute([1, 4, 2, 0, 3, 5]).reshape([rows, columns])
@@ -407,7 +407,7 @@ def _finish(
     experts, group: gl.constexpr, groups: gl.constexpr, has_bias: gl.constexpr, halves: gl.constexpr,
     rows: gl.constexpr, block_m: gl.constexpr, tail: gl.constexpr, width: gl.constexpr, form: gl.constexpr,
 ):  # fmt: skip
-    """Adds up this program's pieces of the tile that it has a part of, and those that others left to it."""
+    """Reduces this program's pieces of the tile that it shares, and the pieces that other programs left to it."""
     program = gl.program_id(0)
     if program < cut * parts:
         size: gl.constexpr = _piece_size(tail)
@@ -733,7 +733,7 @@ def prepare(
 def grouped_tiles(tokens: int, experts: int, rows: int, hardware: Hardware) -> PrefillTiles:
     """A tile for half as much again as an expert gets on average, as tall as leaves one for every SM.
 
-    Few experts get much more than that, and those that do have one tile more.
+    An expert with more tokens than that gets one more tile, which is rare.
     """
     block_m = next(size for size in (16, 32, 64, 128) if 2 * size >= 3 * tokens / experts or size == 128)
     enough = min(tokens, experts) * triton.cdiv(rows, 256) >= hardware.sms

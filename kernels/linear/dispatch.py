@@ -6,9 +6,9 @@ The input is rounded to the activation format, if there is one, and a kernel is 
 Where tensor cores take both operands as they are stored, fp8_gemm.py, matmul_fp8_block.py or matmul_scaled.py
 multiplies instead.
 
-The choice is a look-up, in this order: what `quant tune` measured on this machine, the table that is shipped for the
-GPU, the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first call is as fast as the others
-once its kernel is compiled.
+The choice is a look-up, in this order: the measurements of `quant tune` on this machine, the table shipped for the GPU,
+the guess of `kernels/tiles.py`. Nothing is measured during a call, so the first call is as fast as the others once its
+kernel is compiled.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Way:
     """How arguments of certain shapes, dtypes and strides are multiplied.
 
     Attributes:
-        format: that the codes are read in.
+        format: the format of the codes as they are stored.
         shape: of the weight, `[out, in]`.
         launch: the kernel for 16-bit rows; None where `product` does it all.
-        rounds: what rounds x to the activation format before the launch, given its input scale.
+        rounds: rounds x to the activation format before the launch, given its input scale.
         plain: the launch for a weight of which `takes` is False.
         takes: whether `launch` takes the codes of a weight, where that depends on them; None where it does not.
         product: of (x `[tokens, in]`, weight, bias, input scale), in place of a launch.
@@ -290,8 +290,8 @@ def prefill_linear(
 ) -> torch.Tensor:
     """`x @ weight.T + bias` in FP8: NVFP4 codes become E4M3 with a scale a row in one pass, x as its format says.
 
-    The library multiplies FP8 at nearly twice the rate of 16 bit, which is what many tokens wait for. The price is one
-    more rounding of the weight, of up to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
+    The library multiplies FP8 at nearly twice the rate of 16 bit. The price is one more rounding of the weight, of up
+    to one part in 16 (`benchmarks/gemm.py` prints the error of the product).
     """
     from quant.kernels.hopper import decode_nvfp4
     from quant.kernels.portable import casts
@@ -314,7 +314,7 @@ def _is_native(weight: BlockScaledTensor, activation: str, tokens: int, device: 
     if is_prepacked(weight) or not form.block[1] or columns % form.block[1]:
         return False
     if form.name == "fp8_block":
-        # With few tokens the time is that of reading W, and 16-bit products cost nothing.
+        # With few tokens reading W takes all the time, and 16-bit products are no slower.
         able = gpu.has_fp8 and activation == "fp8_group" and tokens > tiles.FEW
     else:
         able = gpu.has_block_scales and activation == form.name and form.name in matmul_scaled.SCALED_FORMATS

@@ -70,7 +70,7 @@ class QuantEmbedding(_QuantModule):
 
 
 def takes(module: nn.Module) -> str:
-    """Why `QuantEmbedding` cannot stand in the place of `module`, or nothing."""
+    """The reason why `QuantEmbedding` cannot replace `module`, empty if it can."""
     if type(module) is not nn.Embedding:
         return f"it is a {type(module).__name__}, which does more than look up"
     return "it renormalizes rows as they are read" if module.max_norm is not None else ""

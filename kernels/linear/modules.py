@@ -68,7 +68,7 @@ class RunTimeParts:
         return hadamard_transform(x, self.hadamard) if self.hadamard else x
 
     def branch(self, x: torch.Tensor) -> torch.Tensor | None:
-        """What the branch adds to the output, `[..., out]`, for an input that `input` gave."""
+        """The branch's share of the output, `[..., out]`, for an input that `input` returned."""
         if self.lowrank is None:
             return None
         down, up = self.lowrank
@@ -149,6 +149,7 @@ class _QuantModule(nn.Module):
         codes, is_traced = self.codes, torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if type(codes) is not torch.Tensor or codes.is_meta or is_traced:
             return
+        computed = torch.get_autocast_dtype(codes.device.type) if _is_autocast(codes.device.type) else dtype
         # Weights made in inference mode would be of no use to a later backward pass.
         with _arranging, torch.inference_mode(False):
             if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -156,7 +157,7 @@ class _QuantModule(nn.Module):
                     reserve(codes.device)
                 weight = self.stored_weight
                 wanted = self.has_kernel_layout and is_wanted(codes.device)
-                wanted &= dtype is torch.bfloat16 or weight.format.name in WIDENED
+                wanted &= computed is torch.bfloat16 or weight.format.name in WIDENED
                 if is_prepacked(weight) and not wanted:
                     self._store(restore(weight))
                     # A model that sees several dtypes does not change back and forth.
@@ -220,6 +221,10 @@ def restore_layout(model: nn.Module) -> None:
         if isinstance(module, _QuantModule) and is_prepacked(module.stored_weight):
             module._store(restore(module.stored_weight))
             module._arranged = None
+
+
+def _is_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _is_offloaded(module: nn.Module) -> bool:

@@ -149,13 +149,35 @@ def _fake_gradient(gradient: torch.Tensor, codes: torch.Tensor, *rest: Any) -> t
 
 
 def register(name: str, schema: str, fake: Any, *, autograd: Any = None, **bodies: Any) -> None:
-    """Defines an op with a body by device ("default" is any other), and what it does where gradients are wanted."""
+    """Defines an op with a body for each device ("default" is any other), and how it computes gradients.
+
+    Under autocast, an op that has gradients takes its first argument, and its bias, in autocast's dtype.
+    """
     torch.library.define(name, schema)
     for device, body in bodies.items():
         torch.library.impl(name, device, body)
     torch.library.register_fake(name, fake)
     if autograd is not None:
-        _LIBRARY.impl(name.removeprefix("quant::"), autograd, "Autograd", with_keyset=True)
+        short = name.removeprefix("quant::")
+        _LIBRARY.impl(short, autograd, "Autograd", with_keyset=True)
+        for device in ("cpu", "cuda"):
+            _LIBRARY.impl(
+                short, _in_autocast(getattr(torch.ops.quant, short).default, device), f"Autocast{device.upper()}"
+            )
+
+
+def _in_autocast(op: Any, device: str) -> Any:
+    bias_at = next((i for i, argument in enumerate(op._schema.arguments) if argument.name == "bias"), None)
+
+    def cast(*args: Any) -> torch.Tensor:
+        given, dtype = list(args), torch.get_autocast_dtype(device)
+        for place in (0, bias_at):
+            if place is not None and given[place] is not None and given[place].dtype is not torch.float64:
+                given[place] = given[place].to(dtype)
+        with torch.autocast(device, enabled=False):
+            return op(*given)  # type: ignore[no-any-return]
+
+    return cast
 
 
 _LIBRARY = torch.library.Library("quant", "FRAGMENT")

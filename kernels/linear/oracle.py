@@ -79,7 +79,7 @@ def row_slices(weight: BlockScaledTensor) -> Iterator[tuple[slice, BlockScaledTe
 def set_weight_cache(nbytes: int) -> None:
     """Lets linears on a CPU keep at most `nbytes` of dequantized weights between calls, and drops what is kept now.
 
-    Without a call it is what the environment variable `BLOCKSCALE_CPU_CACHE` says, else 2 GiB. 0 keeps none: only
+    The default is the environment variable `BLOCKSCALE_CPU_CACHE`, else 2 GiB. 0 keeps none: only
     the codes then take memory, and each call dequantizes again.
 
     Raises:
@@ -93,7 +93,7 @@ def set_weight_cache(nbytes: int) -> None:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A dequantized weight and what it was made of: the scales, and how often each tensor was written to."""
+    """A dequantized weight, and the scales and version counters of the tensors that it was made from."""
 
     dense: torch.Tensor
     versions: tuple[int, ...]
@@ -142,7 +142,7 @@ class _Cache:
 
 
 def _budget(text: str | None) -> int:
-    """What the environment variable says, in bytes."""
+    """The value of the environment variable, in bytes."""
     if text is None:
         return 2 << 30
     if not text.isdecimal():

@@ -56,10 +56,10 @@ def reciprocal(step):
 
 @triton.jit
 def quotient(x, step, inverse):
-    """x / step, correctly rounded where x is 0 or above 1e-30: what is left of less underflows (Markstein, 1990).
+    """x / step, correctly rounded where x is 0 or above 1e-30; below, the remainder underflows (Markstein, 1990).
 
-    The product with the rounded reciprocal is off by less than one unit; what it leaves of x is exact in one FMA, and
-    the second adds the quotient of that. A division costs three times as much.
+    The product with the rounded reciprocal is off by less than one unit. One FMA gives the exact remainder, a second
+    adds its quotient. A division costs three times as much.
     """
     near = x * inverse
     return tl.fma(tl.fma(near, -step, x), inverse, near)
@@ -67,11 +67,11 @@ def quotient(x, step, inverse):
 
 @triton.jit
 def quotient_to_code(x, step, inverse):
-    """x / step for an x of at most 11 bits and a step from 1e-30 to 1e30, such that no code is another.
+    """x / step, exact enough that every code is right, for an x of at most 11 bits and a step from 1e-30 to 1e30.
 
-    1 / step is taken in two parts, the second being what its rounding left, and their products with x are rounded
-    once, in an FMA: an error of 2^-48 more than a division has. No quotient comes so close to a place where the
-    codes change without being there; tests/kernels/portable/test_casts.py tries those next to one.
+    1 / step is split into its rounded value and the remainder. Their products with x are rounded once, in an FMA,
+    with an error of at most 2^-48 more than a division. No quotient lies that close to a boundary between two codes;
+    tests/kernels/portable/test_casts.py tries the nearest ones.
     """
     left = tl.fma(inverse, -step, 1.0)
     rest = tl.fma(left, left, left) * inverse
@@ -80,7 +80,7 @@ def quotient_to_code(x, step, inverse):
 
 @triton.jit
 def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
-    """Block scales by the `max` rule: what is stored, and the step it stands for."""
+    """Block scales by the `max` rule: the stored code, and its value times the global scale."""
     if kind == "e4m3":
         unit = largest * global_scale
         ideal = quotient(amax, unit, reciprocal(unit))
@@ -115,7 +115,7 @@ def _rounded(x, dtype: tl.constexpr, pairs: tl.constexpr):
 
 @triton.jit
 def _rounded_product(x, other, dtype: tl.constexpr, pairs: tl.constexpr):
-    """float32 of x rounded to `dtype`, times what `_row` or a load gave, rounded again."""
+    """float32 of x rounded to `dtype`, times `other` (from `_row` or a load), rounded again."""
     if pairs and dtype == tl.bfloat16 and other.dtype == tl.int32:
         low, high = tl.split(x.reshape(x.shape[0], x.shape[1] // 2, 2))
         low, high = tl.inline_asm_elementwise(
@@ -139,7 +139,7 @@ def _added(x, residual, dtype: tl.constexpr, pairs: tl.constexpr):
 
 @triton.jit
 def _finish(value, scaling, other, dtype: tl.constexpr, source: tl.constexpr, pairs: tl.constexpr):
-    """What is quantized, float32, every step rounded to `dtype`; `other` is the norm's weight, or the second factor."""
+    """The float32 values to quantize, each step rounded to `dtype`; `other`: the norm's weight or the second factor."""
     if source == "swiglu":
         return _rounded_product(value / (1.0 + tl.exp(-value)), other, dtype, pairs)
     else:
@@ -172,14 +172,14 @@ def _gathered(pointer, end, threads: tl.constexpr, columns: tl.constexpr, at_onc
 
 @triton.jit
 def _two(pointer, place, end, at_once: tl.constexpr):
-    """What is at `place`, and what follows it."""
+    """The elements at `place`, and the `at_once` elements after each of them."""
     first = tl.load(pointer + place, mask=place < end, other=0)
     return _after(first, tl.load(pointer + place + at_once, mask=place + at_once < end, other=0))
 
 
 @triton.jit
 def _floats(x):
-    """float32 of what `_row` gave, `[threads, per]`, or of anything else that is no word."""
+    """float32 of `x`: int32 is unpacked as two BF16 values (`_row` returns such words), other dtypes are converted."""
     if x.dtype == tl.int32:
         low, high = (x << 16).to(tl.float32, bitcast=True), (x & -65536).to(tl.float32, bitcast=True)
         return tl.join(low, high).reshape(x.shape[0], 2 * x.shape[1])
@@ -189,13 +189,13 @@ def _floats(x):
 
 @triton.jit
 def _after(a, b):
-    """`[threads, n]` twice: each row of a, then that of b."""
+    """`[threads, 2 n]`: each row of a, followed by the same row of b."""
     return tl.join(a, b).permute(0, 2, 1).reshape(a.shape[0], 2 * a.shape[1])
 
 
 @triton.jit
 def _halves(x):
-    """`[threads, n]` twice of `[threads, 2 n]`: what `_after` put together."""
+    """The inverse of `_after`: `[threads, 2 n]` as two of `[threads, n]`."""
     return tl.split(x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1))
 
 
@@ -469,7 +469,7 @@ def quantize(
     global_scale: torch.Tensor | None = None,
     hadamard: int = 0,
 ) -> BlockScaledTensor:
-    """`x` in `format`, block scales by the `max` rule: what `fake_quantize` rounds to, as codes.
+    """`x` in `format`, block scales by the `max` rule: the codes of the values of `fake_quantize`.
 
     Args:
         x: `[..., in]`, FP16 or BF16.
@@ -490,7 +490,7 @@ def quantize(
 def quantize_swizzled(
     x: torch.Tensor, format: Format, *, global_scale: torch.Tensor | None = None, hadamard: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """`quantize` with the block scales where the tensor cores of Blackwell read them: what `torch._scaled_mm` takes.
+    """`quantize` with the block scales in the order of Blackwell's tensor cores, as `torch._scaled_mm` takes them.
 
     Args:
         x: `[..., in]`, FP16 or BF16.

@@ -168,6 +168,13 @@ def test_other_inputs_than_bf16_go_back_for_good(hopper: SimpleNamespace) -> Non
             assert is_prepacked(module.stored_weight) is arranged
 
 
+def test_autocast_is_not_taken_for_another_input(hopper: SimpleNamespace) -> None:
+    """FP32 inputs are multiplied in BF16 there, for which the layout is."""
+    module, x = QuantLinear(weight_in("nvfp4")), torch.randn(3, IN)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x).dtype is torch.bfloat16 and is_prepacked(module.stored_weight)
+
+
 def test_what_has_no_layout_stays(hopper: SimpleNamespace) -> None:
     odd = QuantLinear(weight_in("nvfp4", 32, 128))
     far = quantize(torch.randn(64, 128) * 2.0 ** torch.arange(64)[:, None], FORMATS["mxfp4"])

@@ -157,6 +157,25 @@ def test_only_what_needs_a_gradient_gets_one() -> None:
         assert not module(x.requires_grad_()).requires_grad
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_autocast_decides_the_dtype(device: str, compiled: bool) -> None:
+    """As for `nn.Linear`: FP32 in, BF16 out, and an FP32 gradient; the same eager and compiled."""
+    module = QuantLinear(quantize(torch.randn(64, 128), FORMATS["nvfp4"]), torch.randn(64)).to(device)
+    x = torch.randn(3, 128, device=device, requires_grad=True)
+    torch._dynamo.reset()
+    call = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    with torch.autocast(device, dtype=torch.bfloat16):
+        y = call(x)
+    dense = module.dequantize(torch.bfloat16)
+    expected = torch.nn.functional.linear(x.detach().bfloat16(), dense, module.bias.bfloat16())
+    assert y.dtype is torch.bfloat16
+    torch.testing.assert_close(y, expected, rtol=2**-6, atol=2**-4)
+    y.sum().backward()
+    assert x.grad is not None and x.grad.dtype is torch.float32
+    torch.testing.assert_close(x.grad, (torch.ones_like(y) @ dense).float(), rtol=2**-6, atol=2**-4)
+
+
 def test_a_second_derivative_is_refused() -> None:
     x = inputs(TOKENS, IN).requires_grad_()
     (first,) = torch.autograd.grad(linear("nvfp4", "nvfp4", torch.float32)(x).square().sum(), x, create_graph=True)
