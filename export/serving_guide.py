@@ -1,7 +1,8 @@
-"""`serve.md` lists the commands that serve a checkpoint with vLLM, TensorRT-LLM and Triton Inference Server.
+"""`serve.md` lists the commands that serve a checkpoint: vLLM, SGLang, TensorRT-LLM and Triton Inference Server.
 
-The first two read the checkpoint and generate text; the third runs the engine that `serving` published. The page says
-which formats a runtime does not read, and which run-time parts of a layer it ignores.
+The first three read the checkpoint and generate text; the last runs the engine that `serving` published. The page says
+how a runtime runs the checkpoint's formats or why it does not read them (`quant.recipes.targets`), and which run-time
+parts of a layer it ignores.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Ma
         plan: of the checkpoint.
         bundle: the version published for Triton.
         receipt: of its engine.
-        text: whether the model generates text, which the first two serve.
+        text: whether the model generates text, which the first three serve.
     """
     parts = [f"# Serving {bundle.name}\n"]
     if text:
-        parts += [_vllm(directory, plan, bundle.name), _trtllm(directory, plan)]
+        parts += [_vllm(directory, plan, bundle.name), _sglang(directory, plan), _trtllm(directory, plan)]
     return "\n".join([*parts, _triton(bundle, receipt)])
 
 
@@ -47,6 +48,18 @@ It reads the checkpoint as it is (compressed-tensors). {_said_of(target, plan)}
     vllm serve {directory} --served-model-name {name}{cache}
     curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+"""
+
+
+def _sglang(directory: Path, plan: Plan | None) -> str:
+    target = get_target("sglang")
+    if not _reads(target, plan):
+        return f"## SGLang\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n"
+    return f"""## SGLang
+
+It reads the checkpoint as it is. {_said_of(target, plan)}
+
+    python -m sglang.launch_server --model-path {directory} --port 30000
 """
 
 

@@ -131,6 +131,7 @@ def test_the_commands_fit_the_checkpoint(tmp_path: Path) -> None:
     assert "does not read this checkpoint. int4: a TypeError" in page and "trtllm-serve" not in page
     assert "low-rank branch" in page and "TensorRT must be 11.2.0" in page
     page = serving_text(Path("out/smol"), plan_of("mxfp6", None), bundle, receipt(), text=True)
+    assert "sglang.launch_server" not in page and "## SGLang\n\nIt does not read this checkpoint. mxfp6" in page
     assert "does not read this checkpoint. mxfp6: Only num_bits in (8)" in page and "vllm serve" not in page
     assert "vllm" not in serving_text(Path("out/smol"), None, bundle, receipt(), text=False)
 
