@@ -22,6 +22,7 @@ from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.solvers.solver import check_solvers, get_solver
+from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import available_bytes, block_bytes
@@ -38,6 +39,7 @@ from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.stored_experts import StoredExperts
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,12 +198,19 @@ def solve_state_dict(
 def _solve(members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
     first = members[0]
     assert first.weight is not None
+    if first.kind == "experts" and isinstance(whole := weights[first.name], StoredExperts):
+        one_by_one = [
+            solve_group({first.name: whole[index]}, {}, first.weight, get_solver(first.solver))[first.name]
+            for index in range(len(whole))
+        ]
+        return {first.name: stacked(one_by_one)}
     return solve_group(weights, {}, first.weight, get_solver(first.solver))
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     if layer.kind == "experts":
-        return model.get_parameter(layer.name).detach()
+        parameter = model.get_parameter(layer.name)
+        return getattr(parameter, "stored", None) or parameter.detach()
     weight = model.get_submodule(layer.name).weight
     assert isinstance(weight, torch.Tensor)
     return weight.detach()

@@ -136,10 +136,11 @@ class ExpertsWork:
             for matrix, stats in zip(weight, found, strict=True)
         ]  # fmt: skip
         tokens = sum(stats.tokens for stats in reached)
-        return Solved(_stacked(solved), RunTimeParts(), self.input_scales.get(member.name), tokens, tuple(notes))
+        return Solved(stacked(solved), RunTimeParts(), self.input_scales.get(member.name), tokens, tuple(notes))
 
 
-def _stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    """The matrices of all experts as one weight `[experts, out, in]`."""
     first = matrices[0]
     scales = [matrix.global_scale for matrix in matrices if matrix.global_scale is not None]
     return BlockScaledTensor(

@@ -39,6 +39,7 @@ from quant.planning import fusion_warnings
 from quant.recipes.plan import Plan
 from quant.runtime.attention import quantized_attention
 from quant.solve import solve_plan, solve_state_dict
+from quant.stored_experts import stored_in
 
 # Servers prepare images and sounds with these files; quantizing changes nothing in them.
 _PROCESSOR_FILES = (
@@ -70,7 +71,11 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     torch.manual_seed(job.seed)
     started = time.perf_counter()
     with console.status(f"loading {job.model}", quiet):
-        source = open_model(job.model, model_factory=job.model_factory, unsafe_load=job.unsafe_load, meta=job.dry_run)
+        how: dict[str, Any] = {
+            "model_factory": job.model_factory, "unsafe_load": job.unsafe_load, "meta": job.dry_run
+        }  # fmt: skip
+        stream = not job.dry_run and goal is None and job.eval_text is None
+        source = open_model(job.model, **how, stream=stream)
     seconds = {"load": time.perf_counter() - started}
     if goal is not None:
         report = _run_allocated(job, source, goal, quiet, seconds)
@@ -82,6 +87,8 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
             if not quiet:
                 console.print_plan(plan)
             return plan.to_dict()
+        if source.model is not None and not _can_stream(source.model, plan):
+            source = open_model(job.model, **how)
         if source.model is None:
             report = _run_state_dict(job, source, plan, quiet, seconds)
         else:
@@ -90,6 +97,12 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         print_summary(report, console.CONSOLE)
         console.CONSOLE.print(f"written to {job.out}")
     return report.to_dict()
+
+
+def _can_stream(model: nn.Module, plan: Plan) -> bool:
+    """Whether a model of which experts are still in their files can be quantized so: all of them, without data."""
+    unread = stored_in(model)
+    return not unread or (not lacks_data(plan) and all(plan.by_name[name].weight is not None for name in unread))
 
 
 def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, seconds: dict[str, float]) -> Report:

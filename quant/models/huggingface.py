@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import pickle
+import re
 import warnings
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -24,18 +25,21 @@ from quant.errors import UserError, listed
 from quant.extras import require
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.state_dict import open_safetensors
+from quant.stored_experts import open_stored
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TRUSTED = ContextVar("_TRUSTED", default=False)
 
 
-def load(path: Path, dtype: torch.dtype | None, meta: bool) -> nn.Module:
+def load(path: Path, dtype: torch.dtype | None, meta: bool, stream: bool = False) -> nn.Module:
     """The model in a directory, in evaluation mode.
 
     Args:
         path: the directory.
         dtype: of the weights; None takes the config's, or else the first shard's.
         meta: builds on the meta device from the config, reading no weights.
+        stream: leaves experts that are stored one by one where they are; see `stored_experts`.
 
     Raises:
         UserError: a file is missing or damaged, the model is already quantized, or transformers does not know it.
@@ -45,7 +49,26 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool) -> nn.Module:
     with quiet():
         config = read_config(path)
         dtype = dtype or config.dtype or _first_dtype(shards[0])
-        return build(model_class(config, str(path)), config, dtype, meta, path)
+        cls = model_class(config, str(path))
+        if stream and _are_stored_apart(shards) and (model := _open_streamed(cls, config, dtype, path)) is not None:
+            return model
+        return build(cls, config, dtype, meta, path)
+
+
+def _are_stored_apart(shards: list[Path]) -> bool:
+    """Whether some experts have matrices of their own in the weight files, as their names tell."""
+    files = (safetensors_file(shard) for shard in shards if shard.suffix == ".safetensors")
+    return any(_EXPERT.search(name) for file in files for name in file.keys())  # noqa: SIM118
+
+
+def _open_streamed(cls: Any, config: Any, dtype: torch.dtype, path: Path) -> nn.Module | None:
+    """The model with its experts where they are stored; None where only transformers can read it."""
+    with require("accelerate", "hf").init_empty_weights(include_buffers=False):
+        model: nn.Module = cls._from_config(config, dtype=dtype)
+    if (path / "generation_config.json").is_file():
+        generation = require("transformers", "hf").GenerationConfig
+        model.generation_config = generation.from_pretrained(path, local_files_only=True)
+    return model.eval() if open_stored(model, path) else None
 
 
 def read_config(path: Path) -> Any:

@@ -104,6 +104,7 @@ def open_model(
     unsafe_load: bool = False,
     dtype: torch.dtype | str = "auto",
     meta: bool = False,
+    stream: bool = False,
 ) -> Source:
     """Opens a model.
 
@@ -112,6 +113,8 @@ def open_model(
         model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
+        stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
+            `solve_plan` takes it for solvers that look at weights alone.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
             layout and an exported program are read all the same, and a module stays what it is.
 
@@ -129,7 +132,7 @@ def open_model(
         _refuse_factory(model_factory, f"{path} ({kind})")
     model, tensors = None, None
     if kind == "huggingface":
-        model = huggingface.load(path, wanted, meta)
+        model = huggingface.load(path, wanted, meta, stream)
     elif kind == "gguf":
         model = gguf.load(path, wanted or torch.bfloat16, meta)
     elif kind == "exported":

@@ -74,7 +74,11 @@ CASES = [
     ("llama/wide", "int4a16", "lowrank:8+gptq"),
     ("llama", "fp8_channel", "rotation:merge+mse"),
     ("qwen3_moe", "nvfp4", "gptq"),
+    ("qwen3_moe/sharded", "nvfp4", "mse"),
+    ("qwen3_moe", "nvfp4a16", "rtn"),
+    ("mixtral", "nvfp4a16", "mse"),
     ("mixtral", "fp8", "rtn"),
+    ("mixtral", "fp8_channel", "rtn"),
     ("opt", "nvfp4a16", "gptq"),
 ]
 

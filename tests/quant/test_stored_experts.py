@@ -1,0 +1,59 @@
+"""Experts that stay in their files are those that transformers loads, in a forward pass and one at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+from quant.models.open import open_model
+from quant.stored_experts import stored_in
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("shards", ["1GB", "60KB"])
+def test_stored_experts_are_those_that_transformers_joins(kind: str, shards: str, tmp_path: Path) -> None:
+    getattr(tiny_models, kind)(dtype=torch.bfloat16, gain=2.0).save_pretrained(tmp_path, max_shard_size=shards)
+    whole, streamed = open_model(tmp_path).model, open_model(tmp_path, stream=True).model
+    assert whole is not None and streamed is not None
+    experts = stored_in(streamed)
+    assert sorted(experts) == [n for n, p in sorted(whole.named_parameters()) if p.dim() == 3]
+    expected = {**whole.state_dict(), **dict(whole.named_buffers())}
+    found = {**streamed.state_dict(), **dict(streamed.named_buffers())}
+    assert list(found) == list(expected)
+    for name, tensor in expected.items():
+        if name not in experts:
+            assert torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+            continue
+        assert found[name].is_meta
+        assert torch.equal(experts[name].tensor(), tensor)
+        assert all(torch.equal(experts[name][i], tensor[i]) for i in (1, 0, 3))
+    ids = torch.randint(0, 60, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(streamed(ids).logits, whole(ids).logits)
+    assert {n for n, p in streamed.named_parameters() if p.is_meta} == set(experts)
+
+
+@pytest.mark.parametrize("defect", ["an extra tensor", "another dtype", "a missing expert"])
+def test_what_does_not_fit_is_left_to_transformers(defect: str, tmp_path: Path) -> None:
+    tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    if defect == "an extra tensor":
+        tensors["model.layers.0.mlp.experts.0.scale"] = torch.ones(1)
+    elif defect == "another dtype":
+        tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    else:
+        del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    if defect == "a missing expert":
+        with pytest.raises(ValueError, match=str(tmp_path)):
+            open_model(tmp_path, stream=True)
+        return
+    with pytest.warns(match="has no use for") if defect == "an extra tensor" else torch.no_grad():
+        model = open_model(tmp_path, stream=True).model
+    assert model is not None and stored_in(model) == {}
+    assert not any(p.is_meta for p in model.parameters())
