@@ -13,14 +13,15 @@ the model is run again up to the next block. A model with no such blocks is one 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 
 class Stop(Exception):  # noqa: N818 -- no error
@@ -60,6 +61,17 @@ class Call:
             return value.to(device, dtype if value.is_floating_point() else None)
 
         return replace(self, args=tree_map(move, self.args), kwargs=tree_map(move, self.kwargs))
+
+
+@contextmanager
+def removing(hooks: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Removes hooks when the block ends."""
+    hooks = list(hooks)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def output_of(result: Any) -> torch.Tensor:
@@ -131,11 +143,8 @@ def find_chains(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) 
     blocks = [(name, model.get_submodule(name)) for name in names]
     handles = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks]
     handles += [block.register_forward_hook(after) for _, block in blocks]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        _remove(handles)
+    with removing(handles), torch.no_grad():
+        run()
     if len(set(order)) != len(order):
         return []
     chains: list[list[str]] = []
@@ -160,13 +169,8 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
         return hook
 
     handles = [model.get_submodule(n).register_forward_pre_hook(watch(n), with_kwargs=True) for n in names]
-    try:
-        with torch.no_grad():
-            run()
-    except Stop:
-        pass
-    finally:
-        _remove(handles)
+    with removing(handles), suppress(Stop), torch.no_grad():
+        run()
     return calls
 
 
@@ -269,13 +273,8 @@ def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None
         elif not inside and not list(module.children()):
             handles.append(module.register_forward_pre_hook(come_home, with_kwargs=True))
     try:
-        yield
+        with removing(handles):
+            yield
     finally:
-        _remove(handles)
         for module in list(kept):
             move_out(module)
-
-
-def _remove(handles: Sequence[Any]) -> None:
-    for handle in handles:
-        handle.remove()

@@ -9,8 +9,8 @@ The format decides which magnitudes are watched:
 
 one scale a tensor     `fp8`: the values themselves.
 a second-level scale   `nvfp4`: block scales are found at run time, and calibration sets the scale of those scales.
-                       So the largest magnitude of each block is watched, and the grid on which it will be rounded is
-                       that of the block scales (E4M3).
+                       So the largest magnitude of each block is watched, and the grid is that of the block scales
+                       (E4M3).
 
 Other formats find all their scales at run time and have nothing to observe (`Format.is_static`).
 """
@@ -37,7 +37,7 @@ class Observer(Protocol):
     def __init__(self, format: Format, *, name: str = "tensor") -> None: ...
 
     def update(self, x: torch.Tensor) -> None:
-        """Takes in a batch `[..., rows, columns]`, floating point, on any device. An empty one counts for nothing.
+        """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing.
 
         Raises:
             ValueError: `x` holds NaN or infinity; the message names the layer and the batch.
@@ -99,7 +99,7 @@ class AbsMax:
 
 
 class _HistogramObserver:
-    """What the observers over a histogram share; they differ in `_choose`."""
+    """The base of observers that choose amax from a histogram, each by its own `_choose`."""
 
     def __init__(self, format: Format, *, name: str = "tensor", bins: int = 4096) -> None:
         self.format, self.name = format, name
@@ -157,9 +157,9 @@ class MSE(_HistogramObserver):
 class Entropy(_HistogramObserver):
     """The amax with the smallest KL divergence. See `Observer` and `divergences`.
 
-    With few values a bin, the divergence measures the noise of the counts, and the narrower a range the less of it:
-    the criterion would clip ever more as data get scarcer. So bins are merged until they hold 64 values each on
-    average (that noise is then below 0.01 nats), or until they are hardly more than the values of the grid.
+    With few values in a bin, the divergence measures the noise of the counts, which falls as the range narrows, so
+    that less data would mean more clipping. So bins are merged until they hold 64 values each on average (the noise is
+    then below 0.01 nats), or until there are at most 4 for each value of the grid.
     """
 
     def _choose(self) -> float:
@@ -208,17 +208,17 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
 
 
 def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, torch.Tensor]:
-    """KL divergence between a histogram and what rounding leaves of it, for every place where it can be clipped.
+    """KL divergence between a histogram and the rounded histogram, for every bin at which it can be clipped.
 
     The method of TensorRT's calibrator (S. Migacz, "8-bit Inference with TensorRT", GTC 2017). Clipped after bin
-    i, the reference P is the first i bins with all that lies beyond put into the last of them. Q is the same bins
-    without that: what falls into one cell of the grid is spread evenly over those bins of the cell that are not
-    empty. There the cells are 128 equal ones; here they are those of nearest rounding to any number's grid, and
-    bins belong to the cell of their centre. A P with mass where Q has none has an infinite divergence. Clips below
-    the median are left out: a single bin that is left of the data matches itself perfectly.
+    i, the reference P is the first i bins, with the counts of all later bins added to the last one. Q is the first i
+    bins without these counts, and the counts in one cell of the grid are spread evenly over the cell's non-empty bins.
+    TensorRT has 128 equal cells; here they are the cells of rounding to a number's grid, and a bin belongs to the cell
+    of its centre. Where P has mass and Q has none, the divergence is infinite. Clips below the median are left out,
+    because a single remaining bin would match itself perfectly.
 
-    Every sum over the bins of a cell is a difference of two prefix sums, so that all candidates together cost
-    candidates × cells, not candidates × bins.
+    Every sum over the bins of a cell is a difference of two prefix sums, so the cost is candidates × cells, not
+    candidates × bins.
 
     Returns:
         int64 `[n]`, the number of bins kept, and float64 `[n]`, the divergence in nats; both on the CPU.

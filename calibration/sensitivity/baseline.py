@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quant.calibration.blocks import find_chains
+from quant.calibration.blocks import find_chains, removing
 from quant.calibration.sensitivity.divergence import Divergence
 from quant.calibration.sensitivity.switchable_layer import CallCache
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
@@ -111,12 +111,8 @@ class Baseline:
         """Collects the outputs of the chain's blocks, in their order."""
         found: list[Any] = []
         blocks = [self.switchable.model.get_submodule(name) for name in self.chain]
-        handles = [block.register_forward_hook(lambda module, args, out: found.append(out)) for block in blocks]
-        try:
+        with removing(block.register_forward_hook(lambda module, args, out: found.append(out)) for block in blocks):
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _skipped(self, first: int, outputs: list[Any]) -> Iterator[None]:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 from torch.linalg import vecdot
 
-from quant.calibration.blocks import stored_dtype
+from quant.calibration.blocks import removing, stored_dtype
 from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
@@ -253,13 +253,11 @@ class _Output(_Method):
                 into[candidate.name] = into.get(candidate.name, 0.0) + square
 
         self.switchable.set({})
-        handles = [layer.register_forward_hook(hook) for layer in self.switchable.layers.values()]
+        hooks = (layer.register_forward_hook(hook) for layer in self.switchable.layers.values())
         try:
-            with torch.no_grad():
+            with torch.no_grad(), removing(hooks):
                 self.switchable.model(self.rows[index : index + 1])
         finally:
-            for handle in handles:
-                handle.remove()
             self.switchable.forget_inputs()
         return sums
 

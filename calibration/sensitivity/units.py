@@ -54,7 +54,7 @@ def run_units(
     for count, name in enumerate(mine, 1):
         own[name] = work(name)
         if path is not None:
-            held = {"key": key, "units": {**_own(path, key, rank), **own}}
+            held = {"key": key, "units": {**_units_in(_part(path, rank), key), **own}}
             write_atomically(_part(path, rank), json.dumps(held, allow_nan=False))
         if progress is not None:
             progress(len(names) - len(mine) + count, len(names))
@@ -106,11 +106,6 @@ def _read(path: Path, key: str) -> dict[str, Result]:
     for part in _parts(path):
         found |= _units_in(part, key)
     return found
-
-
-def _own(path: Path, key: str, rank: int) -> dict[str, Result]:
-    """What this rank's file holds already, from a run before."""
-    return _units_in(_part(path, rank), key)
 
 
 def _units_in(part: Path, key: str) -> dict[str, Result]:

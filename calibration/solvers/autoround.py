@@ -1,25 +1,24 @@
 """`reconstruct_block` learns rounding and scales of a whole decoder block, so that its output is right.
 
-GPTQ solves one layer for its own output. Here all layers of a block move together, against the one output that the
+GPTQ solves each layer for its own output. Here all layers of a block are learned together, for the output that the
 next block reads, attention and nonlinearities included (SignRound, Cheng et al., 2023; BRECQ, Li et al., 2021). Each
-weight has a latent value z, each block scale a factor exp(d), and the block is run with
+weight has a latent value z, each block scale a factor exp(d), and the block runs with
 
     values = step · round(z / step),    step = global_scale · round_E4M3(scale · exp(d))
 
-Rounding lets gradients pass unchanged, so d gets what LSQ gives a step: round(z / step) - z / step, and ±max where z
-saturates. z begins at the unrounded weight where that rounds to the codes that were given, and at the codes' own
-values elsewhere, so the first step starts from exactly the given solution, GPTQ's for instance. Distances are
-counted in steps, so that one learning rate serves all layers, and it falls to zero: z can travel about as far as
-half its sum.
+Rounding is straight-through, so the gradient of d is LSQ's: round(z / step) - z / step, and ±max where z saturates.
+z starts at the unrounded weight where that rounds to the given codes, and at the codes' values elsewhere: learning
+starts from exactly the given solution, such as GPTQ's. Distances are counted in steps, so that one learning rate
+serves all layers; it falls to zero, and z can move by about half the sum of all rates.
 
-The error is taken token by token relative to the token's size, because a norm follows, and because otherwise the
-few tokens of enormous hidden states (the first of a text) would be all that counts. Held-out rows decide: what is
-returned is the state that was best on them, which at worst is the start.
+The error of each token is relative to the token's size: a norm follows, and otherwise the few tokens with enormous
+hidden states (the first of a text) would outweigh all others. Held-out rows choose the state that is returned, which
+may be the given one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,7 +57,7 @@ class BlockLayer:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """How long and how fast.
+    """Settings of the optimizer.
 
     Attributes:
         steps: optimizer steps, each on one call of the block.
@@ -103,11 +102,11 @@ def reconstruct_block(
         calls: of the block, on the hidden states that the quantized blocks before it give.
         targets: output of the original block for each call, `[..., hidden]`.
         layers: by name within the block.
-        settings: how long and how fast.
+        settings: of the optimizer.
 
     Returns:
-        New weights, on the same global scales, and the errors. On the held-out calls the error is never larger than
-        it was; with a single call, that one is both learned from and judged by.
+        New weights, on the same global scales, and the errors. The error on the held-out calls is never larger than
+        before; a single call serves for both learning and judging.
 
     Raises:
         ValueError: no calls, or as many targets.
@@ -208,7 +207,7 @@ def _block_sums(x: torch.Tensor, format: Format) -> torch.Tensor:
 
 
 class _Learned(nn.Module):
-    """A layer in the making: latent values in grid steps, logarithms of scale factors."""
+    """A layer while it is learned: latent values in grid steps, and logarithms of scale factors."""
 
     first_scale: torch.Tensor
     first_step: torch.Tensor
@@ -290,23 +289,20 @@ def _optimizer(layers: Sequence[_Learned], settings: Reconstruction) -> torch.op
 
 @contextmanager
 def _in_place(block: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-    """Within it, `modules` stand in the block under their names."""
-    put: Callable[[str, nn.Module], None] = lambda name, module: setattr(  # noqa: E731
-        block.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], module
-    )
+    """While open, `modules` take the places of the block's modules of these names."""
     before = {name: block.get_submodule(name) for name in modules}
     for name, module in modules.items():
-        put(name, module)
+        block.set_submodule(name, module)
     try:
         yield
     finally:
         for name, module in before.items():
-            put(name, module)
+            block.set_submodule(name, module)
 
 
 @contextmanager
 def _frozen(block: nn.Module) -> Iterator[None]:
-    """Within it, nothing of the block but what is being learned takes gradients."""
+    """While open, only the learned parameters of the block take gradients."""
     learned = {id(p) for m in block.modules() if isinstance(m, _Learned) for p in (m.latent, m.factor)}
     changed = [p for p in block.parameters() if p.requires_grad and id(p) not in learned]
     for parameter in changed:

@@ -1,26 +1,27 @@
 """`find_fold` finds the module that can take up a layer's input scale, and proves it by running the block.
 
-A layer that wants its input divided by s, channel by channel, gets that for free if the module before it can scale
-its own output: a norm has a weight for every channel, a linear layer has a row. No list of model names says which
-module that is. Each candidate is *tried*, in float64 on a few tokens: its channels are divided by distinct factors
-t, and if every channel of the layer's input changes by exactly one of these factors, at every token, the path
-between is linear in that channel, and the factor says which row feeds it. So a value projection is found to feed
-the output projection through attention, three query heads to one key-value head, and an up projection to feed the
-down projection through the product with the gate, by the same test that finds a norm.
+Dividing a layer's input by s, channel by channel, costs nothing if the module before it can scale its own output: a
+norm has a weight for every channel, a linear layer a row. That module is found by a test, in float64 on a few tokens.
+The channels of each candidate are divided by distinct factors t. If every channel of the layer's input changes by
+exactly one of these factors, at every token, the path between is linear in that channel, and the factor says which
+row feeds it. The same test finds a norm, a value projection that feeds the output projection through attention (with
+three query heads to one key-value head, for example), and an up projection that feeds the down projection through the
+product with the gate.
 
-Then all readers of the scaled input are compensated and the block must give its old output. If something else
-reads it too (a router, a residual), it does not, and the scale stays with the layer as `pre_scale`.
+Then all readers of the scaled input are compensated, and the block must give its old output. It does not if something
+else reads that input too (a router, a residual); then the scale stays with the layer as `pre_scale`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, output_of
+from quant.calibration.blocks import Call, output_of, removing
 
 # Modeling code computes norms and rotary embeddings in float32 whatever it is given.
 _TOLERANCE = 1e-6
@@ -68,10 +69,10 @@ def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: S
 
 
 def apply_fold(module: nn.Module, scale: torch.Tensor, style: str, stored: torch.dtype | None = None) -> torch.Tensor:
-    """Divides the output channels of `module` by `scale` `[channels]`, and gives the division that really happened.
+    """Divides the output channels of `module` by `scale` `[channels]`, and returns the division after rounding.
 
-    A norm's weight is stored in 16 bit (`stored`), so what it becomes is rounded; the layers behind are scaled by
-    what it became, and nothing is lost. A channel whose weight is zero is left alone.
+    A norm's weight is stored in 16 bit (`stored`) and rounded to it; the layers behind are scaled by the rounded value,
+    so nothing is lost. A channel whose weight is zero is left alone.
     """
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
@@ -97,7 +98,7 @@ def _trace_channels(
     """Which output channel of `module` feeds each channel of the reader's input; None if the path is not linear."""
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
-    with _Scaled(module, factors, style):
+    with _scaled(module, factors, style):
         after, _ = _run(block, call, reader)
     if after is None or after.shape != before.shape:
         return None
@@ -110,7 +111,7 @@ def _trace_channels(
         return None
     owner = ((ratio - 1) * (channels - 1)).round().long().clamp(0, channels - 1)
     if bool((top == 0).any()):
-        # A channel that no token activates shows nothing: it has its place if all others have theirs.
+        # A channel that is zero at every token shows no factor; it is taken to keep its place.
         if len(owner) != channels:
             return None
         owner = torch.where(top == 0, torch.arange(channels, device=owner.device), owner)
@@ -133,7 +134,7 @@ def _is_neutral(
     weights = [block.get_submodule(name).weight for name in readers]
     kept = [weight.detach().clone() for weight in weights]  # type: ignore[operator]
     try:
-        with _Scaled(module, factors, style), torch.no_grad():
+        with _scaled(module, factors, style), torch.no_grad():
             for weight in weights:
                 weight.mul_(factors[owner])  # type: ignore[operator]
             _, after = _run(block, call, None)
@@ -144,34 +145,26 @@ def _is_neutral(
     return after is not None and _close(after, before)
 
 
-class _Scaled:
-    """Within it, the output channels of a module are divided by factors."""
-
-    def __init__(self, module: nn.Module, factors: torch.Tensor, style: str) -> None:
-        self.module, self.factors, self.style = module, factors, style
-
-    def __enter__(self) -> None:
-        self.kept = {name: p.detach().clone() for name, p in self.module.named_parameters(recurse=False)}
-        apply_fold(self.module, self.factors, self.style)
-
-    def __exit__(self, *error: object) -> None:
+@contextmanager
+def _scaled(module: nn.Module, factors: torch.Tensor, style: str) -> Iterator[None]:
+    """While open, the output channels of a module are divided by factors."""
+    kept = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
+    try:
+        apply_fold(module, factors, style)
+        yield
+    finally:
         with torch.no_grad():
-            for name, parameter in self.module.named_parameters(recurse=False):
-                parameter.copy_(self.kept[name])
+            for parameter, old in kept:
+                parameter.copy_(old)
 
 
 def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The reader's input and the block's output."""
     seen: list[torch.Tensor] = []
-    handle = None
-    if reader is not None:
-        handle = block.get_submodule(reader).register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    try:
-        with torch.no_grad():
-            out = output_of(block(*call.args, **call.kwargs))
-    finally:
-        if handle is not None:
-            handle.remove()
+    watched = [] if reader is None else [block.get_submodule(reader)]
+    hooks = [module.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for module in watched]
+    with torch.no_grad(), removing(hooks):
+        out = output_of(block(*call.args, **call.kwargs))
     return (seen[0] if len(seen) == 1 else None), out
 
 
@@ -182,17 +175,13 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def modules_in_order(block: nn.Module, call: Call) -> list[str]:
     """Names of the modules that have a weight for every output channel, in order of execution."""
     order: list[str] = []
-    handles = [
+    hooks = [
         module.register_forward_hook(lambda m, args, result, name=name: order.append(name))
         for name, module in block.named_modules()
         if _scales_its_output(module)
     ]
-    try:
-        with torch.no_grad():
-            block(*call.args, **call.kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.no_grad(), removing(hooks):
+        block(*call.args, **call.kwargs)
     return list(dict.fromkeys(order))
 
 

@@ -1,16 +1,17 @@
 """`merge_rotations` rotates where the modules around absorb the rotation, at no cost at run time.
 
-**Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, let every
-writer give y R instead of y. An RMS norm of x R is R times that of x, once its weight has moved into the layers that
-read it, and these read W R. The model computes what it did, on a stream without outlier channels (QuaRot's R1).
+**Residual stream.** Embeddings and output projections add into it, norms read it. With R orthonormal, every writer
+gives y R instead of y. Once the weight of an RMS norm has moved into the layers that read it, the norm of x R is the
+norm of x times R, and these layers get W R for W. The model's output is the same, and the stream has no outlier
+channels (QuaRot's R1).
 
 **Within heads.** Attention mixes tokens, not the channels of a value. Rotating a value projection's rows, block by
 block within each head, is undone by the columns of the output projection (R2).
 
-What writes, what reads: one forward pass is watched. Each norm's input is followed back through additions (and what
-only passes values on or scales them) until modules are reached, and those are the writers; whatever receives a
-norm's output is a reader. A model in which the walk meets anything else is refused. After the change the model runs
-again, and unless its output is the same, every weight goes back to what it was.
+Writers and readers are found by watching one forward pass. Each norm's input is followed back through additions, and
+through functions that pass values on or scale them, to the modules that wrote it; the layers that receive a norm's
+output are its readers. A model in which this meets any other function is refused. After the change the model runs
+again; if its output differs, all weights are restored.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from quant.calibration.blocks import Call, capture, in_float64, output_of
+from quant.calibration.blocks import Call, capture, in_float64, output_of, removing
 from quant.calibration.solvers.fold import modules_in_order
 from quant.calibration.solvers.rotation import rotation_block
 from quant.kernels.hadamard import hadamard_transform
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# What hands values on unchanged, or times a number; and what adds.
+# Functions that pass values on unchanged or multiplied by a number, and functions that add.
 _PASSES = {"to", "clone", "contiguous", "float", "type_as", "detach", "dropout", "mul", "div", "__mul__", "__rmul__"}
 _PASSES |= {"__getitem__", "view", "reshape", "truediv", "__truediv__"}
 _ADDS = {"add", "__add__", "__radd__"}
@@ -65,7 +66,7 @@ def merge_rotations(
         wanted: names of linear layers.
 
     Returns:
-        What became of each of them, in words.
+        A sentence on each of them.
     """
     notes, why = {}, "nothing before the layer can take it"
     readers: set[str] = set()
@@ -112,11 +113,11 @@ def merge_residual_rotation(model: nn.Module, run: Callable[[nn.Module], Any]) -
         run: calls the model on any valid input, without a cache, and gives its output.
 
     Returns:
-        What was found and rotated.
+        The stream that was rotated.
 
     Raises:
         ValueError: the stream is written or read by something that a rotation cannot pass; the head shares the
-            embedding's weight; the output changed (the weights are then what they were).
+            embedding's weight; the output changed. The weights are then restored.
     """
     with torch.no_grad():
         residual = find_residual(model, run)
@@ -168,7 +169,7 @@ def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual
 
 
 class _Trace(TorchFunctionMode):
-    """Where each tensor of a forward pass came from; all are kept alive, so that identity means something."""
+    """Records where each tensor of a forward pass came from. All are kept alive, so that no two share an id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,13 +226,8 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
         for name, module in model.named_modules()
         if isinstance(getattr(module, "weight", None), nn.Parameter)
     ]
-    handles = [module.register_forward_hook(hook(name)) for name, module in leaves]
-    try:
-        with torch.no_grad(), trace:
-            run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with removing(module.register_forward_hook(hook(name)) for name, module in leaves), torch.no_grad(), trace:
+        run(model)
     return trace
 
 
@@ -276,7 +272,7 @@ def _rotate(module: nn.Module, block: int, *, inputs: bool, gain: torch.Tensor |
 
 @contextmanager
 def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Puts the parameters of the modules `names` back as they were if an error comes."""
+    """Restores the parameters of the modules `names` if an error is raised."""
     modules = [model.get_submodule(name) for name in dict.fromkeys(names)]
     kept = [(p, p.detach().clone()) for module in modules for p in module.parameters(recurse=False)]
     try:

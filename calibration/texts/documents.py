@@ -8,9 +8,9 @@
     (inputs, targets)                            the inputs
     a list of any of these                       a batch
 
-Packed, documents follow one another and are cut every `seqlen` tokens. An end-of-text token closes each text, as in
-pretraining; ids and chats bring their own marks. Unpacked, a row is the beginning of one document, and documents
-shorter than `seqlen` are passed over: padding them would put tokens into every statistic that the model never sees.
+Packed documents follow one another and are cut every `seqlen` tokens. An end-of-text token closes each text, as in
+pretraining; ids and chats have their own. An unpacked row is the beginning of one document, and documents shorter than
+`seqlen` are left out, since padding would add tokens to every statistic that the model never sees.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """`token_rows` and `calibration_rows` give the rows of tokens that calibration and evaluation feed to a model.
 
-`token_rows` is the strict cut. A text is tokenized whole, in one go, and cut into consecutive rows of the same
-length. Nothing is padded, no separator and no extra start token is put in, and what is left at the end is dropped. So
-a row may begin in the middle of a sentence, every position counts, and the same file gives the same rows everywhere:
-a perplexity means something only together with such a cut. Token ids that were made elsewhere come in as a tensor or
-a safetensors file and are cut in the same way.
+`token_rows` tokenizes a whole text at once and cuts it into consecutive rows of the same length, without padding,
+separators or extra start tokens; the rest at the end is dropped. A row may begin in the middle of a sentence, and the
+same file gives the same rows everywhere, without which perplexities could not be compared. Token ids in a tensor or a
+safetensors file are cut in the same way.
 
-`calibration_rows` takes these, and whatever else a calibration text may be:
+`calibration_rows` also takes every other source of calibration text:
 
     text.txt  ids.safetensors  tensor      token_rows
     data.jsonl  folder/  hf:org/name       records of a data set                   quant.calibration.texts.records

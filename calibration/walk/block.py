@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, Stop, output_of
+from quant.calibration.blocks import Call, Stop, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
 from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
@@ -30,7 +30,7 @@ from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
 from quant.calibration.walk.scaling import InputScaling
-from quant.calibration.walk.stand_in import RememberedModules, StandIn, set_module, weight_of
+from quant.calibration.walk.stand_in import RememberedModules, StandIn, weight_of
 from quant.recipes.plan import LayerPlan
 
 
@@ -96,7 +96,7 @@ class BlockWork:
         """
         self.remembered.forget()
         for name, stand_in in self.stand_ins.items():
-            set_module(self.block, name, stand_in.original)
+            self.block.set_submodule(name, stand_in.original)
         found = [self.solved[name] for group in self.groups for name in group.names]
         return found + [result for experts in self.experts for result in experts.results()]
 
@@ -269,7 +269,7 @@ class BlockWork:
             original = self.stand_ins.pop(name).original
             if name in self.biases:
                 original.bias.data = self.biases.pop(name)
-            set_module(self.block, name, original)
+            self.block.set_submodule(name, original)
             self.targets[name] = targets[name]
         if group.members[0].weight is not None:
             group.pipeline = get_pipeline(group.members[0].solver)
@@ -331,7 +331,7 @@ class BlockWork:
             if stats is not None:
                 self._correct_bias(group, name, stand_in, self.targets[name], stats)
             self.stand_ins[name] = stand_in
-            set_module(self.block, name, stand_in)
+            self.block.set_submodule(name, stand_in)
             del self.targets[name]
             if group.pipeline.reconstruction:
                 self.rounded[name] = weights[member.name]
@@ -441,9 +441,5 @@ def _token_count(hidden: torch.Tensor) -> int:
 
 @contextmanager
 def _hooks(block: nn.Module, hooks: Mapping[str, Callable[..., None]]) -> Iterator[None]:
-    handles = [block.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()]
-    try:
+    with removing(block.get_submodule(name).register_forward_pre_hook(hook) for name, hook in hooks.items()):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.blocks import removing
 from quant.calibration.observers import Observer
 from quant.calibration.texts.rows import check_ids
 from quant.kernels.linear.modules import experts_forward
@@ -86,10 +87,9 @@ def watch_inputs(
     for module, path in experts.items():
         module.forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
     try:
-        yield
+        with removing(handles):
+            yield
     finally:
-        for handle in handles:
-            handle.remove()
         for module in experts:
             del module.forward
 

@@ -61,12 +61,6 @@ class StandIn(nn.Module):
         return out
 
 
-def set_module(block: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts `module` in the block under `name`."""
-    parent, _, last = name.rpartition(".")
-    setattr(block.get_submodule(parent), last, module)
-
-
 def weight_of(block: nn.Module, name: str) -> torch.Tensor:
     """The weight of the module called `name`."""
     weight = block.get_submodule(name).weight

@@ -56,13 +56,7 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
 @JSON
 def diff_command(before: Path, after: Path, as_json: bool) -> None:
     """List the layers that change from BEFORE to AFTER, and the totals of both."""
-    old, new = Plan.load(_file_of(before)), Plan.load(_file_of(after))
-    changes, sums = diff(old, new), (totals(old), totals(new))
-    if as_json:
-        fields = {"before": sums[0], "after": sums[1], "layers": [change.to_dict() for change in changes]}
-        print_json(fields)
-    else:
-        _print_diff(changes, *sums)
+    _show_diff(Plan.load(_file_of(before)), Plan.load(_file_of(after)), as_json)
 
 
 @plan_group.command("edit")
@@ -99,13 +93,9 @@ def edit_command(
     new = edit(old, [parse_setting(text) for text in settings], whole_groups=whole_groups)
     if kv_cache is not None:
         new = set_kv_cache(new, kv_cache)
-    changes = diff(old, new)
     new.save(out)
-    if as_json:
-        fields = {"before": totals(old), "after": totals(new), "layers": [change.to_dict() for change in changes]}
-        print_json(fields)
-    else:
-        _print_diff(changes, totals(old), totals(new))
+    _show_diff(old, new, as_json)
+    if not as_json:
         click.echo(f"written to {out}", err=True)
 
 
@@ -170,7 +160,11 @@ def _file_of(path: Path) -> Path:
     return path / PLAN_FILE if path.is_dir() else path
 
 
-def _print_diff(changes: list[Change], before: dict[str, Any], after: dict[str, Any]) -> None:
+def _show_diff(old: Plan, new: Plan, as_json: bool) -> None:
+    changes, before, after = diff(old, new), totals(old), totals(new)
+    if as_json:
+        print_json({"before": before, "after": after, "layers": [change.to_dict() for change in changes]})
+        return
     out = page()
     if changes:
         listed = table("!layer", "change", "bits", "bytes", "why")

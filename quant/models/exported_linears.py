@@ -61,8 +61,7 @@ def _restore(model: GraphModule, place: str, calls: list[Node]) -> None:
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
     linear.weight, linear.bias = weight, bias  # type: ignore[assignment]
     linear.train(model.training)
-    parent, _, last = place.rpartition(".")
-    setattr(model.get_submodule(parent), last, linear)
+    model.set_submodule(place, linear)
     for call in calls:
         with model.graph.inserting_before(call):
             new = model.graph.call_module(place, (call.args[0],))
