@@ -8,8 +8,10 @@ decoder block at a time: the peak is that block and its inputs.
 from __future__ import annotations
 
 import math
+import mmap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -149,7 +151,7 @@ def apply_plan(
     results: dict[str, LayerResult] = {}
     done = 0
     with torch.no_grad():
-        for members in by_input(plan.quantized):
+        for members in _reading_ahead(model, by_input(plan.quantized)):
             step = f"group {members[0].name}"
             if partial is not None and (found := put_back(partial, step, model)) is not None:
                 results |= found[1]
@@ -165,6 +167,21 @@ def apply_plan(
         if layer.name not in results:
             results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
     return [results[layer.name] for layer in plan.layers]
+
+
+def _reading_ahead(model: nn.Module, groups: Sequence[list[LayerPlan]]) -> Iterator[list[LayerPlan]]:
+    """Gives each group while a thread brings the mapped weights of the next one from the disk into the page cache."""
+    with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
+        for members, following in zip(groups, [*groups[1:], []], strict=True):
+            reader.submit(_touch, [_weight_of(model, member) for member in following])
+            yield members
+
+
+def _touch(weights: Sequence[torch.Tensor]) -> None:
+    """Reads a byte of every page."""
+    for weight in weights:
+        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and weight.is_contiguous():
+            weight.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
 
 
 def _solve_group(
