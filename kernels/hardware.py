@@ -110,18 +110,6 @@ CAPABILITIES: dict[str, tuple[int, int]] = {
 """Compute capability of every GPU that is known by name, with or without its data sheet: enough to build an engine."""
 
 
-def get_hardware(name: str) -> Hardware:
-    """The target called `name`.
-
-    Raises:
-        ValueError: unknown name; the message lists the known ones.
-    """
-    try:
-        return TARGETS[name]
-    except KeyError:
-        raise ValueError(f"unknown GPU {name!r}; known: {', '.join(TARGETS)}") from None
-
-
 @cache
 def has_triton() -> bool:
     """Whether Triton is installed; it comes with a CUDA build of PyTorch."""

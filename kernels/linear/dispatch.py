@@ -137,7 +137,7 @@ def _decide(
     if x.dtype not in _FLOATS or not hardware.has_triton():
         return Way(weight.format, shape, oracle=True)
     if takes_prefill(weight, activation, tokens, x.dtype) and gpu.has_wgmma:
-        return Way(weight.format, shape, product=partial(_prefill, activation=activation))
+        return Way(weight.format, shape, product=partial(prefill_linear, activation=activation))
     if activation and _is_native(weight, activation, tokens, x.device):
         return Way(weight.format, shape, product=_native_linear)
     rounds = None if given is None else prepare_rounding(x, given, input_scale)
@@ -148,17 +148,6 @@ def _decide(
     from quant.kernels.hopper.decode_codes import numbers_only
 
     return Way(weight.format, shape, launch, rounds, prepare(x, weight, bias, _without_tma(weight, x)), numbers_only)
-
-
-def _prefill(
-    x: torch.Tensor,
-    weight: BlockScaledTensor,
-    bias: torch.Tensor | None,
-    input_scale: torch.Tensor | None,
-    *,
-    activation: str,
-) -> torch.Tensor:
-    return prefill_linear(x, weight, bias, input_scale, activation)
 
 
 def check(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:

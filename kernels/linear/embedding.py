@@ -11,6 +11,7 @@ checkpoint; this toolkit does. The output head is a linear and has the kernels o
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -110,16 +111,8 @@ def _embedding(
     return _rows(ids, weight, dtype)
 
 
-def _fake(
-    ids: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    weight_format: str,
-    columns: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
+def _fake(ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(*ids.shape, rest[-2], dtype=rest[-1], device=ids.device)
 
 
 register(

@@ -124,20 +124,13 @@ def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
         return op._handle.redispatch_boxed(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 
 
-def _with_gradients(
-    keyset: Any,
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *rest: Any,
-) -> torch.Tensor:
+def _with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
+    x, bias = args[0], args[4]
     # `torch.library.register_autograd` does the same, in five calls of Python where this is one.
     if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Linear.apply(keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return, no-untyped-call]
+        return _Linear.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
-        return _REDISPATCH(keyset & torch._C._after_autograd_keyset, x, codes, scale, global_scale, bias, *rest)  # type: ignore[no-any-return]
+        return _REDISPATCH(keyset & torch._C._after_autograd_keyset, *args)  # type: ignore[no-any-return]
 
 
 def _fake(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
