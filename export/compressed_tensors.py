@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from quant.export.names import FormatsOf, StoredNames
+from quant.export.patterns import matches
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0
 from quant.formats.tensor import BlockScaledTensor
@@ -386,5 +387,5 @@ def read_config(config: Mapping[str, Any], names: StoredNames) -> tuple[FormatsO
 
 def _matches(name: str, target: str) -> bool:
     if target.startswith("re:"):
-        return re.match(target[3:], name) is not None
+        return matches(target[3:], name)
     return target in ("Linear", name)

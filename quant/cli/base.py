@@ -91,10 +91,12 @@ class Command(click.Command):
             click.echo(f"error: stopped by {number.name} {printable(written)}", err=True)
             ctx.exit(128 + number)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            memory = _is_out_of_memory(error)
-            if debug or (isinstance(error, RuntimeError) and not memory):
+            memory, deep = _is_out_of_memory(error), isinstance(error, RecursionError)
+            if debug or (isinstance(error, RuntimeError) and not memory and not deep):
                 raise
             message = " ".join(str(error).split()) or type(error).__name__
+            if deep:
+                message = "a file is nested too deeply to be read; --debug shows which"
             if memory:
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
             click.echo(f"error: {printable(message)}", err=True)

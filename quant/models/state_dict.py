@@ -74,7 +74,9 @@ def sniff(path: Path) -> str:
 
 def _sniff_zip(path: Path) -> str:
     try:
-        members = zipfile.ZipFile(path).namelist()
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+            packed = next((each.filename for each in archive.infolist() if each.compress_type), None)
     except zipfile.BadZipFile:
         raise UserError(f"{path}: a truncated or damaged archive; copy or download it again") from None
     tails = {member.partition("/")[2] or member for member in members}
@@ -86,6 +88,11 @@ def _sniff_zip(path: Path) -> str:
             "state_dict() with torch.save, or the model with torch.export.save"
         )
     if "data.pkl" in tails:
+        if packed is not None:
+            raise UserError(
+                f"{path}: {packed} is compressed, which torch.save never does and which may fill the memory; save the "
+                "state_dict() again with torch.save"
+            )
         return "torch"
     raise UserError(f"{path}: a zip archive, but not one that torch wrote; expected {_KNOWN}")
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,32 @@ def test_names_do_not_command_the_terminal(tmp_path: Path) -> None:
         shown = CliRunner().invoke(main, arguments).output
         assert shown and not set(shown) & {"\x1b", "\x07", "\x9b", "\r", "\u202e"}, arguments
         assert "x1b" in shown or "u001b" in shown or "owned" not in shown
+
+
+def test_no_pattern_of_a_checkpoint_hangs(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "compressed_tensors" / "NVFP4", tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"]["ignore"].append(r"re:(model.*)*(\w+|\w)*(.+)+!")
+    (source / "config.json").write_text(json.dumps(config))
+    code = f"from quant.cli.main import main; main(['inspect', {str(source)!r}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and "model.layers" in done.stdout, done
+
+
+def test_nesting_and_packed_archives_are_one_line(tmp_path: Path) -> None:
+    deep = tmp_path / "plan.json"
+    deep.write_text("[" * 100_000)
+    torch.save({"w": torch.zeros(4, 4)}, tmp_path / "plain.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "plain.pt") as plain,
+        zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as bomb,
+    ):
+        for name in plain.namelist():
+            bomb.writestr(name, plain.read(name) + (b"\0" * 10_000_000 if name.endswith("data/0") else b""))
+    for arguments in (
+        ["plan", "show", str(deep)],
+        ["inspect", str(tmp_path)],
+        ["quantize", str(tmp_path / "bomb.pt"), "--format", "fp8_channel", "--dry-run"],
+    ):
+        result = CliRunner().invoke(main, arguments)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
