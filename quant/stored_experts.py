@@ -105,7 +105,7 @@ def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     empty = module._parameters.get(name)
     values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if hasattr(empty, "stored") and not any(value.is_meta for value in values):
-        read = nn.Parameter(empty.stored.tensor(), requires_grad=False)  # type: ignore[union-attr, operator]
+        read = nn.Parameter(empty.stored.tensor(), requires_grad=False)  # type: ignore[union-attr]
         read.empty = empty  # type: ignore[attr-defined]
         module._parameters[name] = read
 
