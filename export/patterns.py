@@ -97,7 +97,7 @@ class _Matcher:
         if kind is op.SUBPATTERN:
             return self.ends(value[3], start)
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
-            return self._repeated(*value, start)
+            return self._repeated(value[0], value[1], value[2], start)
         if kind in (op.ASSERT, op.ASSERT_NOT) and value[0] == 1:
             return {start} if bool(self.ends(value[1], start)) == (kind is op.ASSERT) else ()
         if kind is op.AT:
@@ -130,12 +130,12 @@ def _is(kind: Any, value: Any, char: str) -> bool:
     if kind is op.ANY:
         return char != "\n"
     if kind is op.LITERAL:
-        return ord(char) == value
+        return bool(ord(char) == value)
     if kind is op.NOT_LITERAL:
-        return ord(char) != value
+        return bool(ord(char) != value)
     if kind is op.RANGE:
         return bool(value[0] <= ord(char) <= value[1])
     if kind is op.CATEGORY:
         return re.match(_CATEGORIES[value], char) is not None
     negated = value[0][0] is op.NEGATE  # of a set of characters
-    return any(_is(*each, char) for each in value[negated:]) != negated
+    return any(_is(part, of, char) for part, of in value[negated:]) != negated

@@ -81,6 +81,8 @@ def temporary_directory(path: Path) -> Iterator[Path]:
         handle = _lock(made, wait=True)
         if made.exists():  # otherwise another process took it, before it was locked, for a dead one's
             break
+        if handle is not None:
+            os.close(handle)
     try:
         yield made
     finally:
@@ -128,7 +130,8 @@ def _exchange(a: Path, b: Path) -> bool:
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+    failed: int = rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE)
+    return not failed
 
 
 def _left_over(path: Path, kind: str) -> list[Path]:

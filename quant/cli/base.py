@@ -87,8 +87,9 @@ class Command(click.Command):
                 return super().invoke(ctx)
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
-            written = f"after {out} was written" if _identity(out) != before else "before anything was written"
-            click.echo(f"error: stopped by {number.name} {printable(written)}", err=True)
+            when = "before" if _identity(out) == before else "after"
+            what = "" if out is None else printable(f" {when} {out} was written")
+            click.echo(f"error: stopped by {number.name}{what}", err=True)
             ctx.exit(128 + number)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             memory, deep = _is_out_of_memory(error), isinstance(error, RecursionError)

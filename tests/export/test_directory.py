@@ -185,7 +185,7 @@ def test_a_signal_ends_a_command_in_one_line(tmp_path: Path, number: signal.Sign
         time.sleep(5)
 
     result = CliRunner().invoke(command, ["--out", str(target)])
-    said = f"after {target} was written" if late else "before anything was written"
+    said = f"{'after' if late else 'before'} {target} was written"
     assert (result.exit_code, result.output) == (code, f"error: stopped by {number.name} {said}\n")
     assert contents(target) == (NEW if late else OLD)
     assert [each.name for each in tmp_path.iterdir()] == ["out"]
