@@ -172,7 +172,7 @@ def apply_plan(
 def _reading_ahead(model: nn.Module, groups: Sequence[list[LayerPlan]]) -> Iterator[list[LayerPlan]]:
     """Gives each group while a thread brings the mapped weights of the next one from the disk into the page cache."""
     with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
-        for members, following in zip(groups, [*groups[1:], []], strict=True):
+        for members, following in zip(groups, [*groups[1:], []], strict=False):  # no groups, nothing follows
             reader.submit(_touch, [_weight_of(model, member) for member in following])
             yield members
 
