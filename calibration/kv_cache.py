@@ -31,6 +31,7 @@ from torch import nn
 
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import Observer, get_observer
+from quant.calibration.placement import device_of, placed
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 
@@ -74,6 +75,7 @@ def collect_attention_scales(
     kv_format: Format | None,
     attention_format: Format | None,
     granularity: str = "tensor",
+    device: torch.device | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, AttentionScales]:
     """KV-cache and attention scales of every attention module that `rows` reach, by module name.
@@ -86,6 +88,7 @@ def collect_attention_scales(
         attention_format: of q, k, v and p inside attention; None keeps them in 16 bit. k and v are observed for
             `kv_format` where both are given.
         granularity: "tensor" or "head".
+        device: where the model runs, see `placed`; None is where it is.
         progress: called as `progress(rows done, rows in all)`.
 
     Raises:
@@ -113,8 +116,9 @@ def collect_attention_scales(
             for watcher, part in zip(observers, x.tensor_split(heads, dim=1), strict=True):
                 watcher.update(part)
 
-    with torch.no_grad(), watching_attention(model, watch):
-        for index, row in enumerate(rows):
+    home = device_of(model)
+    with torch.no_grad(), placed(model, device) as there, watching_attention(model, watch):
+        for index, row in enumerate(rows.to(there)):
             model(row[None])
             if progress:
                 progress(index + 1, len(rows))
@@ -124,7 +128,7 @@ def collect_attention_scales(
             "scales need a transformers model whose attention goes through its AttentionInterface"
         )
     return {
-        name: _scales({o: _amax(w, granularity) for o, w in watchers.items()}, kv_format, attention_format)
+        name: _scales({o: _amax(w, granularity).to(home) for o, w in watchers.items()}, kv_format, attention_format)
         for name, watchers in seen.items()
     }
 

@@ -8,15 +8,19 @@ both. Afterwards they are narrowed again, which is exact.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.calibration.placement import NARROW, elsewhere, placed
+
 
 @contextmanager
-def prepared(models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None) -> Iterator[None]:
+def prepared(
+    models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None, device: torch.device | None = None
+) -> Iterator[None]:
     """Models in eval mode, without a key-value cache or weight gradients; all is as before afterwards.
 
     Tensors that share memory (ties, layers that two models have in common) go on sharing it.
@@ -24,16 +28,19 @@ def prepared(models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None)
     Args:
         models: one or several.
         dtype: what 16-bit parameters and buffers are widened to; None leaves them.
+        device: where the models run, see `placed`; None is where each of them is.
     """
     models = [models] if isinstance(models, nn.Module) else models
     modes = {module: module.training for model in models for module in model.modules()}
+    away = [model for model in models if elsewhere(model, device)]
     tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
     learned = [t for t in tensors.values() if t.requires_grad]
+    copied = {id(t) for model in away for t in (*model.parameters(), *model.buffers())}  # widened on their way
     configs: list[Any] = [getattr(model, "config", None) for model in models]
     cached = [config for config in configs if getattr(config, "use_cache", None)]
     shared: dict[Any, list[torch.Tensor]] = {}
     for t in tensors.values():
-        if dtype is not None and t.dtype in (torch.float16, torch.bfloat16):
+        if dtype is not None and t.dtype in NARROW and id(t) not in copied:
             shared.setdefault((t.device, t.data_ptr(), t.dtype, t.shape, t.stride()), []).append(t)
     del tensors
     narrow = [(same, same[0].dtype) for same in shared.values()]
@@ -46,7 +53,10 @@ def prepared(models: nn.Module | Sequence[nn.Module], dtype: torch.dtype | None)
             config.use_cache = False
         for model in models:
             model.eval()
-        yield
+        with ExitStack() as stack:
+            for model in away:
+                stack.enter_context(placed(model, device, dtype))
+            yield
     finally:
         for same, before in narrow:
             _replace_data(same, before)

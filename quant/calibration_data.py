@@ -10,11 +10,13 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.observers import get_observer
+from quant.calibration.placement import placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration.walk.collect import collect_input_amax
+from quant.devices import Device, find_device
 from quant.errors import UserError
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
@@ -47,6 +49,7 @@ def own_text(
     samples: int = 32,
     seqlen: int = 128,
     seed: int = 0,
+    device: Device = None,
     progress: Progress | None = None,
 ) -> torch.Tensor:
     """Calibration rows that the model writes itself, for a plan that needs data where there is none.
@@ -58,6 +61,7 @@ def own_text(
         samples: rows.
         seqlen: tokens a row; cut to the model's context.
         seed: of what is drawn.
+        device: where the model runs, one block at a time if it does not fit; by default where it is.
         progress: called as `progress("generate", tokens done, tokens in all)`.
 
     Returns:
@@ -69,16 +73,27 @@ def own_text(
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
     report = reporter(progress, "generate")
+    there = find_device(device)
     try:
-        return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+        with placed(model, there):
+            return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+    except torch.OutOfMemoryError:
+        raise
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise UserError(f"{lacks_data(plan)} ({error})") from error
 
 
 def calibrate(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, *, progress: Progress | None = None
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None,
+    *,
+    device: Device = None,
+    progress: Progress | None = None,
 ) -> dict[str, torch.Tensor]:
     """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
+
+    The model runs on `device`, one block at a time if it does not fit there; by default where it is.
 
     Raises:
         UserError: the plan needs data and there is none.
@@ -92,7 +107,8 @@ def calibrate(
     if (observer := observer_of(plan)) != "absmax":
         watch = get_observer(observer)
         observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
-    amax = collect_input_amax(model, [layer.name for layer in static], data, reporter(progress, "calibrate"), observers)
+    names, report = [layer.name for layer in static], reporter(progress, "calibrate")
+    amax = collect_input_amax(model, names, data, report, observers, find_device(device))
     scales = {}
     for members in by_input(static):
         shared = torch.stack([amax[member.name] for member in members]).amax()

@@ -29,9 +29,11 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
+from quant.calibration.placement import device_of
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
-from quant.calibration.sensitivity.logits import Logits, device_of, logits_of
+from quant.calibration.sensitivity.logits import Logits, logits_of
+from quant.devices import Device, find_device
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
@@ -67,6 +69,7 @@ def evaluate(
     *,
     batch_size: int = 1,
     dtype: torch.dtype | None = torch.float32,
+    device: Device = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Evaluation:
     """Measures `model` on `rows`, and against `baseline` where given.
@@ -82,6 +85,7 @@ def evaluate(
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
         dtype: what 16-bit parameters of both models are widened to meanwhile; None evaluates them as they are.
+        device: where the models run, one block at a time if they do not fit; by default where they are.
         progress: called with (rows done, rows in all) after each batch.
 
     Raises:
@@ -96,7 +100,7 @@ def evaluate(
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad(), prepared(models, dtype):
+    with torch.no_grad(), prepared(models, dtype, find_device(device)):
         if _has_no_predictions(model, rows[:1, :2]):
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)

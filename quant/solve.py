@@ -19,6 +19,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.calibration.placement import elsewhere
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
@@ -30,6 +31,7 @@ from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import available_bytes, block_bytes
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
+from quant.devices import Device, find_device
 from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
 from quant.export.partial import Partial
@@ -59,7 +61,7 @@ def solve_plan(
     plan: Plan,
     data: torch.Tensor | None = None,
     *,
-    device: torch.device | str | None = None,
+    device: Device = None,
     progress: Progress | None = None,
     partial: Partial | None = None,
     memory: int | None = None,
@@ -85,19 +87,22 @@ def solve_plan(
                 f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
                 "quant.make_plan plans without"
             )
-    settings = _settings(plan, device)
+    there = find_device(device)
+    settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
-        data = own_text(model, plan, progress=progress)
+        data = own_text(model, plan, device=there, progress=progress)
     if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
         quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)
     else:
-        quantized = _solve_at_once(model, plan, data, progress, partial)
+        quantized = _solve_at_once(model, plan, data, settings.device, progress, partial)
     if partial is not None:
         partial.flush()
     if plan.kv_cache is not None:
         assert data is not None
-        scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None)
+        scales = collect_attention_scales(
+            model, data, kv_format=plan.kv_cache, attention_format=None, device=settings.device
+        )
         install_kv_scales(model, kv_scale_tensors(scales, stored_dtype(model)))
     protect(model)
     return quantized
@@ -115,13 +120,11 @@ def with_options(plan: Plan, guard: str | None = None, observer: str | None = No
     return plan
 
 
-def _settings(plan: Plan, device: torch.device | str | None) -> Settings:
+def _settings(plan: Plan, device: torch.device | None) -> Settings:
     """How the walk is done, as far as the plan and the caller say."""
     guard = plan.provenance.get("guard")
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {device}: PyTorch sees no GPU here; leave it out, or pass cpu")
     return Settings(
-        device=torch.device(device) if device else None,
+        device=device,
         observer=observer_of(plan),
         guard=Guard.parse(guard) if guard else None,
     )
@@ -132,6 +135,7 @@ def apply_plan(
     plan: Plan,
     input_scales: Mapping[str, torch.Tensor] | None = None,
     *,
+    device: Device = None,
     progress: Progress | None = None,
     partial: Partial | None = None,
 ) -> list[LayerResult]:
@@ -141,6 +145,7 @@ def apply_plan(
         model: changed in place.
         plan: as `make_plan` gives it, perhaps edited.
         input_scales: as `calibrate` gives them.
+        device: where weights are rounded, a fusion group at a time; by default where the model is.
         progress: called as `progress("solve", layers done, layers in all)`.
         partial: as in `solve_plan`.
 
@@ -148,6 +153,7 @@ def apply_plan(
         One result per layer of the plan, kept layers included, in plan order.
     """
     input_scales = input_scales or {}
+    there = find_device(device)
     results: dict[str, LayerResult] = {}
     done = 0
     with torch.no_grad():
@@ -156,7 +162,7 @@ def apply_plan(
             if partial is not None and (found := put_back(partial, step, model)) is not None:
                 results |= found[1]
             else:
-                results |= _solve_group(model, members, input_scales)
+                results |= _solve_group(model, members, input_scales, there)
                 if partial is not None:
                     keep_layers(partial, step, model, members, results)
             done += len(members)
@@ -185,39 +191,54 @@ def _touch(weights: Sequence[torch.Tensor]) -> None:
 
 
 def _solve_group(
-    model: nn.Module, members: Sequence[LayerPlan], input_scales: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    members: Sequence[LayerPlan],
+    input_scales: Mapping[str, torch.Tensor],
+    device: torch.device | None,
 ) -> dict[str, LayerResult]:
-    """Quantizes the members of a fusion group; gives their results by name."""
+    """Quantizes the members of a fusion group, on `device`; gives their results by name."""
     weights = {member.name: _weight_of(model, member) for member in members}
-    solved = _solve(members, weights)
+    home = next(iter(weights.values())).device
+    weights = {name: w if isinstance(w, StoredExperts) else w.to(device) for name, w in weights.items()}
+    solved = _solve(members, weights, device)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     for member in members:
-        install_weight(model, member, solved[member.name], input_scales.get(member.name))
+        install_weight(model, member, solved[member.name].to(home), input_scales.get(member.name))
     return results
 
 
 def solve_state_dict(
-    tensors: Mapping[str, torch.Tensor], plan: Plan, *, progress: Progress | None = None
+    tensors: Mapping[str, torch.Tensor], plan: Plan, *, device: Device = None, progress: Progress | None = None
 ) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
     """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
+    there = find_device(device)
     solved, results = {}, []
     for done, layer in enumerate(plan.layers, 1):
         key = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
         weight = tensors[key]
-        if layer.weight is not None:
-            solved.update(_solve([layer], {layer.name: weight}))
-        results.append(layer_result(layer, weight, solved.get(layer.name)))
+        if layer.weight is None:
+            results.append(layer_result(layer, weight, None))
+        else:
+            moved = weight.to(there)
+            found = _solve([layer], {layer.name: moved}, there)[layer.name]
+            results.append(layer_result(layer, moved, found))
+            solved[layer.name] = found.to(weight.device)
         if progress:
             progress("solve", done, len(plan.layers))
     return solved, results
 
 
-def _solve(members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor]) -> dict[str, BlockScaledTensor]:
+def _solve(
+    members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], device: torch.device | None
+) -> dict[str, BlockScaledTensor]:
+    """Codes and scales by name. Experts that are read one by one are solved on `device` one by one, and kept at home."""
     first = members[0]
     assert first.weight is not None
     if first.kind == "experts" and isinstance(whole := weights[first.name], StoredExperts):
         one_by_one = [
-            solve_group({first.name: whole[index]}, {}, first.weight, get_solver(first.solver))[first.name]
+            solve_group({first.name: whole[index].to(device)}, {}, first.weight, get_solver(first.solver))[
+                first.name
+            ].to(whole.device)
             for index in range(len(whole))
         ]
         return {first.name: stacked(one_by_one)}
@@ -234,26 +255,36 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
 
 
 def _solve_at_once(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None, partial: Partial | None
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None,
+    device: torch.device | None,
+    progress: Progress | None,
+    partial: Partial | None,
 ) -> Quantized:
     """Solvers that look at nothing but the weight."""
     started = time.perf_counter()
-    input_scales = _input_scales(model, plan, data, progress, partial)
+    input_scales = _input_scales(model, plan, data, device, progress, partial)
     calibrated = time.perf_counter()
-    layers = apply_plan(model, plan, input_scales, progress=progress, partial=partial)
+    layers = apply_plan(model, plan, input_scales, device=device, progress=progress, partial=partial)
     done = time.perf_counter()
     seconds = {"calibrate": calibrated - started, "solve": done - calibrated}
     return Quantized(model, plan_of_model(model, plan), layers, seconds)
 
 
 def _input_scales(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, progress: Progress | None, partial: Partial | None
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None,
+    device: torch.device | None,
+    progress: Progress | None,
+    partial: Partial | None,
 ) -> Mapping[str, torch.Tensor]:
     """Static scales of inputs by layer name, measured once."""
     found = None if partial is None else partial.get("input scales")
     if found is not None:
         return {name: scale.clone() for name, scale in found.tensors.items()}
-    scales = calibrate(model, plan, data, progress=progress)
+    scales = calibrate(model, plan, data, device=device, progress=progress)
     if partial is not None and scales:
         partial.put("input scales", scales, None)
     return scales
@@ -275,7 +306,7 @@ def _solve_block_by_block(
     measured = replace(plan, layers=tuple(layer for layer in plan.layers if layer.kind != "linear"))
     started = time.perf_counter()
     # Before the walk, while every layer still gets its original inputs.
-    input_scales = _input_scales(model, measured, data, progress, partial)
+    input_scales = _input_scales(model, measured, data, settings.device, progress, partial)
     results: dict[str, LayerResult] = {}
     noted: list[LayerPlan] = []
 
@@ -296,7 +327,8 @@ def _solve_block_by_block(
         model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
         progress=reporter(progress, "solve"), keeper=keeper,
     )  # fmt: skip
-    results |= {result.name: result for result in apply_plan(model, rest, input_scales, partial=partial)}
+    others = apply_plan(model, rest, input_scales, device=settings.device, partial=partial)
+    results |= {result.name: result for result in others}
     plan = plan.replace_layers(noted)
     use_expert_modules(model, plan)
     layers = [results[layer.name] for layer in plan.layers]

@@ -58,6 +58,12 @@ class GroupSolution:
     divisor: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> GroupSolution:
+        """The same solution on `device`."""
+        weights = {name: weight.to(device) for name, weight in self.weights.items()}
+        divisor, scale = (None if t is None else t.to(device) for t in (self.divisor, self.input_scale))
+        return GroupSolution(weights, divisor, scale)
+
 
 def solve_each_group(
     model: nn.Module,
@@ -67,6 +73,7 @@ def solve_each_group(
     solver: str,
     stored: torch.dtype,
     progress: Callable[[int, int], None] | None = None,
+    home: torch.device | None = None,
 ) -> dict[Key, GroupSolution]:
     """Solutions of every group in every format that is allowed for it.
 
@@ -76,10 +83,11 @@ def solve_each_group(
         model: called as `model(rows)`; not changed.
         groups: layers by fusion group.
         allowed: formats by group.
-        rows: token ids, int64 `[rows, seqlen]`.
+        rows: token ids, int64 `[rows, seqlen]`, where the model runs.
         solver: one that works from data.
         stored: dtype of the model's checkpoint, which some scales are rounded to.
         progress: called as `progress(groups done, groups in all)`.
+        home: where solutions are kept; None is where they are solved.
     """
     pipeline = get_pipeline(solver)
     batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
@@ -97,7 +105,7 @@ def solve_each_group(
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
         works = {
-            group: [_Work(c, groups[group], model, pipeline, inputs, group, stored) for c in choices]
+            group: [_Work(c, groups[group], model, pipeline, inputs, group, stored, rows.device) for c in choices]
             for group, choices in part.items()
         }
         if pipeline.needs_moment:
@@ -106,7 +114,7 @@ def solve_each_group(
             for work in choices:
                 solution = work.solve(pipeline, stored)
                 if solution is not None:
-                    found[group, work.candidate.name] = solution
+                    found[group, work.candidate.name] = solution if home is None else solution.to(home)
             choices.clear()  # and with them the second moments
             done += 1
             if progress:
@@ -206,15 +214,17 @@ class _Work:
         inputs: _Inputs,
         group: str,
         stored: torch.dtype,
+        there: torch.device,
     ) -> None:
         self.candidate = candidate
+        self.there = there
         self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
         assert candidate.weight is not None
         if pipeline.transforms and group in inputs.tokens:
             seen = inputs.of(group)
-            weight = torch.cat([w.float() for w in self.weights.values()])
+            weight = torch.cat([w.to(self.there).float() for w in self.weights.values()])
             divisor = torch.ones_like(seen.amax)
             for transform in pipeline.transforms:
                 here = seen.divided(divisor)
@@ -230,7 +240,8 @@ class _Work:
         if stats is None and (pipeline.needs_moment or self.divisor is None):
             return None
         assert self.candidate.weight is not None
-        weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in self.weights.items()}
+        weights = {name: w.to(self.there) for name, w in self.weights.items()}
+        weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
         solved = solve_group(weights, dict.fromkeys(weights, stats), self.candidate.weight, pipeline.rounding, stored)
         return GroupSolution(solved, self.divisor, self.input_scale)
 

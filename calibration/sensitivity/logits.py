@@ -89,11 +89,6 @@ def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return result.logits if hasattr(result, "logits") else output_of(result)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where the first tensor of a model is."""
-    return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-
-
 @contextmanager
 def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     module.forward = forward

@@ -33,7 +33,6 @@ from torch import nn
 from torch.linalg import vecdot
 
 from quant.calibration.blocks import removing, stored_dtype
-from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
@@ -63,6 +62,7 @@ def score_groups(
     seed: int = 0,
     amax: Mapping[str, torch.Tensor] | None = None,
     path: Path | None = None,
+    device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
     """Scores of every group in every format that is allowed for it.
@@ -80,6 +80,7 @@ def score_groups(
         amax: largest input magnitude of each layer, as `measure_amax` gives it; None measures it on `rows`.
         path: where the table is kept: read if it is there and was made from the same, and resumed after an
             interruption. None keeps nothing.
+        device: where the model runs, see `SwitchableModel`; None is where it is.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
@@ -99,13 +100,12 @@ def score_groups(
     stored = stored_dtype(model)
     divergence = divergence_of(model, rows)
     if amax is None:
-        with prepared(model, None):
-            amax = measure_amax(model, groups, candidates, rows, report)
-    with (
-        prepared(model, dtype),
-        SwitchableModel(model, groups, candidates, amax, solver, stored, solutions or {}) as switchable,
-    ):
-        units = _UNITS[method](switchable, allowed, rows, divergence, seed)
+        amax = measure_amax(model, groups, candidates, rows, report, device)
+    switchable = SwitchableModel(
+        model, groups, candidates, amax, solver, stored, solutions or {}, device=device, dtype=dtype
+    )
+    with switchable.ready():
+        units = _UNITS[method](switchable, allowed, rows.to(device), divergence, seed)
         results = run_units(units.names, units.work, key=key, path=path, progress=reporter(progress, "score"))
     sums = units.finish(total(results))
     silent = [name for name in groups if name not in sums and allowed[name]]

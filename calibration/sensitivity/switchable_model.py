@@ -26,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
 from quant.calibration.fast_matmul import difference_dtype
+from quant.calibration.placement import NARROW, free_memory
+from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import (
@@ -43,6 +45,9 @@ from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.modules import experts_forward
 from quant.recipes.plan import LayerPlan
 
+# Bytes of a GPU that are left to activations and logits before dense weights are kept there.
+_RESERVE = 16 << 30
+
 
 @dataclass(eq=False)
 class SwitchableModel:
@@ -56,7 +61,9 @@ class SwitchableModel:
         solver: rounds the weights; one that needs no data.
         solutions: groups in a format that another solver has solved, as `solve_each_group` gives them.
         stored: dtype that scales are rounded to, the model's own; None takes that of the weights.
-        budget: bytes of dense weights that are kept.
+        budget: bytes of dense weights that are kept; on a GPU, more where it has more to spare.
+        device: where the model runs; weights are copied there as layers need them. None is where the model is.
+        dtype: what 16-bit weights are widened to while `ready`; None leaves them.
         blocks: names of the model's repeated blocks, found while their linears can still be seen.
     """
 
@@ -68,6 +75,8 @@ class SwitchableModel:
     stored: torch.dtype | None = None
     solutions: Mapping[Key, GroupSolution] = field(default_factory=dict)
     budget: int = 2 << 30
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
     blocks: list[str] = field(default_factory=list)
     layers: dict[str, SwitchableLayer] = field(default_factory=dict)
     observe: Observe | None = None
@@ -88,6 +97,8 @@ class SwitchableModel:
 
     def __enter__(self) -> SwitchableModel:
         self.blocks = block_names(self.model)
+        if self.device is not None and self.device.type == "cuda":
+            self.budget = max(self.budget, (free_memory(self.device) - _RESERVE) // 2)
         experts: set[nn.Module] = set()
         for group, members in self.groups.items():
             for layer in members:
@@ -105,7 +116,7 @@ class SwitchableModel:
                         layer,
                         group,
                         original.weight.detach(),
-                        None if original.bias is None else original.bias.detach(),
+                        None if original.bias is None else self._moved(original.bias.detach()),
                     )
                     new.train(original.training)
                     self._undo.append(partial(setattr, parent, last, original))
@@ -134,6 +145,23 @@ class SwitchableModel:
         self.forget_inputs()
         self._dense.clear()
 
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Within it, this is entered and the model prepared for measuring, as `prepared` does with `dtype`."""
+        if self.device is None:
+            with prepared(self.model, self.dtype), self:
+                yield
+            return
+        with self, prepared(self.model, self.dtype, self.device):
+            yield
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A weight where the model runs and as it is used there."""
+        return tensor.to(self.device, self._dtype_of(tensor))
+
+    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        return self.dtype if self.dtype is not None and tensor.dtype in NARROW else tensor.dtype
+
     def set(self, choice: Mapping[str, str]) -> None:
         """Chooses a candidate by name for each group that is named; groups left out are in 16 bit."""
         self.choice = dict(choice)
@@ -150,10 +178,12 @@ class SwitchableModel:
         if key not in self._solved:
             assert candidate.weight is not None
             weights = {m.name: self.layers[m.name].original for m in self.groups[group]}
-            weights = {name: w.to(self.stored or w.dtype) for name, w in weights.items()}
+            home = next(iter(weights.values())).device
+            weights = {name: w.to(self.device, self.stored or w.dtype) for name, w in weights.items()}
             self._solved[key] = {}
             for part in self._parts(weights):
-                self._solved[key] |= solve_group(part, {}, candidate.weight, get_solver(self.solver))
+                solved = solve_group(part, {}, candidate.weight, get_solver(self.solver))
+                self._solved[key] |= {name: weight.to(home) for name, weight in solved.items()}
         return self._solved[key]
 
     def _parts(self, weights: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
@@ -163,22 +193,21 @@ class SwitchableModel:
 
     def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
         """The weight `[out, in]` in a format, of one expert where `index` says."""
-        if candidate.weight is None:
-            return layer.original if index is None else layer.original[index]
         key = (layer.plan.name, candidate.name)
         if key in self._dense:
             return self._dense[key] if index is None else self._dense[key][index]
-        quantized = self.solved(layer.group, candidate)[layer.plan.name]
-        if self._fits(layer, layer.original.dtype):
-            self._dense[key] = self._restored(layer, candidate, quantized)
+        if candidate.weight is None and layer.original.device == (self.device or layer.original.device):
+            return layer.original if index is None else layer.original[index]
+        if self._fits(layer, self._dtype_of(layer.original)):
+            self._dense[key] = self._values(layer, candidate)
             return self.dense(layer, candidate, index)
-        return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
+        return self._values(layer, candidate, index)
 
     def _restored(self, layer: SwitchableLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
         """Dense values for the input as the model gives it."""
-        dense = quantized.dequantize(layer.original.dtype)
+        dense = quantized.to(self.device or quantized.codes.device).dequantize(self._dtype_of(layer.original))
         solution = self.solutions.get((layer.group, candidate.name))
-        return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense.dtype)
+        return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense)
 
     def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
         """The weight for products with small differences: BF16 where that is fast."""
@@ -195,14 +224,15 @@ class SwitchableModel:
             layer, (candidate.name, now.name, "change"), lambda: self._values(layer, candidate) - self.dense(layer, now)
         )
 
-    def _values(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
+    def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
         """As `dense`, not kept."""
-        if candidate.weight is None:
-            return layer.original
         kept = self._dense.get((layer.plan.name, candidate.name))
         if kept is not None:
-            return kept
-        return self._restored(layer, candidate, self.solved(layer.group, candidate)[layer.plan.name])
+            return kept if index is None else kept[index]
+        if candidate.weight is None:
+            return self._moved(layer.original if index is None else layer.original[index])
+        quantized = self.solved(layer.group, candidate)[layer.plan.name]
+        return self._restored(layer, candidate, quantized if index is None else quantized.matrix(index))
 
     def _narrowed(
         self, layer: SwitchableLayer, what: tuple[str, ...], make: Callable[[], torch.Tensor]
@@ -239,7 +269,7 @@ class SwitchableModel:
         by_name = self._rounded[2]
         if candidate.name not in by_name:
             solution = self.solutions.get((group, candidate.name))
-            divisor = None if solution is None or solution.divisor is None else solution.divisor.to(x.dtype)
+            divisor = None if solution is None or solution.divisor is None else solution.divisor.to(x)
             divided = x.detach() if divisor is None else x.detach() / divisor
             rounded = round_activation(divided, candidate.activation, self.input_scale(group, candidate))
             by_name[candidate.name] = rounded if divisor is None else rounded * divisor
@@ -254,10 +284,11 @@ class SwitchableModel:
         if not candidate.has_static_scale:
             return None
         if (group, candidate.name) in self.solutions:
-            return self.solutions[group, candidate.name].input_scale
+            scale = self.solutions[group, candidate.name].input_scale
+            return None if scale is None else scale.to(self.device)
         assert candidate.activation is not None
         members = self.groups[group]
-        amax = torch.stack([self.amax[member.name] for member in members]).amax()
+        amax = torch.stack([self.amax[member.name] for member in members]).amax().to(self.device)
         weight = self.layers[members[0].name].original
         return static_input_scale(amax, candidate.activation, self.stored or weight.dtype)
 
@@ -281,9 +312,11 @@ def measure_amax(
     candidates: Mapping[str, Candidate],
     rows: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """What `SwitchableModel.amax` takes: nothing where no candidate has static scales."""
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
     names = [layer.name for members in groups.values() for layer in members]
-    return collect_input_amax(model, names, rows, progress)
+    with prepared(model, None):
+        return collect_input_amax(model, names, rows, progress, device=device)

@@ -12,6 +12,7 @@ from torch import nn
 
 from quant.calibration.blocks import removing
 from quant.calibration.observers import Observer
+from quant.calibration.placement import device_of, placed
 from quant.calibration.texts.rows import check_ids
 from quant.kernels.linear.modules import experts_forward
 
@@ -22,6 +23,7 @@ def collect_input_amax(
     rows: torch.Tensor,
     progress: Callable[[int, int], None] | None = None,
     observers: Mapping[str, Observer] | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
@@ -32,9 +34,10 @@ def collect_input_amax(
         rows: token ids, int64 `[rows, seqlen]`.
         progress: called as `progress(rows done, rows in all)`.
         observers: by layer name, what watches its input; by default the largest magnitude counts.
+        device: where the model runs, see `placed`; None is where it is.
 
     Returns:
-        Float32 scalars by name.
+        Float32 scalars by name, where the model is.
 
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the layer and the row are
@@ -52,8 +55,9 @@ def collect_input_amax(
         if observers:
             observers[name].update(x)
 
-    with torch.no_grad(), watch_inputs(model, names, observe):
-        for row_index, row in enumerate(rows):
+    home = device_of(model)
+    with torch.no_grad(), placed(model, device) as there, watch_inputs(model, names, observe):
+        for row_index, row in enumerate(rows.to(there)):
             model(row[None])
             if progress:
                 progress(row_index + 1, len(rows))
@@ -63,7 +67,8 @@ def collect_input_amax(
             f"{silent[0]}: never called on the calibration data ({len(silent)} such layers), so its input is unknown: "
             "keep such layers in 16 bit (--exclude, or keep in a plan), or give data that reaches them"
         )
-    return {name: observers[name].amax() for name in amax} if observers else amax
+    found = {name: observers[name].amax() for name in amax} if observers else amax
+    return {name: value.to(home) for name, value in found.items()}
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,11 @@ class Solved:
     input_scale: torch.Tensor | None
     tokens: int
     notes: tuple[str, ...] = ()
+
+    def to(self, device: torch.device) -> Solved:
+        """The same solution on `device`."""
+        scale = None if self.input_scale is None else self.input_scale.to(device)
+        return replace(self, weight=self.weight.to(device), parts=self.parts.to(device), input_scale=scale)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, stored_dtype, streamed
+from quant.calibration.placement import fits
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import check_solvers, get_pipeline
 from quant.calibration.texts.rows import check_ids, few_of
@@ -146,7 +147,7 @@ class _Walk:
     ) -> None:
         self.keeper = keeper
         self.model, self.apply, self.settings, self.progress = model, apply, settings, progress
-        self.input_scales = input_scales
+        self.input_scales = {name: scale.to(settings.device) for name, scale in input_scales.items()}
         self.layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
         self.done = 0
         self.merged: dict[str, str] = {}
@@ -173,7 +174,14 @@ class _Walk:
             layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).spec.merge
         ]
         if wanted:
-            self.merged = merge_rotations(self.model, self.few, blocks, wanted)
+            there = self._whole()
+            self.merged = merge_rotations(self.model.to(there), self.few.to(there), blocks, wanted)
+            self.model.to(self.home)
+
+    def _whole(self) -> torch.device:
+        """Where the whole model can be worked on."""
+        device = self.settings.device
+        return device if device is not None and fits(self.model, device) else self.home
 
     def _inside(self, chains: Sequence[Sequence[str]]) -> set[str]:
         return {layer.name for chain in chains for name in chain for layer in self._layers_of(name)}
@@ -205,8 +213,7 @@ class _Walk:
             work = self._work(block, self._layers_of(name), f"{name}.")
             last = position == len(chain) - 1
             behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
-            block.to(self.home, self.stored)
-            self._finish(work)
+            self._finish(work, block)
             behind = self.keeper.end(name, None if last else behind) or behind
 
     def _solve_rest(self, chains: Sequence[Sequence[str]]) -> None:
@@ -216,10 +223,11 @@ class _Walk:
         if self.keeper.resume([""])[0]:
             return
         self.keeper.begin("")
-        work = self._work(self.model, members, "")
-        calls = [Call((batch,), {}, 0) for batch in self.batches]
-        work.solve(calls, calls, Call((self.few,), {}, 0), needs_output=False)
-        self._finish(work)
+        there = self._whole()
+        work = self._work(self.model.to(there), members, "")
+        calls = [Call((batch.to(there),), {}, 0) for batch in self.batches]
+        work.solve(calls, calls, Call((self.few.to(there),), {}, 0), needs_output=False)
+        self._finish(work, self.model)
         self.keeper.end("", None)
 
     def _work(self, block: nn.Module, members: Sequence[LayerPlan], prefix: str) -> BlockWork:
@@ -237,9 +245,11 @@ class _Walk:
             group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
         return BlockWork(block, groups, experts, self.settings, self.stored)
 
-    def _finish(self, work: BlockWork) -> None:
-        for layer, solved in work.results():
-            self.apply(layer, solved)
+    def _finish(self, work: BlockWork, block: nn.Module) -> None:
+        found = work.results()  # the original modules are in the block again, and go home with it
+        block.to(self.home, None if block is self.model else self.stored)
+        for layer, solved in found:
+            self.apply(layer, None if solved is None else solved.to(self.home))
             self.done += 1
             if self.progress:
                 self.progress(self.done, len(self.layers))

@@ -36,6 +36,7 @@ from quant.allocation.loop import Found, Loop
 from quant.allocation.space import Run, Space
 from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.placement import device_of, elsewhere
 from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
@@ -46,6 +47,7 @@ from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
+from quant.devices import Device, find_device
 from quant.recipes.plan import Plan
 from quant.solve import Quantized, solve_plan
 
@@ -90,6 +92,7 @@ def allocate(
     path: Path | None = None,
     run: Run | None = None,
     provenance: Mapping[str, Any] | None = None,
+    device: Device = None,
     progress: Progress | None = None,
 ) -> Allocation:
     """Decides a format for every layer; the model is as before afterwards.
@@ -112,6 +115,8 @@ def allocate(
         seed: of what `fisher` draws.
         path: where the sensitivity table is kept.
         provenance: recorded in the plan.
+        device: where the model runs and is solved; its weights are copied there as they are needed. By default where
+            it is.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
@@ -120,19 +125,19 @@ def allocate(
         NotFinite: a score or a loss is NaN or infinite; the group and its format, or the row and token are named.
     """
     started = time.perf_counter()
-    home = next(model.parameters()).device
-    rows, check = rows.to(home), None if check is None else check.to(home)
+    there = _away(model, device)
+    home = device_of(model)
+    rows = rows.to(home)
     space = Space.of(
         model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
     )
     space.explain(goal, space.problem())
-    with prepared(model, None):
-        amax = measure_amax(model, space.groups, space.candidates, rows, reporter(progress, "calibrate"))
+    amax = measure_amax(model, space.groups, space.candidates, rows, reporter(progress, "calibrate"), there)
     scored = rows[: effort.score_rows]
-    stand_in, solutions = _solutions(model, space, rows, solver, dtype, progress)
+    stand_in, solutions = _solutions(model, space, rows, solver, dtype, there, progress)
     scores = score_groups(
         model, space.groups, space.allowed, scored, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
-        seed=seed, amax=amax, path=path, progress=progress,
+        seed=seed, amax=amax, path=path, device=there, progress=progress,
     )  # fmt: skip
     started += scores.seconds
     rest = rows[effort.score_rows :]
@@ -141,11 +146,14 @@ def allocate(
         check = check if len(check) else scored
     searched = rest[: effort.search_rows] if len(rest) else scored
     problem = space.problem(scores)
-    switchable = SwitchableModel(model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), solutions)
-    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(home)
+    switchable = SwitchableModel(
+        model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), solutions, device=there, dtype=dtype
+    )
+    scored, check, searched = (text.to(there or home) for text in (scored, check, searched))
+    expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(there or home)
     bench = Bench(switchable, space, divergence_of(model, rows), scored, check, searched, progress, expected)
     loop = Loop(problem, space, bench, goal, effort)
-    with prepared(model, dtype), switchable:
+    with switchable.ready():
         found = loop.run()
         uniform = bench.uniform(problem)
         curve = loop.curve()
@@ -155,7 +163,7 @@ def allocate(
 
     quantized = None
     if stand_in != solver:
-        found, quantized = _with_real_solver(model, loop, found, plan_of, rows, dtype, progress)
+        found, quantized = _with_real_solver(model, loop, found, plan_of, rows, dtype, there, progress)
     record = AllocationRecord(
         budget=goal.budget,
         chosen=Chosen(
@@ -189,16 +197,24 @@ def score(
     seed: int = 0,
     path: Path | None = None,
     run: Run | None = None,
+    device: Device = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
     """What each fusion group would lose in each format; arguments as in `allocate`, `rows` all used."""
     space = Space.of(model, parse_candidates(formats), Goal(bits=16.0), solver, include, exclude, (), None, run, None)
-    rows = rows.to(next(model.parameters()).device)
-    stand_in, solutions = _solutions(model, space, rows, solver, dtype, progress)
+    there = _away(model, device)
+    rows = rows.to(device_of(model))
+    stand_in, solutions = _solutions(model, space, rows, solver, dtype, there, progress)
     return score_groups(
         model, space.groups, space.allowed, rows, method=method, solver=stand_in, solutions=solutions, dtype=dtype,
-        seed=seed, path=path, progress=progress,
+        seed=seed, path=path, device=there, progress=progress,
     )  # fmt: skip
+
+
+def _away(model: nn.Module, device: Device) -> torch.device | None:
+    """The device that `device` names where the model is on another; else None."""
+    there = find_device(device)
+    return there if elsewhere(model, there) else None
 
 
 def _solutions(
@@ -207,6 +223,7 @@ def _solutions(
     rows: torch.Tensor,
     solver: str,
     dtype: torch.dtype | None,
+    device: torch.device | None,
     progress: Progress | None,
 ) -> tuple[str, dict[Key, GroupSolution]]:
     """The solver that a switchable model rounds with, and the solutions of one that needs data."""
@@ -214,8 +231,10 @@ def _solutions(
         return solver, {}
     stored = stored_dtype(model)
     report = reporter(progress, "alone")
-    with prepared(model, dtype):
-        return _STAND_IN, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report)
+    home = device_of(model)
+    with prepared(model, dtype, device):
+        rows = rows.to(device)
+        return _STAND_IN, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report, home)
 
 
 def _with_real_solver(
@@ -225,6 +244,7 @@ def _with_real_solver(
     plan_of: Callable[[np.ndarray], Plan],
     rows: torch.Tensor,
     dtype: torch.dtype | None,
+    device: torch.device | None,
     progress: Progress | None,
 ) -> tuple[Found, Quantized]:
     """Quantizes a copy with the solver that the plan names, measures it, and searches again while a limit is missed.
@@ -235,15 +255,15 @@ def _with_real_solver(
     space, goal = loop.space, loop.goal
     best: tuple[Found, Quantized] | None = None
     for _ in range(loop.effort.solves):
-        quantized = solve_plan(copy.deepcopy(model), plan_of(found.choice), rows, progress=progress)
-        measured = _measured(quantized.model, loop.bench, dtype)
+        quantized = solve_plan(copy.deepcopy(model), plan_of(found.choice), rows, device=device, progress=progress)
+        measured = _measured(quantized.model, loop.bench, dtype, device)
         loop.rounds.append(Round(space.bits(found.choice), found.measured * loop.scale, measured))
         if goal.max_kl is None:
             return Found(found.choice, measured), quantized
         if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best[0].choice)):
             best = Found(found.choice, measured), quantized
         loop.scale = measured / found.measured if found.measured else 1.0
-        with prepared(model, dtype), loop.bench.switchable:
+        with loop.bench.switchable.ready():
             found = loop.run()
         if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best[0].choice):
             break
@@ -254,8 +274,8 @@ def _with_real_solver(
     return best
 
 
-def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None) -> float:
+def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None, device: torch.device | None) -> float:
     """The joint loss of a model that is quantized for real."""
-    divergence = divergence_of(quantized, bench.check)
-    with prepared(quantized, dtype):
+    divergence = divergence_of(quantized, bench.check.to(device_of(quantized)))
+    with prepared(quantized, dtype, device):
         return bench.checked.loss_of(divergence)

@@ -15,6 +15,7 @@ from quant.allocation.allocate import FORMATS, allocate
 from quant.allocation.goal import Goal
 from quant.calibration.progress import Progress
 from quant.calibration_data import own_text
+from quant.devices import Device
 from quant.errors import UserError
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
@@ -36,7 +37,7 @@ def quantize(
     bits: float | None = None,
     max_kl: float | None = None,
     formats: str | Sequence[str] | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
     progress: Progress | None = None,
 ) -> Quantized:
     """Quantizes `model` in place.
@@ -59,7 +60,8 @@ def quantize(
             other budgets and limits see `quant.allocation.allocate.allocate`, whose plan is a `recipe` for here.
         max_kl: the same, for the smallest model whose measured KL to the original stays below.
         formats: what may be chosen, such as "nvfp4,fp8"; 16 bit always may.
-        device: where solvers that look at data work, one block at a time; by default where the model is.
+        device: where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is, and its
+            blocks are copied there one at a time, or all together where they fit. By default where the model is.
         progress: called as `progress(stage, done, total)`.
 
     Raises:
@@ -76,11 +78,14 @@ def quantize(
         goal = Goal(bits=bits, max_kl=max_kl)
         if data is None:
             data = own_text(
-                model, make_plan(model, "fp8", include=include, exclude=exclude, run=run), progress=progress
+                model,
+                make_plan(model, "fp8", include=include, exclude=exclude, run=run),
+                device=device,
+                progress=progress,
             )
         plan = allocate(
             model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", include=include, exclude=exclude,
-            run=run, progress=progress,
+            run=run, device=device, progress=progress,
         ).plan  # fmt: skip
     elif isinstance(recipe, Plan):
         if include or exclude or solver:

@@ -23,6 +23,12 @@ from quant.recipes.plan import PLAN_FILE, Plan
 
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
+DEVICE = click.option(
+    "--device",
+    default="auto",
+    show_default=True,
+    help="Where to compute: cpu, cuda, cuda:N, or auto, a GPU if any.",
+)
 ATTENTION = click.option(
     "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
 )

@@ -60,6 +60,14 @@ def status(text: str, quiet: bool) -> Any:
     return nullcontext() if quiet else CONSOLE.status(text)
 
 
+def announce(device: Any, quiet: bool) -> None:
+    """Says in one line that a command computes on a GPU, if it does."""
+    from quant.devices import describe
+
+    if device is not None and device.type != "cpu" and not quiet:
+        CONSOLE.print(f"on {describe(device)}")
+
+
 @contextmanager
 def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for each stage; gives `advance(stage, done, total)`."""

@@ -60,6 +60,7 @@ def read_calibration(
     samples: int,
     seqlen: int,
     seed: int,
+    device: torch.device | None,
     progress: Progress,
     plan: Plan | None = None,
     include: Sequence[str] = (),
@@ -69,7 +70,7 @@ def read_calibration(
     if calib is None or calib == "self":
         assert source.model is not None
         plan = plan or make_plan(source.model, "fp8", include=include, exclude=exclude)
-        return own_text(source.model, plan, tokenizer_if_any(source), seed=seed, progress=progress)
+        return own_text(source.model, plan, tokenizer_if_any(source), seed=seed, device=device, progress=progress)
     rows = calibration_rows(calib, _tokenizer_for(source, calib), samples=samples, seqlen=seqlen, seed=seed)
     if source.model is not None:
         try:

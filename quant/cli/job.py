@@ -130,6 +130,7 @@ class Job:
     eval_samples: int = 16
     seqlen: int = 512
     seed: int = 0
+    device: str = "auto"
     dry_run: bool = False
     model_factory: str | None = None
     unsafe_load: bool = False

@@ -18,11 +18,12 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
-from quant.calibration.progress import Progress
+from quant.calibration.progress import Progress, reporter
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
 from quant.cli.job import Job
+from quant.devices import describe, find_device
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate
 from quant.export.compressed_tensors import check_plan, runtime_warnings
@@ -66,8 +67,11 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     else:
         job.check_allocation()
     job.memory_bytes()
+    device = None
     if not job.dry_run:
         job.check_destination()
+        device = find_device(job.device)
+        console.announce(device, quiet)
     torch.manual_seed(job.seed)
     started = time.perf_counter()
     with console.status(f"loading {job.model}", quiet):
@@ -78,7 +82,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         source = open_model(job.model, **how, stream=stream)
     seconds = {"load": time.perf_counter() - started}
     if goal is not None:
-        report = _run_allocated(job, source, goal, quiet, seconds)
+        report = _run_allocated(job, source, goal, device, quiet, seconds)
     else:
         assert recipe is not None
         plan = job.plan(source, recipe)
@@ -90,9 +94,9 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         if source.model is not None and not _can_stream(source.model, plan):
             source = open_model(job.model, **how)
         if source.model is None:
-            report = _run_state_dict(job, source, plan, quiet, seconds)
+            report = _run_state_dict(job, source, plan, device, quiet, seconds)
         else:
-            report = _run_model(job, source, source.model, plan, quiet, seconds)
+            report = _run_model(job, source, source.model, plan, device, quiet, seconds)
     if not quiet:
         print_summary(report, console.CONSOLE)
         console.CONSOLE.print(f"written to {job.out}")
@@ -105,7 +109,9 @@ def _can_stream(model: nn.Module, plan: Plan) -> bool:
     return not unread or (not lacks_data(plan) and all(plan.by_name[name].weight is not None for name in unread))
 
 
-def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, seconds: dict[str, float]) -> Report:
+def _run_allocated(
+    job: Job, source: Source, goal: Goal, device: torch.device | None, quiet: bool, seconds: dict[str, float]
+) -> Report:
     """Chooses the formats for a budget or a limit on the loss, then goes on as with any plan."""
     if source.model is None:
         raise UserError(
@@ -113,7 +119,7 @@ def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, seconds: d
         )
     eval_rows = _eval_rows(job, source, source.model)
     with console.stages(quiet) as progress:
-        data = _calibration(job, source, progress)
+        data = _calibration(job, source, device, progress)
         found = allocate(
             source.model,
             data,
@@ -125,12 +131,13 @@ def _run_allocated(job: Job, source: Source, goal: Goal, quiet: bool, seconds: d
             check=eval_rows if goal.has_limit else None,
             seed=job.seed,
             provenance={**job.provenance(source), "calibration": job.calib or "self"},
+            device=device,
             progress=progress,
             **job.request.options(),
         )
     check_plan(found.plan)
     seconds |= {"score": found.sensitivity.seconds, "allocate": found.record.seconds}
-    return _run_model(job, source, source.model, found.plan, quiet, seconds, data, found)
+    return _run_model(job, source, source.model, found.plan, device, quiet, seconds, data, found)
 
 
 def _run_model(
@@ -138,6 +145,7 @@ def _run_model(
     source: Source,
     model: nn.Module,
     asked: Plan,
+    device: torch.device | None,
     quiet: bool,
     seconds: dict[str, float],
     data: torch.Tensor | None = None,
@@ -148,7 +156,8 @@ def _run_model(
         if partial.is_complete:
             partial.finish()
             return Report.load(job.out / "report.json")
-        report = _solve_and_write(job, source, model, asked, quiet, seconds, data, allocation, partial)
+        partial.expect("device", describe(device))  # each rounds sums in its own way
+        report = _solve_and_write(job, source, model, asked, device, quiet, seconds, data, allocation, partial)
         partial.finish()
     return report
 
@@ -158,6 +167,7 @@ def _solve_and_write(
     source: Source,
     model: nn.Module,
     asked: Plan,
+    device: torch.device | None,
     quiet: bool,
     seconds: dict[str, float],
     data: torch.Tensor | None,
@@ -172,23 +182,22 @@ def _solve_and_write(
     evaluation = None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data = _rows(job, source, asked, partial, progress)
+            data = _rows(job, source, asked, partial, device, progress)
         with partial.solving():
             quantized = ready or solve_plan(
-                model, asked, data, progress=progress, partial=partial, memory=job.memory_bytes()
+                model, asked, data, device=device, progress=progress, partial=partial, memory=job.memory_bytes()
             )
         model, plan = quantized.model, quantized.plan
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats
         if eval_rows is not None:
             with quantized_attention(model, **plan.run_time):
-                evaluation = evaluate(
-                    model, eval_rows, baseline, progress=lambda done, total: progress("evaluate", done, total)
-                )
+                report_rows = reporter(progress, "evaluate")
+                evaluation = evaluate(model, eval_rows, baseline, device=device, progress=report_rows)
     del baseline
     seconds |= quantized.seconds | ({"evaluate": evaluation.seconds} if evaluation else {})
     names = stored_names(source.model)
-    report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation)
+    report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation, device)
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
@@ -216,13 +225,15 @@ def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:
     return copy.deepcopy(model) if again is None else again
 
 
-def _rows(job: Job, source: Source, plan: Plan, partial: Partial, progress: Progress) -> torch.Tensor:
+def _rows(
+    job: Job, source: Source, plan: Plan, partial: Partial, device: torch.device | None, progress: Progress
+) -> torch.Tensor:
     """Calibration rows; those that the model writes itself are kept, for writing them takes long."""
     own = job.calib in (None, "self")
     found = partial.get("calibration rows") if own else None
     if found is not None:
         return found.tensors["rows"].clone()
-    rows = _calibration(job, source, progress, plan)
+    rows = _calibration(job, source, device, progress, plan)
     if own:
         partial.put("calibration rows", {"rows": rows}, None)
     else:
@@ -230,15 +241,17 @@ def _rows(job: Job, source: Source, plan: Plan, partial: Partial, progress: Prog
     return rows
 
 
-def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, seconds: dict[str, float]) -> Report:
+def _run_state_dict(
+    job: Job, source: Source, plan: Plan, device: torch.device | None, quiet: bool, seconds: dict[str, float]
+) -> Report:
     assert source.state_dict is not None and job.out is not None
     job.check_state_dict(plan)
     started = time.perf_counter()
     with console.stages(quiet) as progress:
-        solved, results = solve_state_dict(source.state_dict, plan, progress=progress)
+        solved, results = solve_state_dict(source.state_dict, plan, device=device, progress=progress)
     bytes_before = sum(tensor.nbytes for tensor in source.state_dict.values())
     seconds["solve"] = time.perf_counter() - started
-    report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None)
+    report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
     save_state_dict(
         source.state_dict,
         solved,
@@ -250,11 +263,13 @@ def _run_state_dict(job: Job, source: Source, plan: Plan, quiet: bool, seconds: 
     return report
 
 
-def _calibration(job: Job, source: Source, progress: Progress, plan: Plan | None = None) -> torch.Tensor:
+def _calibration(
+    job: Job, source: Source, device: torch.device | None, progress: Progress, plan: Plan | None = None
+) -> torch.Tensor:
     """Rows of --calib; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
-        source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, progress=progress,
-        plan=plan, include=job.include, exclude=job.exclude,
+        source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,
+        progress=progress, plan=plan, include=job.include, exclude=job.exclude,
     )  # fmt: skip
 
 
@@ -276,6 +291,7 @@ def _report(
     bytes_before: int,
     seconds: dict[str, float],
     evaluation: Evaluation | None,
+    device: torch.device | None,
 ) -> Report:
     saved = sum(2 * layer.numel - layer.nbytes for layer in plan.quantized)
     # transformers loads what has a config; its troubles with other dtypes are nobody else's.
@@ -292,6 +308,7 @@ def _report(
         versions=versions(),
         seconds=seconds,
         peak_rss_bytes=peak_rss(),
+        device=describe(device),
         files={},
         warnings=[*runtime_warnings(plan, dtype, names), *fusion_warnings(plan)],
         kv_cache=kv_cache_of(source.config, plan),

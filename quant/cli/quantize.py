@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from quant.cli.base import JSON, QUIET, Command, model_options, print_json
+from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
 
 METHODS = click.Choice(["fisher", "kl", "output"])
 
@@ -45,6 +45,7 @@ METHODS = click.Choice(["fisher", "kl", "output"])
 @click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+@DEVICE
 # The fields of AllocationRequest:
 @click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted.")
 @click.option("--fit", metavar="SIZE", help="… so that weights and KV cache take at most SIZE, such as 24GB.")

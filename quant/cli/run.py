@@ -10,6 +10,7 @@ import click
 
 from quant.cli.base import (
     ATTENTION,
+    DEVICE,
     JSON,
     KV_CACHE,
     QUIET,
@@ -19,7 +20,7 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
-from quant.cli.console import bar, page, status, table
+from quant.cli.console import announce, bar, page, status, table
 from quant.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 @click.option("--samples", default=16, show_default=True, help="Rows of text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@DEVICE
 @ATTENTION
 @KV_CACHE
 @model_options
@@ -45,6 +47,7 @@ def evaluate_command(
     samples: int,
     seqlen: int,
     batch_size: int,
+    device: str,
     attention: str | None,
     kv_cache: str | None,
     model_factory: str | None,
@@ -57,9 +60,12 @@ def evaluate_command(
     The baseline always attends in 16 bit.
     """
     from quant.cli.inputs import open_runnable, read_rows
+    from quant.devices import find_device
     from quant.evaluation import evaluate
     from quant.runtime.attention import quantized_attention
 
+    there = find_device(device)
+    announce(there, quiet or as_json)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     other = None
     if baseline:
@@ -67,7 +73,7 @@ def evaluate_command(
     rows = read_rows(source, text, samples, seqlen)
     how = quantized_attention(module, **attention_options(model, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
-        result = evaluate(module, rows, other, batch_size=batch_size, progress=advance)
+        result = evaluate(module, rows, other, batch_size=batch_size, device=there, progress=advance)
     if as_json:
         print_json(result.to_dict())
     elif not quiet:
@@ -96,7 +102,7 @@ def _print_evaluation(result: Evaluation) -> None:
 @click.argument("model")
 @click.option("--prompt", required=True, help="Text to continue.")
 @click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
-@click.option("--device", help="cpu, cuda or cuda:N.  [default: the GPU if there is one]")
+@DEVICE
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
 @ATTENTION
 @KV_CACHE
@@ -107,7 +113,7 @@ def generate_command(
     model: str,
     prompt: str,
     max_new_tokens: int,
-    device: str | None,
+    device: str,
     dtype: str | None,
     attention: str | None,
     kv_cache: str | None,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.cli.base import JSON, QUIET, Command, model_options, print_json
-from quant.cli.console import page, stages, status, table
+from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
+from quant.cli.console import announce, page, stages, status, table
 from quant.cli.quantize import METHODS
 from quant.export.directory import check_apart
 from quant.models.files import find_model
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+@DEVICE
 @model_options
 @QUIET
 @JSON
@@ -46,6 +47,7 @@ def sensitivity_command(
     samples: int,
     seqlen: int,
     seed: int,
+    device: str,
     model_factory: str | None,
     unsafe_load: bool,
     quiet: bool,
@@ -61,6 +63,7 @@ def sensitivity_command(
     from quant.allocation.allocate import score
     from quant.calibration.sensitivity.units import rank_and_world
     from quant.cli.inputs import open_runnable, read_calibration
+    from quant.devices import find_device
 
     if out is not None:
         check_apart(out, find_model(model), calib)
@@ -68,13 +71,17 @@ def sensitivity_command(
         torch.distributed.init_process_group("gloo")
     is_first = rank_and_world()[0] == 0
     silent = quiet or as_json or not is_first
+    if device == "auto" and (gpus := torch.cuda.device_count()):
+        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}"
+    there = find_device(device)
+    announce(there, silent)
     with status(f"loading {model}", silent):
         source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
-    gpus = torch.cuda.device_count()
-    module.to(f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}" if gpus else "cpu")
     with stages(silent) as progress:
-        rows = read_calibration(source, calib, samples=samples, seqlen=seqlen, seed=seed, progress=progress)
-        found = score(module, rows[:samples], seed=seed, path=out, progress=progress, **options)
+        rows = read_calibration(
+            source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress
+        )
+        found = score(module, rows[:samples], seed=seed, path=out, device=there, progress=progress, **options)
     if not is_first:
         return
     if as_json:

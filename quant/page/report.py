@@ -117,6 +117,7 @@ class Report(JsonData):
         versions: of the packages that took part.
         seconds: time by stage.
         peak_rss_bytes: peak memory of the process, where the system tells.
+        device: what everything was computed on.
         files: SHA-256 by name of each file written.
         warnings: whatever a user should know before relying on the result.
         sensitivity: scores of every group in every format, where formats were allocated by them.
@@ -136,6 +137,7 @@ class Report(JsonData):
     versions: dict[str, str] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peak_rss_bytes: int | None = None
+    device: str | None = None
     files: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     sensitivity: Sensitivity | None = None

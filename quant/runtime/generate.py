@@ -20,7 +20,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.errors import UserError, counted
+from quant.calibration.placement import device_of
+from quant.devices import Device, find_device
+from quant.errors import UserError
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
@@ -71,7 +73,7 @@ def generate(
     prompt: str,
     max_new_tokens: int,
     *,
-    device: str | None = None,
+    device: Device = "auto",
     dtype: str | None = None,
     attention: str | None = None,
     kv_cache: str | None = None,
@@ -84,7 +86,7 @@ def generate(
         tokenizer: of transformers.
         prompt: text.
         max_new_tokens: at least 1.
-        device: "cpu", "cuda", "cuda:1", …; None takes the GPU where there is one.
+        device: "cpu", "cuda", "cuda:1", …, "auto" for the GPU where there is one, or None for where the model is.
         dtype: one of `DTYPES`, what is not quantized is computed in it; None leaves it as the model has it.
         attention: "fp8" or "16bit".
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
@@ -92,14 +94,14 @@ def generate(
     Raises:
         UserError: an empty prompt, too many tokens for the model, or a device that is not there.
     """
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    there = find_device(device) or device_of(model)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
-    _check(model, ids, max_new_tokens, device)
+    _check(model, ids, max_new_tokens)
     if dtype is not None:
         _cast(model, dtype)
-    model.eval().to(device)
-    kernels = _multiplies(device)
-    ids = ids.to(device)
+    model.eval().to(there)
+    kernels = _multiplies(there)
+    ids = ids.to(there)
     cache = _cache(model, kv_cache)
     started = time.perf_counter()
     with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
@@ -124,7 +126,7 @@ def generate(
         tuple(ids[0].tolist()),
         tuple(tokens),
         seconds,
-        device,
+        str(there),
         kernels,
         "16bit" if is_16bit(attention) else str(attention),
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
@@ -177,7 +179,7 @@ def _widened_product(row: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.cat([row.float() @ part.float().T for part in weight.split(_HEAD_ROWS)], 1)
 
 
-def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str) -> None:
+def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
     if not ids.numel():
         raise UserError("the prompt holds no token; give some text with --prompt")
     if max_new_tokens < 1:
@@ -188,13 +190,6 @@ def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, device: str
             f"the prompt has {ids.shape[1]} tokens and {max_new_tokens} more are wanted, but the model takes {limit}; "
             "shorten the prompt or lower --max-new-tokens"
         )
-    try:
-        kind = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"--device {device} is no device; expected cpu, cuda or cuda:N") from None
-    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        seen = counted(torch.cuda.device_count(), "GPU")
-        raise UserError(f"--device {device}: PyTorch sees {seen} here; use --device cpu")
 
 
 def _cast(model: nn.Module, dtype: str) -> None:
@@ -212,9 +207,9 @@ def _cast(model: nn.Module, dtype: str) -> None:
         setattr(module, name, buffer)
 
 
-def _multiplies(device: str) -> str:
+def _multiplies(device: torch.device) -> str:
     """What multiplies by quantized weights on `device`."""
-    if not device.startswith("cuda"):
+    if device.type != "cuda":
         return "PyTorch reference"
     return "Triton" if has_triton() else "PyTorch reference (Triton is not installed)"
 

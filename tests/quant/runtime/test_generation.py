@@ -68,7 +68,7 @@ def test_kernels_choose_tokens_that_the_dequantized_model_likes_best(checkpoint:
     result = run(main, "generate", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 24, "--json", "--device", "cuda")
     assert result.exit_code == 0, result.output
     written = json.loads(result.stdout)
-    assert (written["device"], written["kernels"]) == ("cuda", "Triton")
+    assert (written["device"], written["kernels"]) == ("cuda:0", "Triton")
     ids = written["prompt_tokens"] + written["tokens"]
     with torch.no_grad():
         logits = dequantized(checkpoint).float()(torch.tensor([ids])).logits[0, len(written["prompt_tokens"]) - 1 : -1]
@@ -148,8 +148,8 @@ def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
         (("--prompt", PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; expected 1 or more"),
         (("--prompt", PROMPT, "--max-new-tokens", "500"), "the model takes 128; shorten the prompt"),
         (("--prompt", PROMPT, "--dtype", "int8"), "--dtype int8: unknown; known: bfloat16, float16, float32"),
-        (("--prompt", PROMPT, "--device", "teapot"), "--device teapot is no device"),
-        (("--prompt", PROMPT, "--device", "cuda:63"), "--device cuda:63: PyTorch sees"),
+        (("--prompt", PROMPT, "--device", "teapot"), "device teapot is no device"),
+        (("--prompt", PROMPT, "--device", "cuda:63"), "device cuda:63: PyTorch sees"),
     ],
 )
 def test_mistakes_are_one_line(checkpoint: Path, arguments: tuple[str, ...], message: str) -> None:

@@ -1,0 +1,247 @@
+"""Everything runs on another device than the model's: on a GPU, and on one that is made of the CPU (`second_device`).
+
+Other devices add in another order. What is rounded without data is equal to the bit all the same, what is solved from
+data is as good as on the CPU, and the model is back home afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from samples import BASE
+from second_device import second_device
+from torch import nn
+
+import quant
+from quant.allocation.allocate import score
+from quant.calibration import placement
+from quant.calibration_data import own_text
+from quant.devices import find_device
+from quant.evaluation import evaluate
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.models.open import open_model
+from quant.planning import make_plan
+from quant.recipes.plan import Plan, bits_per_weight
+from quant.recipes.recipe import get_recipe
+
+pytest.importorskip("transformers")
+
+ROWS = torch.randint(3, 256, (8, 32), generator=torch.Generator().manual_seed(0))
+SOLVERS = [
+    "rtn", "mse", "local_hessian", "gptq", "awq", "smoothquant", "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq",
+    "lowrank:8+gptq", "awq+lowrank:8+gptq", "awq+rotation:16+mse", "autoround:4", "awq+lowrank:2+gptq+autoround:4",
+]  # fmt: skip
+DATA_FREE = ("rtn", "mse", "four_over_six", "modelopt", "compressed_tensors")
+FORMATS = ("nvfp4", "nvfp4a16", "fp8", "mxfp8", "mxfp4", "fp8_block", "int4a16")
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["second", CUDA])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return device_called(request.param)
+
+
+def device_called(name: str) -> torch.device:
+    return second_device() if name == "second" else torch.device("cuda", 0)
+
+
+@pytest.fixture(params=["whole", "streamed"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether models fit on the device."""
+    monkeypatch.setattr(placement, "fits", lambda *model: request.param == "whole")
+
+
+def base() -> Any:
+    return open_model(BASE).model
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    shared = {"remove_duplicate": False}
+    return {**dict(model.named_parameters(**shared)), **dict(model.named_buffers(**shared))}
+
+
+def check_home(model: nn.Module) -> None:
+    """Every tensor is the CPU's, and no hook is left."""
+    assert {t.device.type for t in tensors_of(model).values()} == {"cpu"}
+    assert {type(t) for t in tensors_of(model).values()} <= {torch.Tensor, nn.Parameter}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def check_same(found: nn.Module, wanted: nn.Module) -> None:
+    """Codes, scales, norms and what else there is, to the bit."""
+    found_, wanted_ = tensors_of(found), tensors_of(wanted)
+    assert found_.keys() == wanted_.keys()
+    different = [n for n, t in wanted_.items() if t.dtype != found_[n].dtype or not torch.equal(t, found_[n])]
+    assert not different, different
+
+
+def error(model: nn.Module, reference: torch.Tensor) -> float:
+    with torch.no_grad():
+        return float((model(ROWS).logits.float() - reference).norm() / reference.norm())
+
+
+def check_as_good(found: nn.Module, wanted: nn.Module, original: nn.Module) -> None:
+    with torch.no_grad():
+        reference = original(ROWS).logits.float()
+    assert error(found, reference) < 1.15 * error(wanted, reference) + 1e-3
+
+
+def formats_for(solver: str) -> tuple[str, ...]:
+    if solver == "local_hessian":
+        return ("nvfp4", "mxfp8")
+    return ("nvfp4", "mxfp8") if "awq+lowrank" in solver else ("nvfp4", "fp8", "mxfp8")
+
+
+CASES = [("second", solver, "nvfp4") for solver in SOLVERS]
+CASES += [pytest.param("cuda", s, f, marks=pytest.mark.gpu) for s in SOLVERS for f in formats_for(s)]
+
+
+@pytest.mark.parametrize(("name", "solver", "format"), CASES)
+def test_every_solver(name: str, solver: str, format: str) -> None:
+    wanted = quant.quantize(base(), format, ROWS, solver=solver)
+    found = quant.quantize(base(), format, ROWS, solver=solver, device=device_called(name))
+    check_home(found.model)
+    check_as_good(found.model, wanted.model, base())
+    assert [m.weight for m in found.plan.layers] == [m.weight for m in wanted.plan.layers]
+    for here, there in zip(wanted.layers, found.layers, strict=True):
+        assert (there.relative_error or 0.0) == pytest.approx(here.relative_error or 0.0, rel=0.2, abs=1e-3), here.name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("solver", DATA_FREE)
+def test_weights_rounded_without_data_are_equal_to_the_bit(solver: str, format: str, device: torch.device) -> None:
+    if format not in ("nvfp4", "nvfp4a16") and solver == "four_over_six":
+        pytest.skip("four_over_six is for scales in E4M3")
+    model = base()
+    plan = make_plan(model, format, solver=solver)
+    plan = plan.replace_layers(m.__class__(**{**vars(m), "activation": None}) for m in plan.quantized)
+    wanted, found = copy.deepcopy(model), copy.deepcopy(model)
+    quant.apply_plan(wanted, plan)
+    quant.apply_plan(found, plan, device=device)
+    check_home(found)
+    check_same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    [("second", "rtn"), *(pytest.param("cuda", s, marks=pytest.mark.gpu) for s in ("rtn", "gptq", "local_hessian"))],
+)
+def test_fused_experts(name: str, solver: str) -> None:
+    model = tiny_models.mixtral().to(torch.bfloat16)
+    rows = ROWS % model.config.vocab_size
+    wanted = quant.quantize(copy.deepcopy(model), "nvfp4", rows, solver=solver)
+    found = quant.quantize(copy.deepcopy(model), "nvfp4", rows, solver=solver, device=device_called(name))
+    check_home(found.model)
+    assert {m.dtype for m in found.model.modules() if isinstance(m, QuantExperts)} == {torch.bfloat16}
+    for here, there in zip(wanted.layers, found.layers, strict=True):
+        assert (there.relative_error or 0.0) == pytest.approx(here.relative_error or 0.0, rel=0.2, abs=1e-3), here.name
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize(("solver", "observer"), [("rtn", "mse"), ("rtn", "entropy"), ("gptq", "percentile")])
+def test_observers_and_scales_of_the_kv_cache(solver: str, observer: str, device: torch.device) -> None:
+    recipe = get_recipe("fp8").__class__(**{**vars(get_recipe("fp8")), "kv_cache": "fp8"})
+    wanted = quant.quantize(base(), recipe, ROWS, solver=solver, observer=observer)
+    found = quant.quantize(base(), recipe, ROWS, solver=solver, observer=observer, device=device)
+    check_home(found.model)
+    wanted_ = tensors_of(wanted.model)
+    close = {"gptq": 0.2, "rtn": 0.05}[solver] if observer != "entropy" else 0.5  # whose minimum is flat
+    scales = {n: t for n, t in tensors_of(found.model).items() if n.endswith(("input_scale", "k_scale", "v_scale"))}
+    assert len(scales) == 14 + 4
+    for name, scale in scales.items():
+        assert torch.allclose(scale.float(), wanted_[name].float(), rtol=close), name
+
+
+def test_a_guard(device: torch.device) -> None:
+    wanted = quant.quantize(base(), "nvfp4", ROWS, solver="gptq", guard="0.08 fp8_channel keep")
+    found = quant.quantize(base(), "nvfp4", ROWS, solver="gptq", guard="0.08 fp8_channel keep", device=device)
+    check_home(found.model)
+    assert len({m.weight for m in found.plan.layers}) > 1
+    check_as_good(found.model, wanted.model, base())
+
+
+def test_layers_outside_of_blocks(device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 32)).eval()
+    data = torch.randn(16, 64)
+    wanted = quant.quantize(copy.deepcopy(model), "nvfp4", data, solver="awq+gptq")
+    found = quant.quantize(copy.deepcopy(model), "nvfp4", data, solver="awq+gptq", device=device)
+    check_home(found.model)
+    assert sum(isinstance(m, QuantLinear) for m in found.model.modules()) == 2
+    if device.type != "cuda":
+        check_same(found.model, wanted.model)
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("format", [None, "nvfp4", "fp8_block"])
+def test_evaluation(format: str | None, device: torch.device) -> None:
+    original, model = base(), base()
+    if format is not None:
+        model = quant.quantize(model, format, ROWS).model
+    before = {name: t.clone() for name, t in tensors_of(model).items()}
+    wanted = evaluate(model, ROWS, original, batch_size=3)
+    found = evaluate(model, ROWS, original, batch_size=3, device=device)
+    check_home(model)
+    check_home(original)
+    assert all(torch.equal(t, before[name]) for name, t in tensors_of(model).items())
+    assert found.perplexity == pytest.approx(wanted.perplexity, rel=2e-3)
+    assert found.kl == pytest.approx(wanted.kl, rel=2e-2, abs=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("where")
+def test_text_of_its_own() -> None:
+    model = base()
+    rows = own_text(model, Plan(()), samples=4, seqlen=12, device="cuda")
+    check_home(model)
+    assert rows.shape == (4, 12) and rows.device.type == "cpu"
+    same = rows == own_text(model, Plan(()), samples=4, seqlen=12)
+    # Where rounding turns one token of a row, those behind it differ too.
+    assert float(same.float().mean()) > 0.5
+
+
+@pytest.mark.parametrize("method", ["fisher", "kl", "output"])
+@pytest.mark.parametrize("make", [base, lambda: tiny_models.mixtral().to(torch.bfloat16)])
+def test_sensitivity(make: Any, method: str, device: torch.device) -> None:
+    model = make()
+    rows = ROWS[:2] % model.config.vocab_size
+    before = {name: t.clone() for name, t in tensors_of(model).items()}
+    wanted = score(model, rows, formats="nvfp4,fp8", method=method)
+    found = score(model, rows, formats="nvfp4,fp8", method=method, device=device)
+    check_home(model)
+    assert all(torch.equal(t, before[name]) for name, t in tensors_of(model).items())
+    for group in wanted.groups:
+        for name, value in group.scores.items():
+            assert found.by_name[group.name].scores[name] == pytest.approx(value, rel=0.1, abs=1e-6), (group.name, name)
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq", "awq+gptq"])
+def test_an_allocation(solver: str, device: torch.device) -> None:
+    found = quant.quantize(base(), data=ROWS, bits=6.0, formats="nvfp4,fp8", solver=solver, device=device)
+    check_home(found.model)
+    wanted = quant.quantize(base(), data=ROWS, bits=6.0, formats="nvfp4,fp8", solver=solver)
+    assert bits_per_weight(found.plan.quantized) <= 6.0
+    assert len({m.weight for m in found.plan.quantized}) == 2
+    check_as_good(found.model, wanted.model, base())
+
+
+def test_names_of_devices() -> None:
+    assert find_device(None) is None
+    assert find_device("cpu") == torch.device("cpu")
+    with pytest.raises(quant.UserError, match="device teapot is no device; expected auto, cpu, cuda or cuda:N"):
+        find_device("teapot")
+    if not torch.cuda.is_available():
+        assert find_device("auto") is None
+        with pytest.raises(quant.UserError, match="device cuda:1: PyTorch sees no GPU here; leave it out, or pass cpu"):
+            find_device("cuda:1")
+
+
+@pytest.mark.gpu
+def test_names_of_gpus() -> None:
+    assert find_device("auto") == find_device("cuda") == torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(quant.UserError, match=r"device cuda:63: PyTorch sees cuda:0 \(.*\) here; pass one of these"):
+        find_device("cuda:63")
