@@ -10,13 +10,12 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.observers import get_observer
-from quant.calibration.placement import placed
+from quant.calibration.placement import Device, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration.walk.collect import collect_input_amax
-from quant.devices import Device, find_device
 from quant.errors import UserError
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 

@@ -29,11 +29,10 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
-from quant.calibration.placement import device_of
+from quant.calibration.placement import Device, device_of, find_device
 from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.sensitivity.logits import Logits, logits_of
-from quant.devices import Device, find_device
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head

@@ -19,7 +19,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.calibration.placement import elsewhere
+from quant.calibration.placement import Device, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
@@ -31,7 +31,6 @@ from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import available_bytes, block_bytes
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
-from quant.devices import Device, find_device
 from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
 from quant.export.partial import Partial
@@ -231,7 +230,7 @@ def solve_state_dict(
 def _solve(
     members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], device: torch.device | None
 ) -> dict[str, BlockScaledTensor]:
-    """Codes and scales by name. Experts that are read one by one are solved on `device` one by one, and kept at home."""
+    """Codes and scales by name. Experts that are read one by one are solved so on `device`, and kept at home."""
     first = members[0]
     assert first.weight is not None
     if first.kind == "experts" and isinstance(whole := weights[first.name], StoredExperts):

@@ -36,7 +36,7 @@ from quant.allocation.loop import Found, Loop
 from quant.allocation.space import Run, Space
 from quant.allocation_record import AllocationRecord, Chosen, Round
 from quant.calibration.blocks import stored_dtype
-from quant.calibration.placement import device_of, elsewhere
+from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
@@ -47,7 +47,6 @@ from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
-from quant.devices import Device, find_device
 from quant.recipes.plan import Plan
 from quant.solve import Quantized, solve_plan
 

@@ -13,9 +13,9 @@ from torch import nn
 
 from quant.allocation.allocate import FORMATS, allocate
 from quant.allocation.goal import Goal
+from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration_data import own_text
-from quant.devices import Device
 from quant.errors import UserError
 from quant.planning import make_plan
 from quant.recipes.plan import Plan

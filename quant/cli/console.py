@@ -62,7 +62,7 @@ def status(text: str, quiet: bool) -> Any:
 
 def announce(device: Any, quiet: bool) -> None:
     """Says in one line that a command computes on a GPU, if it does."""
-    from quant.devices import describe
+    from quant.calibration.placement import describe
 
     if device is not None and device.type != "cpu" and not quiet:
         CONSOLE.print(f"on {describe(device)}")

@@ -18,12 +18,12 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
+from quant.calibration.placement import describe, find_device
 from quant.calibration.progress import Progress, reporter
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
 from quant.cli.job import Job
-from quant.devices import describe, find_device
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate
 from quant.export.compressed_tensors import check_plan, runtime_warnings

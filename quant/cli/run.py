@@ -59,8 +59,8 @@ def evaluate_command(
 
     The baseline always attends in 16 bit.
     """
+    from quant.calibration.placement import find_device
     from quant.cli.inputs import open_runnable, read_rows
-    from quant.devices import find_device
     from quant.evaluation import evaluate
     from quant.runtime.attention import quantized_attention
 

@@ -61,9 +61,9 @@ def sensitivity_command(
     import torch
 
     from quant.allocation.allocate import score
+    from quant.calibration.placement import find_device
     from quant.calibration.sensitivity.units import rank_and_world
     from quant.cli.inputs import open_runnable, read_calibration
-    from quant.devices import find_device
 
     if out is not None:
         check_apart(out, find_model(model), calib)

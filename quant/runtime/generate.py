@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.placement import device_of
-from quant.devices import Device, find_device
+from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton

@@ -271,7 +271,7 @@ def test_what_is_quantized_is_saved_and_quantized_once(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_a_device_that_is_not_there() -> None:
-    with pytest.raises(UserError, match="device cuda: PyTorch sees no GPU here"):
+    with pytest.raises(ValueError, match="device cuda: PyTorch sees no GPU here"):
         quant.quantize(llama(), "nvfp4", torch.zeros(1, 8, dtype=torch.int64), solver="gptq", device="cuda")
 
 
