@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -63,7 +63,7 @@ def keep_layers(
         for key, tensor in mapped.items():
             kind, _, name = key.partition(":")
             if kind == "model":
-                _tensor(model, name).data = tensor
+                attrgetter(name)(model).data = tensor
             else:
                 setattr(modules[name], kind, tensor)
 
@@ -82,7 +82,7 @@ def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerP
     for key, tensor in found.tensors.items():
         kind, _, name = key.partition(":")
         if kind == "model":
-            _tensor(model, name).data = tensor
+            attrgetter(name)(model).data = tensor
     layers, results = [], {}
     for entry in found.record:
         layer = LayerPlan.from_dict(entry["layer"])
@@ -206,8 +206,3 @@ def _states(tensors: Mapping[str, torch.Tensor]) -> States:
 
 def _step(block: str) -> str:
     return f"block {block}"
-
-
-def _tensor(model: nn.Module, name: str) -> Any:
-    parent, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(parent), last)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -347,8 +348,7 @@ def _key(
     for name, members in groups.items():
         digest.update(repr((name, [(c.name, c.weight, c.activation) for c in allowed[name]])).encode())
         for layer in members:
-            parent_name, _, last = layer.name.rpartition(".")
-            owner: Any = getattr(model.get_submodule(parent_name), last)
+            owner: Any = attrgetter(layer.name)(model)
             weight: Any = owner.weight if isinstance(owner, nn.Module) else owner
             flat = weight.detach().flatten()
             some = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()

@@ -24,7 +24,7 @@ from quant.formats.atomic import write_atomically
 from quant.recipes.json_data import JsonData
 from quant.recipes.json_text import json_text
 
-METHODS = ("kl", "fisher", "output")
+METHODS = ("fisher", "kl", "output")
 UNITS = {
     "kl": "nats: KL(base‖model) of the next token",
     "fisher": "nats: second-order estimate of KL(base‖model) of the next token",

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -170,7 +171,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
         tie()
     quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
     held = {id(p) for n, p in model.named_parameters() if n in tensors}
-    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(_tensor(model, n)) not in held]
+    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
     if lost or unexpected:
         what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
         raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
@@ -184,8 +185,3 @@ def _with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -
         if one_by_one and all(each in found for each in one_by_one):
             found[name] = torch.cat([found.pop(each) for each in one_by_one]).view(parameter.shape)
     return found
-
-
-def _tensor(model: nn.Module, name: str) -> Any:
-    parent, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(parent), last)

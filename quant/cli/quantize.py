@@ -10,9 +10,8 @@ from typing import Any
 
 import click
 
+from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
-
-METHODS = click.Choice(["fisher", "kl", "output"])
 
 
 @click.command("quantize", cls=Command)
@@ -61,7 +60,7 @@ METHODS = click.Choice(["fisher", "kl", "output"])
     help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable.",
 )
 @click.option("--formats", metavar="LIST", help="Formats to choose from, besides 16 bit.  [default: nvfp4,fp8]")
-@click.option("--method", type=METHODS, help="How groups are scored.  [default: fisher]")
+@click.option("--method", type=click.Choice(METHODS), help="How groups are scored.  [default: fisher]")
 @click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable.")
 @click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT.")
 @click.option("--at-least", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get at least FORMAT's bits.")

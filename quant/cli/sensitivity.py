@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
 from quant.cli.console import announce, page, stages, status, table
-from quant.cli.quantize import METHODS
 from quant.export.directory import check_apart
 from quant.models.files import find_model
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--formats", default="nvfp4,mxfp8,fp8", show_default=True, help="Presets, PRESETa16, or WEIGHT@INPUT.")
 @click.option(
     "--method",
-    type=METHODS,
+    type=click.Choice(METHODS),
     default="fisher",
     show_default=True,
     help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",

@@ -101,13 +101,18 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
     """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header."""
     file = safetensors_file(path, "pt")
 
-    def on_meta(name: str) -> torch.Tensor:
+    def read(name: str) -> torch.Tensor:
         part = file.get_slice(name)
+        if part.get_dtype().startswith(("F4", "F6")):
+            raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, packed already; give the original model")
+        if not meta:
+            whole: torch.Tensor = file.get_tensor(name)
+            return whole
         shape = part.get_shape()
         like = part[:0] if shape else file.get_tensor(name)  # for its dtype
         return torch.empty(shape, dtype=like.dtype, device="meta")
 
-    return LazyStateDict(file.keys(), on_meta if meta else file.get_tensor, dtype)
+    return LazyStateDict(file.keys(), read, dtype)
 
 
 def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:

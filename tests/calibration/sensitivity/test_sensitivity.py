@@ -260,7 +260,7 @@ def test_a_broken_table_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_method() -> None:
-    with pytest.raises(ValueError, match="unknown method 'magic'; known methods: kl, fisher, output"):
+    with pytest.raises(ValueError, match="unknown method 'magic'; known methods: fisher, kl, output"):
         _score(_llama(), "nvfp4", "magic")
 
 

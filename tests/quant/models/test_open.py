@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import struct
 import sys
 import warnings
 import zipfile
@@ -33,6 +34,7 @@ from quant.extras import require, versions
 from quant.models import gguf as gguf_models
 from quant.models.open import open_model
 from quant.models.shapes import gguf_reader
+from quant.models.state_dict import open_safetensors
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 
@@ -806,3 +808,14 @@ def test_versions_are_those_of_the_modules() -> None:
     assert found["transformers"] == transformers.__version__
     assert found["python"] == ".".join(map(str, sys.version_info[:3]))
     assert list(found)[:3] == ["python", "platform", "blockscale"]
+
+
+@pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.parametrize(("dtype", "nbytes"), [("F4", 2048), ("F6_E2M3", 3072)])
+def test_packed_dtypes_of_safetensors_are_refused(tmp_path: Path, dtype: str, nbytes: int, meta: bool) -> None:
+    """The file is written byte by byte: torch has no tensors of six bits to save."""
+    header = json.dumps({"w.weight": {"dtype": dtype, "shape": [64, 64], "data_offsets": [0, nbytes]}}).encode()
+    file = tmp_path / "packed.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header + bytes(nbytes))
+    with pytest.raises(UserError, match=rf"w\.weight has dtype {dtype}, packed already; give the original model"):
+        open_safetensors(file, None, meta)["w.weight"]
