@@ -137,4 +137,6 @@ def _multiply(
         sx = sx.reshape(-1, 1).expand(tokens, 1).contiguous()
         sw = scale.reshape(1, -1).expand(1, out).contiguous()
     # Fast accumulation: sums of E4M3 products in the tensor core's own precision, as every serving runtime does.
+    if bias is not None and dtype is torch.float32:  # the library adds no bias to a result in FP32
+        return torch._scaled_mm(x8, codes.t(), sx, sw, out_dtype=dtype, use_fast_accum=True) + bias
     return torch._scaled_mm(x8, codes.t(), sx, sw, bias, out_dtype=dtype, use_fast_accum=True)
