@@ -82,7 +82,7 @@ def output_of(result: Any) -> torch.Tensor:
 
 
 def stored_dtype(model: nn.Module) -> torch.dtype:
-    """That of the model's 16-bit or 32-bit weights, which a checkpoint's scales are rounded to."""
+    """The dtype of the model's 16-bit or 32-bit weights, to which a checkpoint's scales are rounded."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -233,7 +233,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 @contextmanager
 def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None) -> Iterator[None]:
-    """Within it, each block is on `device` for its own forward pass; None leaves everything in place.
+    """While open, each block is on `device` for its own forward pass; None leaves everything in place.
 
     The tensors at home are kept and put back as they are: one that is mapped from a file stays so.
     """

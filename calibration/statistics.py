@@ -95,7 +95,7 @@ class MomentSum:
         self.shift: torch.Tensor | None = None
 
     def add(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
-        """Takes in one batch.
+        """Adds one batch.
 
         Args:
             x: `[tokens, in]`, what the layer gets.

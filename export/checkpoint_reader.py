@@ -68,7 +68,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
 
 def layer_tensor_names(names: Iterable[str], layer: LayerPlan) -> list[str]:
-    """Those of `names` that belong to a quantized layer, its bias not among them."""
+    """Those of `names` that belong to a quantized layer, other than its bias."""
     if layer.kind != "experts":
         own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_0-9]+")
     else:

@@ -131,7 +131,7 @@ class Partial:
 
     @contextmanager
     def solving(self) -> Iterator[None]:
-        """Within it, a ValueError means that the same command would fail again, so that nothing is to be kept."""
+        """While open, a ValueError means that the same command would fail again, so that nothing is to be kept."""
         try:
             yield
         except ValueError:

@@ -183,7 +183,7 @@ class _Inputs:
         self.tokens: Counter[str] = Counter()
 
     def add(self, group: str, x: torch.Tensor) -> None:
-        """Takes in one call."""
+        """Adds one call."""
         if not len(x):
             return
         magnitude = x.abs()

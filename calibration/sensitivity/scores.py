@@ -194,7 +194,7 @@ class TokenProducts:
         self.linear: Result = {}
 
     def observe(self, layer: SwitchableLayer, seen: LayerGradient) -> None:
-        """Takes in one call of a layer."""
+        """Adds one call of a layer."""
         group, switchable = layer.group, self.switchable
         if self.group != group or not same_tensor(self.input, seen.x):
             self._flush()
@@ -297,7 +297,7 @@ class _Kl(_Method):
 
 @contextmanager
 def observed(switchable: SwitchableModel, observe: Callable[..., None], tokens: int) -> Iterator[None]:
-    """Within it, backward passes over `tokens` tokens show every layer's input and output gradient.
+    """While open, backward passes over `tokens` tokens show every layer's input and output gradient.
 
     Where what autograd would remember of all blocks is much, it remembers their inputs and runs each block again.
     """

@@ -147,7 +147,7 @@ class SwitchableModel:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Within it, this is entered and the model prepared for measuring, as `prepared` does with `dtype`."""
+        """While open, this is entered and the model prepared for measuring, as `prepared` does with `dtype`."""
         if self.device is None:
             with prepared(self.model, self.dtype), self:
                 yield
@@ -253,7 +253,7 @@ class SwitchableModel:
 
     @contextmanager
     def caching(self, cache: CallCache) -> Iterator[None]:
-        """Within it, calls of layers are written to `cache`, or taken from it."""
+        """While open, calls of layers are written to `cache`, or taken from it."""
         self.cache = cache
         try:
             yield
@@ -295,7 +295,7 @@ class SwitchableModel:
 
 @contextmanager
 def recomputed(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
-    """Within it, backward passes run the blocks `names` again instead of storing what happened inside them."""
+    """While open, backward passes run the blocks `names` again instead of storing what happened inside them."""
     blocks = [model.get_submodule(name) for name in names]
     for block in blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -121,7 +121,7 @@ def solve_sequentially(
 
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Within it, a transformers model keeps no keys and values of what it has seen."""
+    """While open, a transformers model keeps no keys and values of what it has seen."""
     config: Any = getattr(model, "config", None)
     use_cache = getattr(config, "use_cache", None)
     if use_cache:

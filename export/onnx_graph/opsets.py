@@ -30,7 +30,7 @@ def opset() -> Any:
 
 @functools.cache
 def trt_opset() -> Any:
-    """Those of TensorRT's domain."""
+    """The opset of TensorRT's domain."""
     from onnxscript.values import Opset
 
     return Opset(TRT_DOMAIN, 1)
