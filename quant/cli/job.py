@@ -9,9 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from quant.allocation.allocate import FORMATS
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, Goal
+from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.errors import UserError
@@ -254,6 +257,7 @@ class Job:
             "the plan": {"digest": plan.digest(), **how},
             "the version of": versions(),
             "the seed": self.seed,
+            "the kind of device": (find_device(self.device) or torch.device("cpu")).type,
         }
         return Partial(self.out, depends, files, restart=self.restart)
 

@@ -224,6 +224,9 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
 
     refused("the plan digest was another; .* --restart", solver="rtn")
     refused("the seed was 0, and is 7 now", seed=7)
+    with monkeypatch.context() as patched:
+        patched.setattr("quant.cli.job.find_device", lambda device: torch.device("cuda", 0))
+        refused("the kind of device was cpu, and is cuda now")
     refused("another calibration text; .* --restart", text=str(rows))
     with monkeypatch.context() as patched:
         patched.setattr("quant.cli.job.versions", lambda: {"torch": "1.0"})
