@@ -210,15 +210,15 @@ def main(
         for depth in _sizes(layers):
             model = Path(home) / "model"
             nbytes = write_model(model, depth, hidden, shards)
-            for solver in solvers.split(","):
-                for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
-                    name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
-                    click.echo(f"{depth} layers: {name} …", err=True)
-                    table.append(table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads)))
             if has_modelopt and torch.cuda.is_available():  # its NVFP4 is a CUDA kernel
                 found = sampled([sys.executable, __file__, f"--peer={model}"], threads)
                 found["stages"] = json.loads(found["output"].splitlines()[-1])
                 table.append(table_row("ModelOpt", depth, nbytes, found))
+            for solver in solvers.split(","):
+                for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
+                    name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
+                    table.append(table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads)))
+                    click.echo(f"{depth} layers, {name}: {table[-1]['seconds']:.1f} s", err=True)
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt")
