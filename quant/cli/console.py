@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -9,7 +11,15 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment
 from rich.table import Table
 
@@ -28,6 +38,7 @@ class _Console(Console):
 
 CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
+_SECONDS_A_LINE = 10
 _STAGES = {
     "generate": "writing text",
     "calibrate": "calibrating",
@@ -70,17 +81,36 @@ def announce(device: Any, quiet: bool) -> None:
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage; gives `advance(stage, done, total)`."""
-    columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=CONSOLE, disable=quiet) as progress:
+    """A progress bar for each stage, in a pipe a line every ten seconds; gives `advance(stage, done, total)`."""
+    columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[memory]}")
+    with Progress(*columns, *times, console=CONSOLE, disable=quiet) as progress:
         tasks: dict[str, TaskID] = {}
+        told = time.monotonic()
 
         def advance(stage: str, done: int, total: int) -> None:
+            nonlocal told
             if stage not in tasks:
-                tasks[stage] = progress.add_task(_STAGES.get(stage, stage), total=total)
-            progress.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = progress.add_task(_STAGES.get(stage, stage), total=total, memory="")
+            progress.update(tasks[stage], completed=done, total=total, memory=_memory())
+            task = progress.tasks[tasks[stage]]
+            if not quiet and not CONSOLE.is_terminal and done < total and time.monotonic() - told >= _SECONDS_A_LINE:
+                told = time.monotonic()
+                left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+                CONSOLE.print(f"{task.description} {done}/{total}, {task.elapsed or 0:.0f} s{left}; {_memory()}")
 
         yield advance
+
+
+def _memory() -> str:
+    """The most memory that the process has taken so far, and its tensors on a GPU."""
+    from quant.page.report import peak_rss
+
+    torch = sys.modules.get("torch")
+    found = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]
+    if torch is not None and torch.cuda.is_initialized():
+        found.append(f"{megabytes(torch.cuda.max_memory_allocated())} on the GPU")
+    return ", ".join(found)
 
 
 @contextmanager

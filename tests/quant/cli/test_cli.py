@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from samples import BASE
 
 from quant.api.load import load
+from quant.cli import console
 from quant.cli.main import COMMANDS, main
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
@@ -475,3 +476,16 @@ def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("Usage: quant quantize [OPTIONS] MODEL")
     assert "No such command 'quantise'" in run(main, "quantise").output
+
+
+def test_progress_in_a_pipe_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter(range(0, 1000, 4))
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    with console.stages(quiet=False) as advance:
+        for done in range(1, 9):
+            advance("solve", done, 8)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "/8, " in line]
+    assert 1 < len(lines) < 8
+    assert all(re.match(r"quantizing \d/8, \d+ s.*; .* of memory$", line) for line in lines)
