@@ -244,12 +244,13 @@ def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None
     kept: dict[nn.Module, list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]] = {}
 
     def move_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        kept[module] = [
-            (part, name, tensor, tensor.data)
-            for part in module.modules()
-            for name, tensor in (*part._parameters.items(), *part._buffers.items())
-            if tensor is not None
-        ]
+        if module not in kept:  # a pass that ended within the block has left it on the device
+            kept[module] = [
+                (part, name, tensor, tensor.data)
+                for part in module.modules()
+                for name, tensor in (*part._parameters.items(), *part._buffers.items())
+                if tensor is not None
+            ]
         module.to(device)
         call = Call(args, kwargs, 0).to(device)
         return call.args, call.kwargs

@@ -122,6 +122,8 @@ class SwitchableLayer(nn.Module):
 class SwitchableExperts(SwitchableLayer, QuantExperts):
     """`experts_forward` calls modules of this class by expert; nothing else of `QuantExperts` is used."""
 
+    runs_grouped = False
+
 
 class _Probe(torch.autograd.Function):
     """y = layer(x), with a backward that shows x and dL/dy to the model's observer."""

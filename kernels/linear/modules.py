@@ -331,6 +331,7 @@ class QuantExperts(_QuantModule):
     `experts_forward` calls the module instead, and then the activation format applies too.
     """
 
+    runs_grouped = True
     _dtype: torch.Tensor
 
     @property
@@ -393,7 +394,7 @@ def experts_forward(
     """
     first = "gate_up_proj" if self.has_gate else "up_proj"
     projections = (getattr(self, first), self.down_proj)
-    if hidden_states.is_cuda and observe is None and all(isinstance(p, QuantExperts) for p in projections):
+    if hidden_states.is_cuda and observe is None and all(getattr(p, "runs_grouped", False) for p in projections):
         return experts.experts_forward(self, hidden_states, top_k_index, top_k_weights)
     out = torch.zeros_like(hidden_states)
 
