@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "twin"
+ON_SECOND_DEVICE = "BLOCKSCALE_TESTS_ON_SECOND_DEVICE"
+"""Environment variable that adds the tests which run on this device."""
 _MIXED = {"aten::copy_", "aten::_to_copy", "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_"}
 # These size the tensor that they fill, which a wrapped tensor cannot follow.
 _MAKERS = ("arange", "arange.start", "arange.start_step", "linspace", "logspace", "eye", "eye.m", "randperm")

@@ -1,5 +1,7 @@
 """Everything runs on another device than the model's: on a GPU, and on one that is made of the CPU (`second_device`).
 
+The latter changes PyTorch for good, so `test_second_device` runs this file in a process of its own.
+
 Other devices add in another order. What is rounded without data is equal to the bit all the same, what is solved from
 data is as good as on the CPU, and the model is back home afterwards.
 """
@@ -7,13 +9,14 @@ data is as good as on the CPU, and the model is back home afterwards.
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any
 
 import pytest
 import tiny_models
 import torch
 from samples import BASE
-from second_device import second_device
+from second_device import ON_SECOND_DEVICE, second_device
 from torch import nn
 
 import quant
@@ -39,9 +42,10 @@ SOLVERS = [
 DATA_FREE = ("rtn", "mse", "four_over_six", "modelopt", "compressed_tensors")
 FORMATS = ("nvfp4", "nvfp4a16", "fp8", "mxfp8", "mxfp4", "fp8_block", "int4a16")
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+SECOND = ["second"] if ON_SECOND_DEVICE in os.environ else []
 
 
-@pytest.fixture(params=["second", CUDA])
+@pytest.fixture(params=[*SECOND, CUDA])
 def device(request: pytest.FixtureRequest) -> torch.device:
     return device_called(request.param)
 
@@ -97,7 +101,7 @@ def formats_for(solver: str) -> tuple[str, ...]:
     return ("nvfp4", "mxfp8") if "awq+lowrank" in solver else ("nvfp4", "fp8", "mxfp8")
 
 
-CASES = [("second", solver, "nvfp4") for solver in SOLVERS]
+CASES = [(name, solver, "nvfp4") for name in SECOND for solver in SOLVERS]
 CASES += [pytest.param("cuda", s, f, marks=pytest.mark.gpu) for s in SOLVERS for f in formats_for(s)]
 
 
@@ -129,7 +133,10 @@ def test_weights_rounded_without_data_are_equal_to_the_bit(solver: str, format: 
 
 @pytest.mark.parametrize(
     ("name", "solver"),
-    [("second", "rtn"), *(pytest.param("cuda", s, marks=pytest.mark.gpu) for s in ("rtn", "gptq", "local_hessian"))],
+    [
+        *((name, "rtn") for name in SECOND),
+        *(pytest.param("cuda", s, marks=pytest.mark.gpu) for s in ("rtn", "gptq", "local_hessian")),
+    ],
 )
 def test_fused_experts(name: str, solver: str) -> None:
     model = tiny_models.mixtral().to(torch.bfloat16)

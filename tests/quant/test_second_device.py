@@ -1,0 +1,22 @@
+"""The tests of devices run on a device that is made of the CPU, in a process of its own.
+
+Registering a device changes PyTorch for all that follows, and the autograd engine counts devices only once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from samples import ROOT
+from second_device import ON_SECOND_DEVICE
+
+
+def test_everything_runs_on_another_device() -> None:
+    file = ROOT / "tests" / "quant" / "test_devices.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
+    ran = subprocess.run(command, cwd=ROOT, env={**os.environ, ON_SECOND_DEVICE: "1"}, capture_output=True, text=True)
+    passed = re.search(r"(\d+) passed", ran.stdout)
+    assert ran.returncode == 0 and passed is not None and int(passed[1]) > 60, ran.stdout[-4000:] + ran.stderr[-2000:]
