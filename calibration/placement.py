@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import block_names
+from quant.calibration.blocks import block_names, removing
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7
@@ -69,7 +69,7 @@ def elsewhere(model: nn.Module, device: torch.device | None) -> bool:
 
 @contextmanager
 def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> Iterator[torch.device]:
-    """Within it, `model` runs on `device` and takes its inputs there; gives that device.
+    """While open, `model` runs on `device` and takes its inputs there; gives that device.
 
     Args:
         model: its weights must not be changed meanwhile.
@@ -98,10 +98,9 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     handles = [block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for block in blocks]
     handles += [block.register_forward_hook(leave, always_call=True) for block in blocks]
     try:
-        yield device
+        with removing(handles):
+            yield device
     finally:
-        for handle in handles:
-            handle.remove()
         for give_back in reversed(borrowed.values()):
             give_back()
 
