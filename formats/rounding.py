@@ -30,7 +30,8 @@ def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
     Returns:
         The shape of `x`. dtype `number.torch_dtype` where there is one (float8, int8; uint8 for E8M0), else
         uint8 with the code in the low `number.bits` bits. Values beyond ±max, infinities included, become
-        ±max; NaN is not accepted by callers and encodes to an unspecified code. -0.0 keeps its sign.
+        ±max. NaN stays NaN in FP8 and E8M0, whose NaN also stands for infinity; other numbers have no code for it,
+        and one that is not specified comes out. -0.0 keeps its sign.
     """
     x = x.float()
     if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
@@ -61,12 +62,14 @@ def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
 def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
     """E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
 
-    Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale.
+    Rounding up is what a scale needs: no element of the block saturates. Zero gets the smallest scale, and what is not
+    finite gets NaN, code 255.
     """
     mantissa, exponent = torch.frexp(x.float().clamp(max=2.0**_FP32_BIAS))
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
     exponent = torch.where(x == 0, torch.full_like(exponent, -_FP32_BIAS), exponent)
-    return exponent.clamp_(-_FP32_BIAS, _FP32_BIAS).add_(_FP32_BIAS).to(torch.uint8)
+    code = exponent.clamp_(-_FP32_BIAS, _FP32_BIAS).add_(_FP32_BIAS)
+    return code.masked_fill_(~x.isfinite(), 255).to(torch.uint8)
 
 
 def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:

@@ -12,6 +12,9 @@ four_over_six  NVFP4 only: map amax to 6 or to 4, whichever gives the smaller sq
 mse            the scale with the smallest squared error, by search; for E4M3 and E8M0 scales the search is
                exact over all codes (see `candidate_scales`).
 
+A block that holds NaN or infinity gets a scale that is NaN, and so decodes to NaN as a whole: elements of four bits and
+integers have no code that could say it.
+
 NVFP4's global scale maps the tensor's amax to 6 · 448. Rules that may raise a block's scale above amax / 6
 leave headroom by normalising to 256 instead of 448; `HEADROOM` says which do.
 """
@@ -37,8 +40,13 @@ _SHRINK = [1 - 0.01 * k for k in range(65)]
 
 
 def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`."""
-    return blocks.abs().amax(dim=(-3, -1), keepdim=True)
+    """Largest magnitude of each block: `[..., R, rows, C, columns]` to `[..., R, 1, C, 1]`; NaN if not finite."""
+    return finite_or_nan(blocks.abs().amax(dim=(-3, -1), keepdim=True))
+
+
+def finite_or_nan(x: torch.Tensor) -> torch.Tensor:
+    """`x` with NaN in place of infinity."""
+    return x.masked_fill(x.isinf(), torch.nan)
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
@@ -51,13 +59,13 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
 
 
 def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
-    """The float32 scale that maps magnitudes `amax` to `largest`; 1 where `amax` is zero."""
-    return nonzero(divided(amax.float(), largest))
+    """The float32 scale that maps magnitudes `amax` to `largest`; 1 where `amax` is zero, NaN where it is infinite."""
+    return nonzero(finite_or_nan(divided(amax.float(), largest)))
 
 
 def nonzero(scale: torch.Tensor) -> torch.Tensor:
-    """`scale` with 1 where it is not positive, so that a division by it changes nothing."""
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
+    """`scale`, which is not negative, with 1 in place of zero, so that a division by it changes nothing."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
 def global_scale_of(amax: torch.Tensor, format: Format, rule: str = "max") -> torch.Tensor:

@@ -19,7 +19,7 @@ from quant.formats.format import Format
 from quant.formats.number import Number
 from quant.formats.packing import pack, unpack
 from quant.formats.rounding import decode, encode, round_to
-from quant.formats.scaling import SCALE_RULES, global_scale_of
+from quant.formats.scaling import SCALE_RULES, finite_or_nan, global_scale_of
 
 # Elements worked on at a time: what a CPU's cache holds, and enough to keep a GPU busy.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 18, 1 << 24
@@ -214,6 +214,8 @@ def fake_quantize(
 ) -> torch.Tensor:
     """`x` rounded to the values that `format` can hold, in its own dtype: the activation a matmul really sees.
 
+    NaN and infinity make everything NaN that shares their scale, or, under a static `scale`, themselves.
+
     Args:
         x: `[..., tokens, in]`. Block scales are found here, by the `max` rule.
         format: the activation format.
@@ -226,7 +228,7 @@ def fake_quantize(
     if format.global_scale and global_scale is None:
         global_scale = global_scale_of(rows.abs().amax(), format)
     second = torch.ones((), device=x.device) if global_scale is None else global_scale.reshape(())
-    blocks = _to_blocks(rows.float(), format.block_shape(rows.shape))
+    blocks = _to_blocks(rows.float() if scale is None else finite_or_nan(rows.float()), format.block_shape(rows.shape))
     step = (SCALE_RULES["max"](blocks, format, second) if scale is None else scale.reshape(())) * second
     values = round_to(blocks / step, format.element).mul_(step)
     return _from_blocks(values, *rows.shape).reshape(x.shape).to(x.dtype)

@@ -9,8 +9,9 @@ A page holds 16, 32 or 64 tokens of one KV head of one layer:
     nvfp4        dim / 2 + dim / 16, E2M1 and E4M3 block scales          one a KV head, as for fp8
 
 Codes and the scales of FP8 are equal to those of `quant.formats`, bit for bit. NVFP4 picks each block's scale among
-eight neighbours by squared error (`block_scales`). Where no scale was calibrated, the first tokens set it, with room
-for values sixteen times as large: E4M3, of elements or of block scales, spans 17 binades, so that costs little.
+eight neighbours by squared error (`block_scales`). NaN and infinity are kept as in `quant.formats.scaling`. Where no
+scale was calibrated, the first tokens set it, with room for values sixteen times as large: E4M3, of elements or of
+block scales, spans 17 binades, so that costs little.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from quant.formats.format import FORMATS, Format, is_16bit
 from quant.formats.number import E2M1, E4M3
 from quant.formats.packing import pack
 from quant.formats.rounding import decode, encode, round_to
-from quant.formats.scaling import global_scale_of, max_rule, scale_of
+from quant.formats.scaling import finite_or_nan, global_scale_of, max_rule, scale_of
 from quant.formats.tensor import BlockScaledTensor
 
 KV_FORMATS = ("fp8", "fp8_token", "nvfp4")
@@ -129,7 +130,7 @@ def encode_kv(
     if scale is None:
         scale = scale_of(x.abs().amax(-1), E4M3.max)
         return encode(x / scale[..., None], E4M3), scale, None
-    return encode(x / scale[:, None, None], E4M3), None, None
+    return encode(finite_or_nan(x) / scale[:, None, None], E4M3), None, None
 
 
 def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -159,7 +160,7 @@ def block_scales(blocks: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         error = ((magnitude - rounded) * (256 / power)).round_().int().square_().sum((-3, -1), keepdim=True)
         best = stored if least is None else torch.where(error < least, stored, best)
         least = error if least is None else torch.minimum(error, least)
-    return best
+    return torch.where(first.isnan(), first, best)
 
 
 def decode_kv(

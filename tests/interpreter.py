@@ -45,11 +45,21 @@ def interpreted() -> Iterator[None]:
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
 
+    from quant.kernels.portable.casts import larger
+
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         interpreter.InterpretedFunction(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return interpreter.InterpretedFunction(self.fn)(*args, **kwargs)
+
+    plain_reduce = interpreter.ReduceOps.apply_impl
+
+    def reduce(self: Any, given: Any) -> Any:
+        # A function of ours is called once for each pair of elements there, in Python.
+        if self.combine_fn == larger:
+            return self.min_max(given[0], val_reduce_op=np.max)
+        return plain_reduce(self, given)
 
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -64,6 +74,7 @@ def interpreted() -> Iterator[None]:
         stack.enter_context(patch.object(interpreter, "_patch_lang_tensor", patch_tensor_with_index))
         for name, function in _faithful(interpreter).items():
             stack.enter_context(patch.object(interpreter.InterpreterBuilder, name, function))
+        stack.enter_context(patch.object(interpreter.ReduceOps, "apply_impl", reduce))
         stack.enter_context(patch.object(JITFunction, "run", run))
         stack.enter_context(patch.object(JITFunction, "__call__", call))
         # The interpreter replaces the language's functions anew in each device function, and restores them only
@@ -113,7 +124,8 @@ def _faithful(interpreter: Any) -> dict[str, Callable[..., Any]]:
 
     def fma(self: Any, x: Any, y: Any, z: Any) -> Any:
         # float64 holds a product of float32s; the sum is then rounded once more, which shows once in 2^29 times.
-        exact = x.data.astype(np.float64) * y.data + z.data
+        with np.errstate(invalid="ignore"):  # infinity times zero is NaN
+            exact = x.data.astype(np.float64) * y.data + z.data
         return handle(exact.astype(x.data.dtype), x.dtype.scalar)
 
     def through_float32(operation: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ from typing import Literal, Unpack, overload
 import torch
 
 from quant.formats.number import E4M3
+from quant.formats.scaling import finite_or_nan
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention_operands import (
     AttentionInputs,
@@ -143,7 +144,7 @@ def quantize_attention(
         work = replace(work, mean=key_means(work))
     if scales is None and granularity != "block":
         axes = (2,) if granularity == "head" else (0, 1, 2)
-        q_amax, k_amax, v_amax = (amax.amax(axes).div(E4M3.max).clamp_min(1e-30) for amax in measure(work))
+        q_amax, k_amax, v_amax = (_scale_of(amax.amax(axes)) for amax in measure(work))
         scales = q_amax, k_amax, v_amax
     (q, k, v), (q_scale, k_scale, v_scale), shift = quantize(work, scales)
     options = options._replace(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
@@ -211,6 +212,11 @@ def _mean_of_rows(mean: torch.Tensor, x: torch.Tensor, cu_seqlens: torch.Tensor 
     return mean[sequence_of_rows(cu_seqlens, torch.arange(x.shape[2], device=x.device))].transpose(0, 1)[None]
 
 
+def _scale_of(amax: torch.Tensor) -> torch.Tensor:
+    """Zeros get the smallest scale: as V's they would otherwise outweigh the others' in Hopper's kernel."""
+    return finite_or_nan(amax / E4M3.max).clamp_min(1e-30)
+
+
 def _amax_of_blocks(x: torch.Tensor, blocks: int, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
     amax = torch.zeros(*x.shape[:2], blocks, device=x.device)
     index = block_of_rows(cu_seqlens, torch.arange(x.shape[2], device=x.device)).expand(x.shape[:3])
@@ -229,10 +235,9 @@ def _quantize(work: AttentionInputs, scales: Scales | None) -> QuantizedParts:
     for index, x in enumerate(prepared):
         cu = work.options.cu_seqlens_q if index == 0 else work.options.cu_seqlens_k
         if scales is None:
-            # Zeros get the smallest scale: as V's they would otherwise outweigh the others' in Hopper's kernel.
-            step = (_amax_of_blocks(x, work.blocks(x), cu) / E4M3.max).clamp_min(1e-30)
+            step = _scale_of(_amax_of_blocks(x, work.blocks(x), cu))
         else:
-            step = scales[index]
+            x, step = finite_or_nan(x), scales[index]
         scaled = x * (1 / scale_of_rows(step, x.shape, cu))
         codes.append(scaled.clamp(-E4M3.max, E4M3.max).to(torch.float8_e4m3fn))
         steps.append(step)

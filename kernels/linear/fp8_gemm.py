@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from quant.formats.format import FORMATS, Format
-from quant.formats.scaling import scale_of
+from quant.formats.scaling import finite_or_nan, scale_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.hardware import has_triton
 
@@ -60,7 +60,7 @@ def round_input(x: torch.Tensor, activation: Format, scale: torch.Tensor | None)
         amax = x.abs().amax(-1, keepdim=True) if _per_row(activation) else x.abs().amax()
         scale = scale_of(amax, largest)
     else:
-        scale = scale.reshape(())
+        x, scale = finite_or_nan(x), scale.reshape(())
     return (x.float() / scale).clamp(-largest, largest).to(torch.float8_e4m3fn), scale
 
 

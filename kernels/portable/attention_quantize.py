@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quant.kernels.attention_operands import SCALE_BLOCK, AttentionInputs, QuantizedParts, Scales, scale_blocks
 from quant.kernels.hadamard import hadamard_block, sign_matrices
+from quant.kernels.portable.casts import amax_of, finite_or_nan, larger
 
 _INTEGERS = (
     "heads", "kv_heads", "tokens_q", "tokens_kv", "blocks_q", "blocks_kv", "cos_batch",
@@ -55,15 +56,15 @@ def _step(amax, scale, at_head, at_block, static: tl.constexpr, measure: tl.cons
     if static:
         step = tl.load(scale + at_head)
     else:
-        step = tl.div_rn(amax, 448.0)
-        step = tl.maximum(step, 1e-30)
+        step = larger(finite_or_nan(tl.div_rn(amax, 448.0)), 1e-30)
         tl.store(scale + at_block, amax if measure else step)
     return tl.div_rn(1.0, step)
 
 
 @triton.jit
-def _codes(x, inverse):
-    return (x * inverse).to(tl.float8e4nv)  # saturates
+def _codes(x, inverse, static: tl.constexpr):
+    # A tile's own scale says that it holds infinity; a given one does not.
+    return ((finite_or_nan(x) if static else x) * inverse).to(tl.float8e4nv)  # saturates
 
 
 @triton.jit
@@ -78,10 +79,10 @@ def _value_block(
     d = tl.arange(0, width)
     inside = (row < length)[:, None] & (d < dim)[None, :]
     x = tl.load(v + (start + row).to(tl.int64)[:, None] * token_stride + d[None, :], mask=inside, other=0.0)
-    amax = tl.max(tl.max(tl.abs(x.to(tl.float32)), 1), 0)
+    amax = amax_of(amax_of(x.to(tl.float32), 1), 0)
     inverse = _step(amax, scale, at_head, at_head * blocks + first_block + block, static, measure)
     if not measure:
-        codes = _codes(x.to(tl.float32), inverse)
+        codes = _codes(x.to(tl.float32), inverse, static)
         if laid_out:
             at = (at_head * dim + d)[:, None] * (blocks * rows) + (first_block * rows + position)[None, :]
             tl.store(out + at, tl.trans(codes), mask=(d < dim)[:, None])
@@ -122,13 +123,13 @@ def _row_block(
     else:
         y1 = x1.to(tl.float32)
         y2 = x2.to(tl.float32)
-    amax = tl.max(tl.ravel(tl.maximum(tl.abs(y1), tl.abs(y2))), 0)
+    amax = amax_of(tl.ravel(larger(tl.abs(y1), tl.abs(y2))), 0)
     inverse = _step(amax, scale, at_head, at_head * blocks + first_block + block, static, measure)
     if not measure:
         at = (at_head * tokens + start + row)[:, None] * dim + d[None, :]
         mask = inside[:, None] & (d < half)[None, :]
-        tl.store(out + at, _codes(y1, inverse), mask=mask)
-        tl.store(out + at + half, _codes(y2, inverse), mask=mask)
+        tl.store(out + at, _codes(y1, inverse, static), mask=mask)
+        tl.store(out + at + half, _codes(y2, inverse, static), mask=mask)
 
 
 @triton.jit(do_not_specialize=_INTEGERS)

@@ -15,6 +15,10 @@ The values equal those of the modules that are replaced, with each intermediate 
 round it; the codes equal those of `formats/`, rounded to nearest even against the decoded scale. The optional Hadamard
 rotation consists of butterflies in registers (`kernels/portable/hadamard.py`) and equals `kernels/hadamard.py` bit for
 bit; the step after it, from BF16 to four bits, is in `kernels/portable/e2m1.py`.
+
+A block that holds NaN or infinity gets a scale that is NaN, as in `quant.formats.scaling`: E2M1 and INT8 have no code
+for NaN. Under a static scale, which is not the block's own, the single code of E4M3 is NaN. The maximum that keeps NaN
+takes as long as the one that drops it, and the rest is one FMA for each scale.
 """
 
 from __future__ import annotations
@@ -49,6 +53,30 @@ MAX_COLUMNS = 32768
 
 
 @triton.jit
+def larger(a, b):
+    """The larger of a and b; NaN if either is NaN."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def amax_of(x, axis: tl.constexpr):
+    """The largest magnitude along an axis; NaN if any value is NaN."""
+    return tl.reduce(tl.abs(x), axis, larger)
+
+
+@triton.jit
+def finite_or_nan(x):
+    """x, with NaN in place of infinity."""
+    return tl.fma(x, 0.0, x)
+
+
+@triton.jit
+def nonzero(scale):
+    """A scale, with 1 in place of zero and NaN in place of infinity."""
+    return tl.where(scale != 0, finite_or_nan(scale), 1.0)
+
+
+@triton.jit
 def reciprocal(step):
     """1 / step, correctly rounded."""
     return refined(step, 1.0 / step)
@@ -80,21 +108,20 @@ def quotient_to_code(x, step, inverse):
 
 @triton.jit
 def encode_scale(amax, global_scale, kind: tl.constexpr, largest: tl.constexpr):
-    """Block scales by the `max` rule: the stored code, and its value times the global scale."""
+    """Block scales by the `max` rule, NaN if amax is not finite: the code, and its value times the global scale."""
     if kind == "e4m3":
         unit = largest * global_scale
         ideal = quotient(amax, unit, reciprocal(unit))
         # In this order: where the quotient is infinite, its correction is no number, of which the minimum is 448.
-        stored = tl.maximum(tl.minimum(ideal, 448.0), 0.001953125).to(tl.float8e4nv)
+        stored = tl.fma(amax, 0.0, tl.maximum(tl.minimum(ideal, 448.0), 0.001953125)).to(tl.float8e4nv)
         return stored, stored.to(tl.float32) * global_scale
     elif kind == "e8m0":
         bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
         code = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
-        code = tl.where(bits <= 0x400000, 0, code)
+        code = tl.minimum(tl.where(bits <= 0x400000, 0, code), 255)
         return code.to(tl.uint8), decode_scale(code, "e8m0")
     else:
-        scale = tl.div_rn(amax, largest)
-        scale = tl.where(scale > 0, scale, 1.0)
+        scale = nonzero(tl.div_rn(amax, largest))
         return scale, scale
 
 
@@ -277,7 +304,7 @@ def _write_pairs(
         value *= root
     w0, w1, w2, w3, w4, w5, w6, w7, amax = pack(value.reshape(blocks * share, 16))
     if share > 1:
-        amax = tl.max(amax.reshape(blocks, share), axis=1)
+        amax = amax_of(amax.reshape(blocks, share), 1)
     second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
     stored, step = encode_scale(amax * after, second_level, kind, largest)
     _store_scales(scale, stored, tl.arange(0, blocks), start // block, end // block, columns // block, swizzled)
@@ -313,12 +340,13 @@ def _write(
     own: tl.constexpr = block if block > 0 and block < per else per
     parts: tl.constexpr = per // own
     blocks = value.reshape(threads, parts, own)
-    amax = tl.max(tl.abs(blocks), axis=2)
+    amax = amax_of(blocks, 2)
     if static:
         step = tl.load(global_scale).to(tl.float32)
-        steps = _steps_of_one(tl.clamp(blocks, -512.0 * step, 512.0 * step), step)
+        within = tl.clamp(finite_or_nan(blocks), -512.0 * step, 512.0 * step, propagate_nan=tl.PropagateNan.ALL)
+        steps = _steps_of_one(within, step)
     elif block == 0:
-        stored, step = encode_scale(tl.max(tl.max(amax, axis=1), axis=0), 1.0, kind, largest)
+        stored, step = encode_scale(amax_of(amax_of(amax, 1), 0), 1.0, kind, largest)
         tl.store(scale + row, stored)
         steps = _steps_of_one(blocks, step)
     elif block <= per:
@@ -329,7 +357,7 @@ def _write(
         steps = _steps(blocks, step[:, :, None], kind)
     else:
         share: tl.constexpr = block // per
-        stored, step = encode_scale(tl.max(amax.reshape(threads // share, share), axis=1), 1.0, kind, largest)
+        stored, step = encode_scale(amax_of(amax.reshape(threads // share, share), 1), 1.0, kind, largest)
         index = tl.arange(0, threads // share)
         tl.store(scale + start // block + index, stored, mask=index < end // block)
         step = tl.broadcast_to(step[:, None], (threads // share, share)).reshape(threads, 1)
@@ -367,7 +395,7 @@ def quantize_rows_kernel(
         value = _finish(value, 1.0, tl.load(other, mask=inside, other=0.0), dtype, source, False)
 
     if static:
-        steps = tl.div_rn(value, tl.load(global_scale).to(tl.float32))
+        steps = tl.div_rn(finite_or_nan(value), tl.load(global_scale).to(tl.float32))
     elif block == 0:
         # A row waits here for all its threads, in 16 bit: with fewer registers, an SM has more rows at a time.
         kept = value.to(dtype)
@@ -382,7 +410,7 @@ def quantize_rows_kernel(
     else:
         blocks = value.reshape(width // block, block)
         second_level = tl.load(global_scale).to(tl.float32) if kind == "e4m3" else 1.0
-        stored, step = encode_scale(tl.max(tl.abs(blocks), axis=1), second_level, kind, largest)
+        stored, step = encode_scale(amax_of(blocks, 1), second_level, kind, largest)
         index = tl.arange(0, width // block)
         tl.store(scale + start // block + index, stored, mask=index < (width if flat else K) // block)
         if kind == "wide":

@@ -32,11 +32,11 @@ def _packing() -> str:
     for word in range(8):
         low, high = (9 + 8 * (word // 4) + place for place in _PAIRS[word % 4])
         lines.append(f"cvt.rn.bf16x2.f32 ${word}, ${high}, ${low};")
-    lines += [f"max.xorsign.abs.bf16x2 m{word}, ${2 * word}, ${2 * word + 1};" for word in range(4)]
-    lines.append("max.xorsign.abs.bf16x2 m4, m0, m1; max.xorsign.abs.bf16x2 m5, m2, m3;")
-    lines.append("max.xorsign.abs.bf16x2 m6, m4, m5;")
+    lines += [f"max.NaN.xorsign.abs.bf16x2 m{word}, ${2 * word}, ${2 * word + 1};" for word in range(4)]
+    lines.append("max.NaN.xorsign.abs.bf16x2 m4, m0, m1; max.NaN.xorsign.abs.bf16x2 m5, m2, m3;")
+    lines.append("max.NaN.xorsign.abs.bf16x2 m6, m4, m5;")
     lines.append("shl.b32 t, m6, 16; mov.b32 p, t; and.b32 t, m6, 0xffff0000; mov.b32 q, t;")
-    lines.append("abs.f32 p, p; abs.f32 q, q; max.f32 $8, p, q; }")
+    lines.append("abs.f32 p, p; abs.f32 q, q; max.NaN.f32 $8, p, q; }")
     return "\n".join(lines)
 
 
@@ -96,7 +96,7 @@ _ENCODE_EXACT = tl.constexpr(_encoding("mul.f32 x, x, $10;"))
 
 @triton.jit
 def pack(x):
-    """Blocks of 16 float32, `[blocks, 16]`, as eight words of BF16 pairs, and the largest magnitude of each block."""
+    """Blocks of 16 float32, `[blocks, 16]`, as eight words of BF16 pairs, and the amax of each, NaN if one value is."""
     even, odd = tl.split(x.reshape(x.shape[0], 8, 2))
     x0, x2, x4, x6, x8, xa, xc, xe = columns(even)
     x1, x3, x5, x7, x9, xb, xd, xf = columns(odd)

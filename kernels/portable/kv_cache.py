@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from quant.kernels.pages import CANDIDATES, KVPages
-from quant.kernels.portable.casts import encode_scale
+from quant.kernels.portable.casts import amax_of, encode_scale, finite_or_nan, nonzero
 from quant.kernels.portable.e2m1 import encode_e2m1, nearest_e2m1
 
 _FIRST, _LAST = (tl.constexpr(offset) for offset in CANDIDATES)
@@ -38,7 +38,7 @@ def _best_scale(value, stored, scale):
         steps = ((magnitude - rounded) * unit + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
         error = tl.sum(steps * steps, 2)
         best, least = tl.where(error < least, candidate, best), tl.minimum(error, least)
-    return best.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return tl.where(first == first, best, 0x7F).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit
@@ -53,19 +53,19 @@ def _write(
         tl.store(codes + line[:, None] * dim + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
     elif kind == "fp8":
         if per_token:
-            step = tl.div_rn(tl.max(tl.abs(x), 1), 448.0)
-            step = tl.where(step > 0, step, 1.0)
+            step = nonzero(tl.div_rn(amax_of(x, 1), 448.0))
             tl.store(scale + line, step, mask=inside)
             step = tl.broadcast_to(step[:, None], (tokens, width))
         else:
             step = tl.broadcast_to(tl.load(scale + kv_head), (tokens, width))
-        steps = tl.clamp(tl.div_rn(x, step), -448.0, 448.0).to(tl.float8e4nv)
+        steps = tl.div_rn(finite_or_nan(x), step)
+        steps = tl.clamp(steps, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
         mask = inside[:, None] & (column < dim)[None, :]
         tl.store(codes + line[:, None] * dim + column[None, :], steps, mask=mask)
     else:
         value = x.reshape(tokens, width // 16, 16)
         global_scale = tl.load(scale + kv_head)
-        stored, step = encode_scale(tl.max(tl.abs(value), 2), global_scale, "e4m3", 6.0)
+        stored, step = encode_scale(amax_of(value, 2), global_scale, "e4m3", 6.0)
         stored = _best_scale(value, stored, global_scale)
         step = stored.to(tl.float32) * global_scale
         block = tl.arange(0, width // 16)

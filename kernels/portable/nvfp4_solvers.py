@@ -23,6 +23,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
+from quant.kernels.portable.casts import amax_of
 from quant.kernels.portable.e2m1 import nearest_e2m1
 
 WIDTH = 16
@@ -201,7 +202,8 @@ def _fake_quantize(x, out, global_scale, blocks, WIDTH: tl.constexpr, BLOCKS: tl
     valid = (block < blocks)[:, None]
     value = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
     second = tl.load(global_scale)
-    step = _nearest_e4m3(tl.div_rn(tl.max(tl.abs(value), axis=1), 6.0 * second)) * second
+    amax = amax_of(value, 1)
+    step = tl.fma(amax, 0.0, _nearest_e4m3(tl.div_rn(amax, 6.0 * second))) * second
     step = tl.broadcast_to(step[:, None], [BLOCKS, WIDTH])
     rounded = nearest_e2m1(tl.div_rn(value, step)) * step
     tl.store(out + place, rounded.to(out.dtype.element_ty), mask=valid)

@@ -117,8 +117,13 @@ def test_e8m0_rounds_up_and_clamps() -> None:
     np.testing.assert_array_equal(codes_of(powers, E8M0), expected)
     np.testing.assert_array_equal(codes_of(above, E8M0), np.minimum(expected + 1, 254))
     np.testing.assert_array_equal(codes_of(below, E8M0), expected)
-    extremes = np.array([0.0, 1e-45, 2.0**-127, np.nextafter(np.float32(2.0**-127), 1), LARGEST, np.inf], np.float32)
-    np.testing.assert_array_equal(codes_of(extremes, E8M0), [0, 0, 0, 1, 254, 254])
+    extremes = np.array([0.0, 1e-45, 2.0**-127, np.nextafter(np.float32(2.0**-127), 1), LARGEST], np.float32)
+    np.testing.assert_array_equal(codes_of(extremes, E8M0), [0, 0, 0, 1, 254])
+
+
+def test_e8m0_says_nan_for_what_is_not_finite() -> None:
+    values = np.array([np.inf, np.nan], np.float32)
+    np.testing.assert_array_equal(codes_of(values, E8M0), values.astype(ml_dtypes.float8_e8m0fnu).view(np.uint8))
 
 
 @pytest.mark.parametrize("number", [*FLOATS, INT4, INT8], ids=lambda n: n.name)

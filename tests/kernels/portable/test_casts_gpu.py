@@ -109,7 +109,7 @@ def test_rotated_nvfp4_by_scales_of_every_kind(hadamard: int) -> None:
 
 
 def test_what_is_no_number_stays_in_its_rotation() -> None:
-    """NaN has the code of 6, and blocks beside it are what they were."""
+    """NaN has the code of 6 under a scale that is NaN, and blocks beside it are what they were."""
     form, known = FORMATS["nvfp4"], static(FORMATS["nvfp4"], "cuda")
     x = torch.randn(300, 4096, device="cuda").bfloat16()
     before = casts.quantize(x, form, hadamard=128, **known)
@@ -118,6 +118,7 @@ def test_what_is_no_number_stays_in_its_rotation() -> None:
     hit = torch.zeros(300, 4096, dtype=torch.bool, device="cuda")
     hit[7, 128:256] = True
     assert bool(((after.codes[hit[:, ::2]] & 0x77) == 0x77).all())
+    assert bool(after.scale[hit[:, ::16]].float().isnan().all())
     assert torch.equal(after.codes[~hit[:, ::2]], before.codes[~hit[:, ::2]])
     assert torch.equal(after.scale[~hit[:, ::16]].view(torch.uint8), before.scale[~hit[:, ::16]].view(torch.uint8))
 
