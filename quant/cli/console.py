@@ -79,6 +79,13 @@ def announce(device: Any, quiet: bool) -> None:
         CONSOLE.print(f"on {describe(device)}")
 
 
+def announce_source(source: Any, quiet: bool) -> None:
+    """Says in one line that the files of a model hold it quantized, if they do."""
+    if source.quantization is not None and not quiet:
+        dtype = str(source.dtype).removeprefix("torch.")
+        CONSOLE.print(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
+
+
 @contextmanager
 def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar for each stage, in a pipe a line every ten seconds; gives `advance(stage, done, total)`."""

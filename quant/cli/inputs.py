@@ -34,6 +34,17 @@ def open_runnable(
         model = load(path, call_factory(model_factory) if model_factory else None)
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model
+    return open_original(name, model_factory=model_factory, unsafe_load=unsafe_load)
+
+
+def open_original(
+    name: str, *, model_factory: str | None = None, unsafe_load: bool = False
+) -> tuple[Source, nn.Module]:
+    """Opens a model that can run, a quantized one dequantized.
+
+    Raises:
+        UserError: it cannot be opened, or it is a bare state dict.
+    """
     source = open_model(name, model_factory=model_factory, unsafe_load=unsafe_load)
     if source.model is None:
         raise UserError(f"{name}: a bare state dict cannot be run; pass --model-factory to build its module")

@@ -218,6 +218,7 @@ class Job:
         if not isinstance(recipe, Recipe):
             plan, problems = recipe
             refuse(plan, problems, source.layers)
+            plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
             return with_options(plan, self.guard, self.observer)
         plan = make_plan(
             source.shapes if source.model is None else source.model,
@@ -263,7 +264,13 @@ class Job:
 
     def provenance(self, source: Source, **more: str) -> dict[str, Any]:
         """Where a plan comes from, as it is written into it."""
-        return {"model": source.name, **more, "command": self.command, "seed": self.seed, "versions": versions()}
+        origin = {"model": source.name, **_origin(source)}
+        return {**origin, **more, "command": self.command, "seed": self.seed, "versions": versions()}
+
+
+def _origin(source: Source) -> dict[str, str]:
+    """What else says which model a plan was made for: the format in which its files hold it, if they are quantized."""
+    return {} if source.quantization is None else {"source_format": source.quantization}
 
 
 def _given(options: dict[str, Any]) -> str | None:

@@ -80,6 +80,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         }  # fmt: skip
         stream = not job.dry_run and goal is None and job.eval_text is None
         source = open_model(job.model, **how, stream=stream)
+    console.announce_source(source, quiet)
     seconds = {"load": time.perf_counter() - started}
     if goal is not None:
         report = _run_allocated(job, source, goal, device, quiet, seconds)

@@ -20,7 +20,7 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
-from quant.cli.console import announce, bar, page, status, table
+from quant.cli.console import announce, announce_source, bar, page, status, table
 from quant.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -67,6 +67,7 @@ def evaluate_command(
     there = find_device(device)
     announce(there, quiet or as_json)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
+    announce_source(source, quiet or as_json)
     other = None
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
@@ -129,6 +130,7 @@ def generate_command(
 
     with status(f"loading {model}", quiet or as_json):
         source, module = open_runnable(model)
+    announce_source(source, quiet or as_json)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
     how = attention_options(model, attention, kv_cache)

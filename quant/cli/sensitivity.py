@@ -10,7 +10,7 @@ import click
 
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
-from quant.cli.console import announce, page, stages, status, table
+from quant.cli.console import announce, announce_source, page, stages, status, table
 from quant.export.directory import check_apart
 from quant.models.files import find_model
 
@@ -63,7 +63,7 @@ def sensitivity_command(
     from quant.allocation.allocate import score
     from quant.calibration.placement import find_device
     from quant.calibration.sensitivity.units import rank_and_world
-    from quant.cli.inputs import open_runnable, read_calibration
+    from quant.cli.inputs import open_original, read_calibration
 
     if out is not None:
         check_apart(out, find_model(model), calib)
@@ -76,7 +76,8 @@ def sensitivity_command(
     there = find_device(device)
     announce(there, silent)
     with status(f"loading {model}", silent):
-        source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
+        source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
+    announce_source(source, silent)
     with stages(silent) as progress:
         rows = read_calibration(
             source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress

@@ -24,6 +24,7 @@ from torch import nn
 from quant.errors import UserError, listed
 from quant.extras import require
 from quant.models.files import check_links, safetensors_file, shard_names
+from quant.models.quantized_sources import Quantization, QuantizedTensors, quantization_of, refuse_packed
 from quant.models.state_dict import open_safetensors
 from quant.stored_experts import open_stored
 
@@ -32,8 +33,10 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _TRUSTED = ContextVar("_TRUSTED", default=False)
 
 
-def load(path: Path, dtype: torch.dtype | None, meta: bool, stream: bool = False) -> nn.Module:
-    """The model in a directory, in evaluation mode.
+def load(
+    path: Path, dtype: torch.dtype | None, meta: bool, stream: bool = False
+) -> tuple[nn.Module, Quantization | None]:
+    """The model in a directory, in evaluation mode, and how its files were quantized if they were.
 
     Args:
         path: the directory.
@@ -42,17 +45,42 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool, stream: bool = False
         stream: leaves experts that are stored one by one where they are; see `stored_experts`.
 
     Raises:
-        UserError: a file is missing or damaged, the model is already quantized, or transformers does not know it.
+        UserError: a file is missing or damaged, the model is quantized in a way that cannot be read, or transformers
+            does not know it.
     """
-    _check_config(path)
+    quantization = quantization_of(path, _read_config_file(path))
     shards = _find_shards(path)
+    if quantization is None:
+        for shard in shards:
+            _refuse_codes(shard)
     with quiet():
         config = read_config(path)
-        dtype = dtype or config.dtype or _first_dtype(shards[0])
+        _forget_quantization(config)
         cls = model_class(config, str(path))
+        if quantization is not None:
+            tensors = QuantizedTensors(shards, quantization, dtype or config.dtype or torch.bfloat16)
+            if tensors.packed:
+                return build(cls, config, tensors.dtype, meta, path, tensors), quantization
+            warnings.warn(f"{path}: the config says {quantization}, and no tensor is quantized", stacklevel=2)
+        dtype = dtype or config.dtype or _first_dtype(shards[0])
         if stream and _are_stored_apart(shards) and (model := _open_streamed(cls, config, dtype, path)) is not None:
-            return model
-        return build(cls, config, dtype, meta, path)
+            return model, None
+        return build(cls, config, dtype, meta, path), None
+
+
+def _refuse_codes(shard: Path) -> None:
+    """Refuses a weight file with codes or scales of quantized weights."""
+    if shard.suffix == ".safetensors":
+        file = safetensors_file(shard)
+        refuse_packed(shard, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
+
+
+def _forget_quantization(config: Any) -> None:
+    """Makes the config of a quantized checkpoint that of the original model."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        for name in ("quantization_config", "compression_config"):
+            if hasattr(part, name):
+                delattr(part, name)
 
 
 def _are_stored_apart(shards: list[Path]) -> bool:
@@ -65,10 +93,14 @@ def _open_streamed(cls: Any, config: Any, dtype: torch.dtype, path: Path) -> nn.
     """The model with its experts where they are stored; None where only transformers can read it."""
     with require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: nn.Module = cls._from_config(config, dtype=dtype)
+    _read_generation_config(model, path)
+    return model.eval() if open_stored(model, path) else None
+
+
+def _read_generation_config(model: nn.Module, path: Path) -> None:
     if (path / "generation_config.json").is_file():
         generation = require("transformers", "hf").GenerationConfig
         model.generation_config = generation.from_pretrained(path, local_files_only=True)
-    return model.eval() if open_stored(model, path) else None
 
 
 def read_config(path: Path) -> Any:
@@ -84,7 +116,15 @@ def read_config(path: Path) -> Any:
         raise UserError(f"{path / 'config.json'}: {one_line(error)}") from error
 
 
-def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **options: Any) -> nn.Module:
+def build(
+    cls: Any,
+    config: Any,
+    dtype: torch.dtype,
+    meta: bool,
+    path: Path,
+    tensors: QuantizedTensors | None = None,
+    **options: Any,
+) -> nn.Module:
     """Makes the model, on the meta device or with its weights.
 
     Args:
@@ -93,20 +133,24 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
         dtype: of the weights.
         meta: builds on the meta device.
         path: directory of the checkpoint, and what errors name.
+        tensors: dequantizes those of a quantized checkpoint; by default transformers reads the directory.
         options: go to `from_pretrained`.
     """
     if meta:
         with torch.device("meta"):
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
+    source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     try:
         model, info = cls.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
+            source, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
         )
     except pickle.UnpicklingError as error:
         raise UserError(
             f"{path}: its weights are a damaged pickle, or hold more than tensors and would run code; get the model "
             "as safetensors"
         ) from error
+    except UserError:
+        raise
     except (ValueError, RuntimeError, KeyError, IndexError, TypeError, ImportError, OSError) as error:
         raise UserError(f"{path}: transformers cannot load it: {one_line(error)}") from error
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
@@ -116,6 +160,9 @@ def build(cls: Any, config: Any, dtype: torch.dtype, meta: bool, path: Path, **o
         )
     if unexpected:
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}; left out", stacklevel=2)
+    if tensors is not None:  # what transformers would have found in the directory
+        _read_generation_config(model, path)
+        model.name_or_path = model.config._name_or_path = str(path)
     return model  # type: ignore[no-any-return]
 
 
@@ -217,19 +264,14 @@ def one_line(error: BaseException) -> str:
     return message
 
 
-def _check_config(path: Path) -> None:
+def _read_config_file(path: Path) -> dict[str, Any]:
+    """The contents of config.json."""
     file = path / "config.json"
     if not file.is_file():
         others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
         hint = f"to open a file in it, pass {path / others[0]}" if others else "pass the directory that has one"
         raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
-    config = _read_json(file)
-    method = config.get("quantization_config", {}).get("quant_method")
-    if method or "quantization_config" in config or (path / "hf_quant_config.json").is_file():
-        raise UserError(
-            f"{path}: already quantized ({method or 'modelopt'}); quant.load({str(path)!r}) reads it back, and only "
-            "the original model can be quantized"
-        )
+    return _read_json(file)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@
 
 What a path holds is decided by its first bytes and not by its suffix:
 
-    directory             config.json and weights              -> huggingface   model
+    directory             config.json and weights              -> huggingface   model, dequantized if need be
     "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized to 16 bit
     length + "{"          names, dtypes, offsets, then bytes   -> safetensors   state dict, read tensor by tensor
     zip of pickle+bytes   torch.save                           -> torch         state dict, mapped
@@ -46,6 +46,7 @@ class Source:
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
         path: directory or file it came from, where that is known.
         dtype: that most of the weights have.
+        quantization: the format in which the files hold weights that were dequantized; None for others.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Source:
     state_dict: Mapping[str, torch.Tensor] | None
     path: Path | None = None
     dtype: torch.dtype
+    quantization: str | None = None
 
     @property
     def config(self) -> Any:
@@ -130,9 +132,9 @@ def open_model(
     kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
     if kind not in ("safetensors", "torch"):
         _refuse_factory(model_factory, f"{path} ({kind})")
-    model, tensors = None, None
+    model, tensors, quantization = None, None, None
     if kind == "huggingface":
-        model = huggingface.load(path, wanted, meta, stream)
+        model, quantization = huggingface.load(path, wanted, meta, stream)
     elif kind == "gguf":
         model = gguf.load(path, wanted or torch.bfloat16, meta)
     elif kind == "exported":
@@ -145,7 +147,15 @@ def open_model(
         model, tensors = state_dict.build(model_factory, tensors, str(path), meta), None
     # With a dtype to cast to, asking the tensors of a state dict would read them all.
     found = _main_dtype(model.parameters()) if model is not None else wanted or _main_dtype((tensors or {}).values())
-    return Source(name=name, kind=kind, model=model, state_dict=tensors, path=path, dtype=found)
+    return Source(
+        name=name,
+        kind=kind,
+        model=model,
+        state_dict=tensors,
+        path=path,
+        dtype=found,
+        quantization=None if quantization is None else str(quantization),
+    )
 
 
 def _open_module(model: nn.Module, dtype: torch.dtype | None) -> Source:

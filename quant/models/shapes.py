@@ -43,10 +43,13 @@ def _of_directory(path: Path) -> Shapes | None:
         if not shards[0].is_file():
             index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
             shards = [path / name for name in shard_names(index["weight_map"], path)]
-        if "quantization_config" in config:
+        if "quantization_config" in config or (path / "hf_quant_config.json").is_file():
             return None
         files = [safetensors_file(shard) for shard in shards]
-        return {name: tuple(file.get_slice(name).get_shape()) for file in files for name in file.keys()}  # noqa: SIM118
+        stored = {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
+        if any(part.get_dtype().startswith(("F8", "U8")) for part in stored.values()):  # codes of quantized weights
+            return None
+        return {name: tuple(part.get_shape()) for name, part in stored.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # the loader says what is wrong
 

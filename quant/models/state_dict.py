@@ -12,6 +12,7 @@ from torch import nn
 
 from quant.errors import UserError, listed
 from quant.models.files import safetensors_file
+from quant.models.quantized_sources import refuse_packed
 
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
 
@@ -36,9 +37,7 @@ class LazyStateDict(Mapping[str, torch.Tensor]):
         if name not in self._names:
             raise KeyError(name)
         tensor = self._read(name)
-        # FP8 values mean nothing without their scales, so they are never cast.
-        castable = tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-        return tensor.to(self._dtype) if self._dtype is not None and castable else tensor
+        return tensor.to(self._dtype) if self._dtype is not None and tensor.dtype.is_floating_point else tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -98,8 +97,13 @@ def _sniff_zip(path: Path) -> str:
 
 
 def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyStateDict:
-    """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header."""
+    """The tensors of one file, mapped and read when asked for; with `meta` on the meta device, from the header.
+
+    Raises:
+        UserError: not a safetensors file, or one with codes or scales of quantized weights.
+    """
     file = safetensors_file(path, "pt")
+    refuse_packed(path, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
 
     def read(name: str) -> torch.Tensor:
         part = file.get_slice(name)

@@ -20,6 +20,7 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.models.exported_linears import restore_linears
+from quant.models.quantized_sources import SAFETENSORS_NAMES, refuse_packed
 from quant.models.state_dict import LazyStateDict
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model")
@@ -37,12 +38,13 @@ def load(
         meta: gives tensors on the meta device.
 
     Raises:
-        UserError: damaged, not only tensors, or no state dict.
+        UserError: damaged, not only tensors, no state dict, or one with codes or scales of quantized weights.
     """
     content = _unwrap(_read(path, unsafe))
     if isinstance(content, nn.Module):
         return (content.to("meta") if meta else content).to(dtype).eval(), None
     tensors = _state_dict_of(content, path)
+    refuse_packed(path, {name: SAFETENSORS_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
     if meta:
         tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     return None, LazyStateDict(tensors, tensors.__getitem__, dtype)

@@ -80,7 +80,7 @@ def test_minilm(tmp_path: Path, recipe: str, word: str) -> None:
     import transformers
 
     folder = Path(package.origin).parent / "model"
-    model = load(folder, torch.float16, meta=False)
+    model, _ = load(folder, torch.float16, meta=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = calibration_rows(str(TEXT), tokenizer, samples=8, seqlen=64, seed=0)
     plan = quantize(model, recipe, rows).plan

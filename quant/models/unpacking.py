@@ -1,0 +1,164 @@
+"""The codes of released checkpoints become numbers here: value = scale · (code − zero), in float32, then rounded once.
+
+Integer codes lie in words of 32 bits, the first code in the lowest bits:
+
+    GPTQ                 qweight [in·b/32, out], qzeros [groups, out·b/32], scales [groups, out], and g_idx [in],
+                         the group of each input
+    AWQ                  qweight [in, out/8], qzeros [groups, out/8], scales [groups, out]; the nibbles of a word are
+                         columns 0, 2, 4, 6, 1, 3, 5, 7
+    compressed-tensors   weight_packed [out, in·b/32], weight_scale [out, groups], weight_zero_point [out·b/32, groups]
+
+GPTQ's first version stores zeros less one, subtracted from whole words, and its writer (GPTQModel) adds them again in
+the same way. Sources: the files `qlinear/torch.py` and `utils/model.py` of GPTQModel, `gemm.py` of AutoAWQ, and
+`pack_quantized` of compressed-tensors.
+
+Floating-point codes and their scales are a `BlockScaledTensor`, whose format is read off dtypes and shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import ceil
+
+import torch
+
+from quant.export import compressed_tensors, modelopt
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT8
+
+Parts = Mapping[str, torch.Tensor]
+Block = tuple[int, int]
+
+_ELEMENTS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2, torch.int8: INT8}
+_AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+_CHUNK_ELEMENTS = 1 << 20
+
+
+def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.Tensor:
+    """A matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
+
+    Args:
+        parts: `weight` or `weight_packed`, `weight_scale`, and perhaps `weight_global_scale`, `weight_scale_2` or
+            `weight_zero_point`.
+        blocks: (rows, columns) that the config says share a scale; 0 is the whole axis.
+        dtype: of the result.
+
+    Raises:
+        ValueError: the scales fit none of the blocks.
+    """
+    codes, scale = parts["weight_packed" if "weight_packed" in parts else "weight"], parts["weight_scale"]
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.float()
+    parts = {**parts, "weight_scale": scale}
+    if "weight_zero_point" in parts:
+        rows, columns = codes.shape
+        grid = _grid(scale.shape, (rows, columns))
+        zero = parts["weight_zero_point"].reshape(grid).expand(rows, -1)
+        groups = torch.arange(columns) // ceil(columns / grid[1])
+        return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
+    format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
+    read = modelopt.decompress if modelopt.holds(parts) else compressed_tensors.decompress
+    return read(parts, format)[0].dequantize(dtype)
+
+
+def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
+    """The format of a matrix, as its codes and scales tell."""
+    number = FP32 if scale.dtype.itemsize > 1 else E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
+    if codes.dtype != torch.uint8:
+        shape = (codes.shape[0], codes.shape[1])
+        grid = _grid(scale.shape, shape)
+        if number is E8M0:
+            blocks = [(1, 32), *blocks]
+        return Format("source", _ELEMENTS[codes.dtype], number, _block(shape, grid, blocks))
+    if not second and 3 * 8 * scale.shape[-1] == codes.shape[-1]:  # 32 codes of 6 bits
+        return FORMATS["mxfp6"]
+    return Format("source", E2M1, number, (1, 2 * codes.shape[-1] // scale.shape[-1]), global_scale=second)
+
+
+def _grid(scale: Sequence[int], shape: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of scales: `[]`, `[1]`, `[out]`, `[out, 1]`, `[rows, columns]` or `[rows, 1, columns, 1]`."""
+    sizes = list(scale)
+    if len(sizes) == 4:
+        return sizes[0], sizes[2]
+    if len(sizes) == 2:
+        return sizes[0], sizes[1]
+    return (shape[0], 1) if sizes == [shape[0]] else (1, 1) if sizes in ([], [1]) else (0, 0)
+
+
+def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Block]) -> Block:
+    """The block for which a matrix of `shape` has `grid` scales; a last block may be short."""
+    known = ((0, 0), (1, 0), *declared)
+    for rows, columns in known:
+        if grid == (ceil(shape[0] / (rows or shape[0])), ceil(shape[1] / (columns or shape[1]))):
+            return rows, columns
+    raise ValueError(f"{list(grid)} scales for {list(shape)} weights fit none of the blocks {list(known)}")
+
+
+def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """The matrix `[in, out]` of an expert of gpt-oss, of `blocks [out, in/32, 16]` and `scales [out, in/32]`."""
+    matrix = {"weight": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
+    return modelopt.decompress(matrix, FORMATS["mxfp4"])[0].dequantize(dtype).t().contiguous()
+
+
+def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor:
+    """A matrix `[out, in]` in GPTQ's layout; `zeros_less_one` is the layout's first version."""
+    bits = 32 * parts["qzeros"].shape[1] // parts["scales"].shape[1]
+    words = parts["qzeros"]
+    if zeros_less_one:
+        words = words + sum(1 << shift for shift in range(0, 31, bits))
+    zero = unpack_words(words, bits).flatten(-2)
+    codes = unpack_words(parts["qweight"], bits).transpose(0, 1).flatten(1)
+    groups = parts.get("g_idx")
+    if groups is None:
+        groups = torch.arange(codes.shape[1]) // ceil(codes.shape[1] / len(zero))
+    return _affine(codes, zero.t(), parts["scales"].t(), groups.long(), dtype)
+
+
+def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+    """A matrix `[out, in]` in AWQ's layout for "gemm"."""
+    order = torch.tensor(_AWQ_COLUMNS).argsort()
+    codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
+    groups = torch.arange(codes.shape[1]) // ceil(codes.shape[1] / zero.shape[1])
+    return _affine(codes, zero, parts["scales"].t(), groups, dtype)
+
+
+def pack_quantized(parts: Parts, shape: Sequence[int], dtype: torch.dtype, group_size: int) -> torch.Tensor:
+    """A matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
+    (rows, columns), packed, scale = shape, parts["weight_packed"], parts["weight_scale"]
+    bits = word_bits(packed.shape[1], columns)
+    codes = unpack_words(packed, bits).flatten(-2)[:, :columns]
+    if "weight_zero_point" in parts:
+        zero = unpack_words(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
+    else:
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
+    groups = parts.get("weight_g_idx")
+    if groups is None:
+        groups = torch.arange(columns) // (group_size if scale.shape[1] > 1 else columns)
+    return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups.long(), dtype)
+
+
+def word_bits(words: int, codes: int) -> int:
+    """Bits of a code where `codes` of them fill `words` words of 32 bits."""
+    return 32 * words // codes
+
+
+def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
+    codes: torch.Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    return codes.flatten(-2)
+
+
+def _affine(
+    codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`scale · (code − zero)`: codes `[out, in]`, zeros and scales `[out, groups]`, and the group of each input."""
+    rows, columns = codes.shape
+    out = torch.empty(rows, columns, dtype=dtype)
+    step = max(_CHUNK_ELEMENTS // columns, 1)
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        centred = codes[part].float().sub_(zero[part].float()[:, groups])
+        out[part] = centred.mul_(scale[part].float()[:, groups])
+    return out
