@@ -10,6 +10,7 @@ from functools import cache, reduce
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -99,6 +100,10 @@ def second_device() -> torch.device:
         makers.impl(name, lambda *args, op=op, **kwargs: _run(op, args, kwargs), "PrivateUse1")
     second_device.library = torch.library.Library("_", "IMPL")  # type: ignore[attr-defined]
     second_device.library.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")  # type: ignore[attr-defined]
+    # PyTorch keeps the set of constructors that `with torch.device(…)` applies to once it is asked for. Made after
+    # the next lines it lacks `torch.tensor`: transformers then thinks that it builds no model on the meta device, and
+    # leaves the buffers of rotary embeddings as the allocator gave them.
+    _device_constructors()
     # The constructor leaves out what is written in Python.
     plain = torch.tensor
     torch.tensor = lambda data, *, device=None, **rest: plain(data, **rest).to(device)  # type: ignore[assignment]

@@ -251,6 +251,17 @@ def test_an_allocation(solver: str, device: torch.device) -> None:
     check_as_good(found.model, wanted.model, base())
 
 
+@pytest.mark.skipif(not SECOND, reason="test_second_device registers the device, in a process of its own")
+def test_the_second_device_leaves_the_choice_of_a_device_to_contexts() -> None:
+    """A model of transformers is built on the meta device, and its buffers are computed when it has left that."""
+    second_device()
+    with torch.device("meta"):
+        assert torch.tensor([1.0]).device.type == "meta"
+    assert torch.tensor([1.0]).device.type == "cpu"
+    frequencies = dict(base().named_buffers())["model.rotary_emb.inv_freq"]
+    assert torch.equal(frequencies, 1 / 10000.0 ** (torch.arange(0, 32, 2, dtype=torch.float32) / 32))
+
+
 def test_names_of_devices() -> None:
     assert find_device(None) is None
     assert find_device("cpu") == torch.device("cpu")

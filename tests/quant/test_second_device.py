@@ -17,8 +17,7 @@ from second_device import ON_SECOND_DEVICE
 def test_everything_runs_on_another_device() -> None:
     file = ROOT / "tests" / "quant" / "test_devices.py"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
-    # One thread, as `make test` gives to each process: some runs with two have failed.
-    environment = {**os.environ, ON_SECOND_DEVICE: "1", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, ON_SECOND_DEVICE: "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     passed = re.search(r"(\d+) passed", ran.stdout)
     assert ran.returncode == 0 and passed is not None and int(passed[1]) > 60, ran.stdout[-4000:] + ran.stderr[-2000:]
