@@ -27,6 +27,7 @@ from quant.export.names import StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.models import huggingface
+from quant.models.files import find_checkpoint
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -48,7 +49,7 @@ def load(
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
         model: the unquantized module, for a checkpoint without config.json; it is changed in place.
         device: where the model goes, such as "cuda"; None leaves it on the CPU. On a Hopper GPU weights take the
             layout of its kernels, there as after `.to("cuda")`; `state_dict` has that of the checkpoint.
@@ -56,9 +57,9 @@ def load(
     Raises:
         UserError: not a quantized checkpoint, or its tensors do not fit the model; the message names them.
     """
-    directory = Path(directory)
+    directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
-        raise UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
+        raise _no_checkpoint(directory)
     built = model is None
     opened = Checkpoint(directory, model or outline(directory))
     model, tensors, plan = opened.model, opened.tensors, opened.plan
@@ -132,17 +133,32 @@ def outline(directory: Path) -> nn.Module:
     return model
 
 
+def _no_checkpoint(directory: Path) -> UserError:
+    """What to say of a directory that `load` cannot read."""
+    file = directory / "config.json"
+    found = _config_in(file, "quantization_config") if file.is_file() else None
+    if found is None:
+        return UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
+    return UserError(
+        f"{directory}: quantized by {found.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
+        "quant.open_model and `quantize` dequantize others"
+    )
+
+
+def _config_in(file: Path, key: str) -> dict[str, Any] | None:
+    """A table in a config file, or None."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get(key)
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
+    return found if isinstance(found, dict) else None
+
+
 def _quantization_config(directory: Path) -> dict[str, Any] | None:
     """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
     for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
         file = directory / name
-        if not file.is_file():
-            continue
-        try:
-            found = json.loads(file.read_text(encoding="utf-8")).get(key)
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
-        if isinstance(found, dict):
+        if file.is_file() and (found := _config_in(file, key)) is not None:
             return found if key == "quantization" or found.get("quant_method") in LAYOUTS else None
     return None
 
@@ -155,10 +171,10 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     Raises:
         UserError: `directory` holds no quantized checkpoint.
     """
-    directory = Path(directory)
+    directory = find_checkpoint(directory)
     if not (directory / PLAN_FILE).is_file():
         if not is_checkpoint(directory):
-            raise UserError(f"{directory}: no {PLAN_FILE} and no quantization_config, so no quantized checkpoint")
+            raise _no_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
     report = directory / "report.json"
     return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None

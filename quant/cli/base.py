@@ -17,7 +17,8 @@ from typing import Any
 
 import click
 
-from quant.errors import printable
+from quant.errors import UserError, printable
+from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -34,6 +35,11 @@ ATTENTION = click.option(
 )
 KV_CACHE = click.option(
     "--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit.  [default: the plan's]"
+)
+
+
+REVISION = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, such as org/name."
 )
 
 
@@ -59,13 +65,13 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--model-factory", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the module of a state dict."
     )
     unsafe = click.option("--unsafe-load", is_flag=True, help="Open pickled modules and .pt2, which runs their code.")
-    return factory(unsafe(TRUST(command)))
+    return factory(unsafe(TRUST(REVISION(command))))
 
 
-def attention_options(model: str, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:
+def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:
     """--attention and --kv-cache; one that was not given is taken from the plan of the checkpoint `model`, if any."""
-    file = Path(model) / PLAN_FILE
-    if file.is_file() and None in (attention, kv_cache):
+    file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
+    if model is not None and file.is_file() and None in (attention, kv_cache):
         planned = Plan.load(file).run_time
         attention, kv_cache = attention or planned["attention"], kv_cache or planned["kv_cache"]
     return {"attention": attention, "kv_cache": kv_cache}
@@ -86,10 +92,13 @@ class Command(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         debug = ctx.params.pop("debug")
+        revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
         before = _identity(out)
         try:
             with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
+                if revision is not None:
+                    _at_revision(ctx.params, revision)
                 return super().invoke(ctx)
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
@@ -108,6 +117,14 @@ class Command(click.Command):
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
             click.echo(f"error: {printable(message)}", err=True)
             ctx.exit(2)
+
+
+def _at_revision(params: dict[str, Any], revision: str) -> None:
+    """Adds --revision to the name of the command's model."""
+    place = "model" if "model" in params else "directory"
+    if params[place] is None:
+        raise UserError(f"--revision {revision} needs --model")
+    params[place] = with_revision(str(params[place]), revision)
 
 
 class Toolbox(click.Group):

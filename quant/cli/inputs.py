@@ -15,6 +15,7 @@ from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import own_text
 from quant.errors import UserError
 from quant.evaluation import run_probe
+from quant.models.files import find_model
 from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
 from quant.planning import make_plan
@@ -29,8 +30,8 @@ def open_runnable(
     Raises:
         UserError: it cannot be opened, or it is a bare state dict.
     """
-    if is_checkpoint(name):
-        path = Path(name)
+    path = find_model(name)
+    if is_checkpoint(path):
         model = load(path, call_factory(model_factory) if model_factory else None)
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model

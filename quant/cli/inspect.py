@@ -8,21 +8,27 @@ from typing import Any
 
 import click
 
-from quant.cli.base import JSON, TRUST, Command, print_json
+from quant.cli.base import JSON, REVISION, TRUST, Command, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError
 from quant.export.directory import check_apart
 from quant.formats.format import FORMATS
+from quant.models.files import find_checkpoint
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import presets
 
 
 @click.command("inspect", cls=Command)
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory")
 @TRUST
+@REVISION
 @JSON
-def inspect_command(directory: Path, as_json: bool) -> None:
+def inspect_command(directory: str, as_json: bool) -> None:
     """List the layers of a quantized checkpoint with format, shape, bits, SNR and reason, and totals."""
+    _inspect(find_checkpoint(directory), as_json)
+
+
+def _inspect(directory: Path, as_json: bool) -> None:
     if (directory / PLAN_FILE).is_file():
         file = directory / "report.json"
         plan, report = Plan.load(directory / PLAN_FILE), json.loads(file.read_text()) if file.is_file() else None

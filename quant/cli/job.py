@@ -269,8 +269,9 @@ class Job:
 
 
 def _origin(source: Source) -> dict[str, str]:
-    """What else says which model a plan was made for: the format in which its files hold it, if they are quantized."""
-    return {} if source.quantization is None else {"source_format": source.quantization}
+    """What else says which model a plan was made for: its commit, and the format of files that hold it quantized."""
+    found = {"revision": source.revision, "source_format": source.quantization}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _given(options: dict[str, Any]) -> str | None:

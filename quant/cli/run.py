@@ -14,6 +14,7 @@ from quant.cli.base import (
     JSON,
     KV_CACHE,
     QUIET,
+    REVISION,
     TRUST,
     Command,
     attention_options,
@@ -72,7 +73,7 @@ def evaluate_command(
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     rows = read_rows(source, text, samples, seqlen)
-    how = quantized_attention(module, **attention_options(model, attention, kv_cache))
+    how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
         result = evaluate(module, rows, other, batch_size=batch_size, device=there, progress=advance)
     if as_json:
@@ -108,6 +109,7 @@ def _print_evaluation(result: Evaluation) -> None:
 @ATTENTION
 @KV_CACHE
 @TRUST
+@REVISION
 @QUIET
 @JSON
 def generate_command(
@@ -133,7 +135,7 @@ def generate_command(
     announce_source(source, quiet or as_json)
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
-    how = attention_options(model, attention, kv_cache)
+    how = attention_options(source.path, attention, kv_cache)
     written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, **how)
     if as_json:
         print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})

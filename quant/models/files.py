@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from quant.errors import UserError
+from quant.models.hub import snapshot, split_revision
 
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 
@@ -32,6 +32,10 @@ _ALIASES = {
 def find_model(name: str) -> Path:
     """The directory or file that the user means.
 
+    Args:
+        name: a path, an alias, or a model on the Hugging Face hub: `org/name` or `org/name@revision`. A path that is
+            there wins.
+
     Raises:
         UserError: there is none; the message says how to get it.
     """
@@ -46,13 +50,31 @@ def find_model(name: str) -> Path:
             if (Path(folder) / file).is_file():
                 return Path(folder) / file
         raise UserError(f"{name} is the file {file} of the package {package}, which is not installed: {remedy}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and Path(name).suffix not in SUFFIXES:
-        folder_name = name.rpartition("/")[2]
-        raise UserError(
-            f"{name}: no such file or directory, and nothing is downloaded; if it is a model on the Hugging Face hub: "
-            f"hf download {name} --local-dir {folder_name}, then pass {folder_name}"
-        )
+    found = split_revision(name)
+    if found is not None and Path(found[0]).suffix not in SUFFIXES:
+        return snapshot(*found)
     raise UserError(f"{name}: no such file or directory; known aliases: {', '.join(_ALIASES)}")
+
+
+def find_checkpoint(directory: str | Path) -> Path:
+    """The directory of a quantized checkpoint, which may be one on the Hugging Face hub; any other path as it is."""
+    path = Path(directory)
+    return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
+
+
+def with_revision(name: str, revision: str) -> str:
+    """The name of a model on the Hugging Face hub at a revision.
+
+    Raises:
+        UserError: `name` is something on the disk, or no such name.
+    """
+    found = split_revision(name)
+    if Path(name).expanduser().exists() or found is None or found[1] is not None:
+        what = "is on the disk" if Path(name).expanduser().exists() else "is no name of one, such as org/name"
+        raise UserError(
+            f"--revision {revision} is for a model on the Hugging Face hub, and {name} {what}; leave it out"
+        )
+    return f"{name}@{revision}"
 
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:

@@ -14,7 +14,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Iterator
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,13 @@ from torch import nn
 from quant.errors import UserError, listed
 from quant.extras import require
 from quant.models.files import check_links, safetensors_file, shard_names
+from quant.models.hub import TRUSTED
 from quant.models.quantized_sources import Quantization, QuantizedTensors, quantization_of, refuse_packed
 from quant.models.state_dict import open_safetensors
 from quant.stored_experts import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-_TRUSTED = ContextVar("_TRUSTED", default=False)
 
 
 def load(
@@ -205,7 +204,7 @@ def model_class(config: Any, where: str) -> Any:
         found = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return found
-    for kind in ("AutoModelForCausalLM", "AutoModel") if _TRUSTED.get() else ():
+    for kind in ("AutoModelForCausalLM", "AutoModel") if TRUSTED.get() else ():
         if (reference := (getattr(config, "auto_map", None) or {}).get(kind)) is not None:
             dynamic = require("transformers.dynamic_module_utils", "hf")
             return dynamic.get_class_from_dynamic_module(reference, where, local_files_only=True)
@@ -223,16 +222,16 @@ def model_class(config: Any, where: str) -> Any:
 @contextlib.contextmanager
 def remote_code(trusted: bool) -> Iterator[None]:
     """Says whether transformers may run the Python files that a model's directory names in `auto_map`."""
-    before = _TRUSTED.set(trusted)
+    before = TRUSTED.set(trusted)
     try:
         yield
     finally:
-        _TRUSTED.reset(before)
+        TRUSTED.reset(before)
 
 
 def local_options() -> dict[str, bool]:
     """Arguments for every `from_pretrained`: nothing is downloaded, and no code of the directory runs unasked."""
-    return {"local_files_only": True, "trust_remote_code": _TRUSTED.get()}
+    return {"local_files_only": True, "trust_remote_code": TRUSTED.get()}
 
 
 @contextlib.contextmanager

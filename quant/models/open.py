@@ -14,7 +14,7 @@ What a path holds is decided by its first bytes and not by its suffix:
 A bare state dict becomes a model when `model_factory` builds the module for it. With `meta=True` only configs and
 headers are read, and every tensor is on the meta device: enough to plan with, in no time, at any size.
 
-Nothing is downloaded. A model on the Hugging Face hub has to be fetched first; the error for its name says how.
+A name such as org/name or org/name@revision, of which there is no file, is a model on the Hugging Face hub; see `hub`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.models import gguf, huggingface, state_dict, torch_files
-from quant.models.files import find_model
+from quant.models.files import find_model, with_revision
+from quant.models.hub import commit_of
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 
@@ -61,6 +62,11 @@ class Source:
     def config(self) -> Any:
         """The model's transformers config, or None."""
         return getattr(self.model, "config", None)
+
+    @property
+    def revision(self) -> str | None:
+        """The commit of a model that came from the Hugging Face hub's cache, or None."""
+        return commit_of(self.path)
 
     @property
     def layers(self) -> list[Layer]:
@@ -102,6 +108,7 @@ class Source:
 def open_model(
     source: str | Path | nn.Module,
     *,
+    revision: str | None = None,
     model_factory: str | None = None,
     unsafe_load: bool = False,
     dtype: torch.dtype | str = "auto",
@@ -111,7 +118,9 @@ def open_model(
     """Opens a model.
 
     Args:
-        source: directory or file, an alias such as "smollm2-135m", or a module, which is taken as it is.
+        source: directory or file, an alias such as "smollm2-135m", a model on the Hugging Face hub such as
+            "Qwen/Qwen3-8B", or a module, which is taken as it is.
+        revision: branch, tag or commit of a model on the hub; the same as "Qwen/Qwen3-8B@REVISION".
         model_factory: "package.module:function", called without arguments to build the module of a bare state dict.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         dtype: of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
@@ -125,9 +134,11 @@ def open_model(
     """
     wanted = _parse_dtype(dtype)
     if isinstance(source, nn.Module):
+        if revision is not None:
+            raise UserError(f"revision {revision!r} is for a model on the Hugging Face hub, not for a module")
         _refuse_factory(model_factory, f"a module ({type(source).__name__})")
         return _open_module(source, wanted)
-    name = str(source)
+    name = str(source) if revision is None else with_revision(str(source), revision)
     path = find_model(name)
     kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
     if kind not in ("safetensors", "torch"):
