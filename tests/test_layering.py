@@ -33,7 +33,7 @@ PARTS = {
     "recipes": (".",),
     "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
     "export": ("onnx_graph", "engine", "."),
-    "quant": (".", "models", "runtime", "page", "allocation", "api", "cli"),
+    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "cli"),
 }
 
 # The oracle stays pure: nothing but these, at any level.
@@ -43,7 +43,13 @@ FORMATS_MAY_IMPORT = {"torch", "numpy", "quant"} | sys.stdlib_module_names
 CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_module_names
 
 # Where an optional package may be imported while a module loads; such a file is itself imported inside functions.
-MAY_LOAD = {"kernels/portable": "triton", "kernels/hopper": "triton", "quant/runtime/kv_cache.py": "transformers"}
+MAY_LOAD = {
+    "kernels/portable": "triton",
+    "kernels/hopper": "triton",
+    "quant/runtime/kv_cache.py": "transformers",
+    "quant/vllm_plugin/linear.py": "vllm",
+    "quant/vllm_plugin/experts.py": "vllm",
+}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,10 @@ each finds its tile by counting the tiles of the experts before it; a program th
 One kernel serves every weight format with 16-bit rows, decoded as `kernels/portable/matmul.py` decodes them. Another
 multiplies FP8 by FP8 with scales a tensor, a row or 128 columns; its sums of 128 products are scaled and added in
 FP32 registers.
+
+`route` sorts rows by expert in two launches and `weigh` adds them up again in one, for servers, where a decoding step
+of a few tokens leaves no time for the dozen small kernels of PyTorch's sort. A program takes the next free place among
+the rows of its expert, so the order within an expert differs from call to call; the product of a row does not.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.layout import is_prepacked
+from quant.kernels.portable.dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.portable.matmul import add_products, finish, layout
 
 MAX_EXPERTS = 1024
@@ -113,6 +118,127 @@ def grouped_fp8_kernel(
             acc *= tl.load(w_line)[None, :]
         out = y + m.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(out, acc.to(y.dtype.element_ty), mask=there[:, None] & (n[None, :] < N))
+
+
+@triton.jit(do_not_specialize=["slots", "experts"])
+def count_rows_kernel(
+    index, offsets, cursor, slots, experts, width: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr
+):
+    """One program: the slots of each expert are counted. Cursors begin at the first row of each expert."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    expert = tl.arange(0, width)
+    counts = tl.zeros((width,), dtype=tl.int32)
+    for start in range(0, slots, block):
+        slot = start + tl.arange(0, block)
+        chosen = tl.load(index + slot, mask=slot < slots, other=-1).to(tl.int32)
+        known = (chosen >= 0) & (chosen < experts)
+        counts += tl.histogram(tl.where(known, chosen, 0), width, mask=known)
+    ends = tl.cumsum(counts, 0)
+    tl.store(cursor + expert, ends - counts, mask=expert < experts)
+    tl.store(offsets + expert, ends - counts, mask=expert < experts)
+    tl.store(offsets + experts, tl.sum(counts, 0))
+
+
+@triton.jit(do_not_specialize=["slots", "experts"])
+def move_rows_kernel(
+    x, index, cursor, rows, places, slots, experts, K, x_stride, per_token: tl.constexpr, width: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One slot: the token's row is copied to the next place of the slot's expert. A slot of no expert has place -1."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    slot = tl.program_id(0)
+    chosen = tl.load(index + slot).to(tl.int32)
+    place = -1
+    if (chosen >= 0) & (chosen < experts):
+        place = tl.atomic_add(cursor + chosen, 1)
+        source = x + (slot // per_token).to(tl.int64) * x_stride
+        for start in range(0, K, width):
+            column = start + tl.arange(0, width)
+            value = tl.load(source + column, mask=column < K)
+            tl.store(rows + place.to(tl.int64) * K + column, value, mask=column < K)
+    tl.store(places + slot, place)
+
+
+@triton.jit
+def weigh_kernel(
+    y, places, weights, out, K, weighted: tl.constexpr, per_token: tl.constexpr, width: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One piece of a token: the rows of its slots, weighted and added in FP32 in the order of the slots."""
+    if overlap:
+        start_next()
+        wait_for_previous()
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * width + tl.arange(0, width)
+    total = tl.zeros((width,), dtype=tl.float32)
+    for slot in tl.static_range(per_token):
+        place = tl.load(places + token * per_token + slot).to(tl.int64)
+        value = tl.load(y + place * K + column, mask=(column < K) & (place >= 0), other=0.0).to(tl.float32)
+        if weighted:
+            value *= tl.load(weights + token * per_token + slot).to(tl.float32)
+        total += value
+    tl.store(out + token * K + column, total.to(out.dtype.element_ty), mask=column < K)
+
+
+def route(x: torch.Tensor, index: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of x sorted by expert, the first row of each expert, and the place of each slot among the rows.
+
+    Args:
+        x: `[tokens, in]`, rows contiguous.
+        index: expert of each token and slot, `[tokens, k]`, contiguous; a slot with no such expert has no row.
+        experts: how many there are, at most `MAX_EXPERTS`.
+
+    Returns:
+        Rows `[tokens · k, in]`, of which those beyond the last offset are undefined; offsets, int32 `[experts + 1]`;
+        places, int32 `[tokens, k]`, -1 for a slot without a row.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    tokens, per_token = index.shape
+    if x.dim() != 2 or len(x) != tokens or x.stride(1) != 1 or not index.is_contiguous() or experts > MAX_EXPERTS:
+        raise ValueError(f"route: x {list(x.shape)} and index {list(index.shape)} of {experts} experts do not fit")
+    slots, columns = tokens * per_token, x.shape[1]
+    rows, places = x.new_empty(slots, columns), torch.empty_like(index, dtype=torch.int32)
+    offsets, cursor = places.new_empty(experts + 1), places.new_empty(experts)
+    width = max(triton.next_power_of_2(experts), 32)
+    block = min(max(triton.next_power_of_2(slots), 32), 2048)
+    options = overlap_options(x)
+    count_rows_kernel[1,](index, offsets, cursor, slots, experts, width=width, block=block, num_warps=8, **options)
+    if slots:
+        move_rows_kernel[slots,](
+            x, index, cursor, rows, places, slots, experts, columns, x.stride(0), per_token=per_token,
+            width=min(triton.next_power_of_2(columns), 4096), num_warps=4, **options,
+        )  # fmt: skip
+    return rows, offsets, places
+
+
+def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, out: torch.Tensor) -> None:
+    """`out[token]` = Σ over its slots of weight · y, without weights Σ of y; the sums are in FP32.
+
+    Args:
+        y: `[tokens · k, out]`, contiguous, in the order that `route` gave the rows.
+        places: int32 `[tokens, k]`, of `route`.
+        weights: `[tokens, k]`, contiguous, or None.
+        out: `[tokens, out]`, contiguous.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+    tokens, per_token = places.shape
+    fits = y.shape == (tokens * per_token, out.shape[-1]) and out.shape == (tokens, y.shape[-1])
+    contiguous = all(tensor.is_contiguous() for tensor in (y, places, out) + (() if weights is None else (weights,)))
+    if not fits or not contiguous or (weights is not None and weights.shape != places.shape):
+        raise ValueError(f"weigh: y {list(y.shape)}, places {list(places.shape)} and out {list(out.shape)} do not fit")
+    if out.numel():
+        weigh_kernel[triton.cdiv(y.shape[1], 1024), tokens](
+            y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
+            per_token=per_token, width=1024, num_warps=4, **overlap_options(y),
+        )  # fmt: skip
 
 
 def grouped_linear(x: torch.Tensor, weight: BlockScaledTensor, offsets: torch.Tensor) -> torch.Tensor:

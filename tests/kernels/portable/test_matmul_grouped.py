@@ -211,3 +211,52 @@ def test_weight_only_compiles_without_spills(arch: int, format: str, block_m: in
     scale = {"nvfp4": "*fp8e4nv", "mxfp8": "*u8"}.get(format, "*fp32")
     types = {"x": "*bf16", "codes": code, "scale": scale, "global_scale": "*fp32", "offsets": "*i32", "y": "*bf16"}
     assert assemble(compile_aligned(kernel, types, constants, arch, warps)).spilled == 0
+
+
+def check_routing(device: str, run: Callable[..., Any], tokens: int, per_token: int, experts: int) -> None:
+    """Rows lie with their experts, offsets count them, and weighing gives every token its own rows back."""
+    x = torch.randn(tokens, 96, device=device).bfloat16()
+    # Every expert is possible, and so are -1 and `experts`, which are none.
+    index = torch.stack([torch.randperm(experts + 2)[:per_token] - 1 for _ in range(tokens)]).int().to(device)
+    weights = torch.rand(tokens, per_token, device=device)
+    out = torch.full_like(x, float("nan"))
+
+    def both() -> tuple[torch.Tensor, ...]:
+        rows, offsets, places = kernels.route(x, index, experts)
+        kernels.weigh(rows, places, weights, out)
+        return rows, offsets, places
+
+    rows, offsets, places = run(both)
+    known = (index >= 0) & (index < experts)
+    counts = torch.bincount(index[known].long(), minlength=experts)
+    assert torch.equal(offsets.long().diff(), counts) and int(offsets[0]) == 0
+    assert torch.equal(places >= 0, known)
+    taken = places[known].long()
+    assert len(taken.unique()) == len(taken)
+    assert torch.equal(torch.searchsorted(offsets.long(), taken, right=True) - 1, index[known].long())
+    assert torch.equal(rows[taken], x[known.nonzero()[:, 0]])
+    exact = x.double() * (weights.double() * known).sum(1, keepdim=True)
+    torch.testing.assert_close(out.double(), exact, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 8, 128), (5, 2, 3), (40, 3, 16)])
+def test_rows_are_routed_to_experts_and_back(tokens: int, per_token: int, experts: int) -> None:
+    def run(both: Callable[[], Any]) -> Any:
+        with interpreted():
+            return both()
+
+    check_routing("cpu", run, tokens, per_token, experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("tokens", "per_token", "experts"), [(1, 8, 128), (64, 8, 128), (4096, 8, 128), (333, 2, 8)])
+def test_rows_are_routed_on_a_gpu(tokens: int, per_token: int, experts: int) -> None:
+    check_routing("cuda", lambda both: both(), tokens, per_token, experts)
+
+
+def test_routing_refuses_what_does_not_fit() -> None:
+    x = torch.randn(3, 64).bfloat16()
+    with pytest.raises(ValueError, match=r"route: x \[3, 64\] and index \[2, 2\] of 4 experts"):
+        kernels.route(x, torch.zeros(2, 2, dtype=torch.int32), 4)
+    with pytest.raises(ValueError, match=r"weigh: y \[3, 64\], places \[2, 2\] and out \[2, 64\]"):
+        kernels.weigh(x, torch.zeros(2, 2, dtype=torch.int32), None, x[:2])

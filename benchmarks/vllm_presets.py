@@ -1,0 +1,327 @@
+"""This benchmark loads every preset in vLLM, in both layouts, and prints perplexity there beside our own.
+
+    python benchmarks/vllm_presets.py --model SmolLM2-135M-Instruct.Q4_1.gguf
+    python benchmarks/vllm_presets.py --model smollm2-135m --families "" --presets nvfp4a16 fp8
+
+A dense model and tiny models of fused experts, which are trained here for some hundred steps on bytes of WikiText-2,
+are quantized with round-to-nearest and eight rows of calibration text, written as compressed-tensors and converted to
+ModelOpt's layout. Each checkpoint is loaded in vLLM as it is and, where our plug-in takes its format, once more with
+it; "ours" is `quant.load` on the same GPU, in the model's own dtype. All perplexities are over the same rows.
+
+vLLM must be importable; a GPU with 80 GB runs ten processes at once. Each process loads several checkpoints in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parent / "data"
+PRESETS = (
+    "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16",
+)  # fmt: skip
+# Also written: FP8 weights with inputs in 16 bit, FP8 KV caches, and a rotation that the weights absorb.
+VARIANTS = ("fp8_channel weights", "fp8 + kv", "nvfp4a16 + kv", "nvfp4a16 rotated")
+BY_FOLDER = {preset.replace(" ", "_"): preset for preset in (*PRESETS, *VARIANTS)}
+PLUGIN = ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp8", "int4a16", "fp8_channel weights")
+EXPERTS_IN_MODELOPT = ("nvfp4a16", "fp8", "mxfp8")
+PLUGIN_EXPERTS = ("nvfp4a16", "nvfp4", *PLUGIN[2:6])
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 128, "head_dim": 64, "norm_topk_prob": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 128}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}),
+    "olmoe": ("Olmoe", {**EXPERTS, "intermediate_size": 128, "num_key_value_heads": 4}),
+}
+DECODER = {
+    "vocab_size": 256, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
+DENSE = "dense"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="the dense model")
+    parser.add_argument("--presets", nargs="*", default=[*PRESETS, *VARIANTS])
+    parser.add_argument("--families", nargs="*", default=list(FAMILIES))
+    parser.add_argument("--out", type=Path, default=Path("vllm-presets"))
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--do", choices=("all", "make", "ours", "serve"), default="all")
+    parser.add_argument("--name", help="of the one model that a process makes or evaluates")
+    parser.add_argument("--jobs", help="checkpoints that a process loads in vLLM, as JSON")
+    args = parser.parse_args()
+    args.families = [name for name in args.families if name]
+    if args.do == "make":
+        make(args)
+    elif args.do == "ours":
+        ours(args)
+    elif args.do == "serve":
+        serve(json.loads(args.jobs), args.out)
+    else:
+        run_all(args)
+
+
+def make(args: argparse.Namespace) -> None:
+    """Writes every checkpoint of one model."""
+    import torch
+
+    from quant.api.convert import convert
+    from quant.api.quantize import quantize
+    from quant.api.save import save
+    from quant.evaluation import evaluate
+    from quant.formats.format import FORMATS
+    from quant.models.open import open_model
+    from quant.planning import make_plan
+
+    rows, evaluation = token_rows(args.name)
+    original = open_model(args.model).model if args.name == DENSE else trained(args)
+    model = copy.deepcopy(original).to(args.device)
+    report(args, "bf16", "16 bit", perplexity=evaluate(model, evaluation, dtype=None, batch_size=8).perplexity)
+    for preset in args.presets:
+        if args.name != DENSE and preset in VARIANTS:
+            continue
+        name, _, what = preset.partition(" ")
+        out = args.out / args.name / preset.replace(" ", "_")
+        try:
+            model = copy.deepcopy(original).to(args.device)
+            solver = "rotation:merge+rtn" if what == "rotated" else "rtn"
+            plan = make_plan(model, name, solver=solver)
+            if what == "weights":
+                plan = replace(plan, layers=tuple(replace(layer, activation=None) for layer in plan.layers))
+            elif what == "+ kv":
+                plan = replace(plan, kv_cache=FORMATS["fp8"])
+            done = quantize(model, plan, rows[:8])
+            save(done.model, done.plan, out / "compressed-tensors")
+        except Exception as error:
+            report(args, preset, "compressed-tensors", error=f"not written: {last_line(error)}")
+            continue
+        if args.name != DENSE and preset not in EXPERTS_IN_MODELOPT:
+            continue
+        try:
+            convert(out / "compressed-tensors", out / "modelopt", to="modelopt")
+        except Exception as error:
+            report(args, preset, "modelopt", error=f"not written: {last_line(error)}")
+        del model
+        torch.cuda.empty_cache()
+
+
+def token_rows(name: str) -> tuple[Any, Any]:
+    """Rows of token ids to calibrate and to evaluate with, `[n, 512]`: SmolLM2's tokens, or bytes."""
+    import torch
+    from safetensors.torch import load_file
+
+    if name == DENSE:
+        tokens = load_file(DATA / "smollm2_wikitext2_512.safetensors")
+        return tokens["calibration"].long(), tokens["eval"].long()[:8]
+    texts = (torch.frombuffer(bytearray((DATA / f"{part}.txt").read_bytes()), dtype=torch.uint8)
+             for part in ("calibration", "evaluation"))  # fmt: skip
+    calibration, evaluation = (text[: len(text) // 512 * 512].view(-1, 512).long() for text in texts)
+    return calibration, evaluation[:8]
+
+
+def trained(args: argparse.Namespace) -> Any:
+    """A model of experts, trained on bytes, in bfloat16."""
+    import torch
+    import transformers
+
+    family, sizes = FAMILIES[args.name]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**{**DECODER, **sizes})
+    model = getattr(transformers, f"{family}ForCausalLM")(config).to(args.device).train()
+    rows, _ = token_rows(args.name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=max(args.steps, 2))
+    for _ in range(args.steps):
+        batch = rows[torch.randint(len(rows), (16,))][:, :256].to(args.device)
+        with torch.autocast(args.device, torch.bfloat16):
+            loss = model(batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model = model.to("cpu", torch.bfloat16).eval()
+    model.config.dtype = torch.bfloat16
+    return model
+
+
+def ours(args: argparse.Namespace) -> None:
+    """Evaluates the compressed-tensors checkpoints of one model with our own kernels."""
+    from quant.api.load import load
+    from quant.evaluation import evaluate
+
+    _, evaluation = token_rows(args.name)
+    for path in sorted((args.out / args.name).glob("*/compressed-tensors")):
+        preset = BY_FOLDER[path.parent.name]
+        try:
+            model = load(path, device=args.device)
+            found = {"perplexity": evaluate(model, evaluation, dtype=None, batch_size=8).perplexity}
+        except Exception as error:
+            found = {"error": last_line(error)}
+        report(args, preset, "ours", **found)
+
+
+def serve(jobs: list[dict[str, Any]], out: Path) -> None:
+    """Loads checkpoints in vLLM, one after the other, and reports each."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, so that its modules can be read
+    import torch
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    if os.environ.get("BLOCKSCALE_VLLM") != "0":
+        from quant.vllm_plugin.register import register
+
+        register()  # by hand, for a checkout that is not installed has no entry points
+    for job in jobs:
+        rows = token_rows(job["name"])[1].tolist()
+        start = time.time()
+        try:
+            llm = LLM(
+                model=job["path"], enforce_eager=True, max_model_len=576, max_num_batched_tokens=4608, seed=0,
+                kv_cache_memory_bytes=1 << 29, gpu_memory_utilization=0.06, enable_prefix_caching=False,
+                disable_log_stats=True, skip_tokenizer_init=True,
+            )  # fmt: skip
+            ask = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+            outputs = llm.generate([{"prompt_token_ids": row} for row in rows], ask, use_tqdm=False)
+            logs = [
+                entries[token].logprob
+                for row, output in zip(rows, outputs, strict=True)
+                for token, entries in zip(row[1:], output.prompt_logprobs[1:], strict=True)
+            ]
+            found = {"perplexity": math.exp(-sum(logs) / len(logs)), "kernels": kernels(llm)}
+            del llm
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": last_line(error)}
+        cleanup_dist_env_and_memory()
+        torch.cuda.empty_cache()
+        print("RESULT " + json.dumps({**job, **found, "seconds": round(time.time() - start, 1)}), flush=True)
+    os._exit(0)  # the results are out: the engine's teardown would only cost time
+
+
+def kernels(llm: Any) -> str:
+    """The kernel of each kind of quantized layer in a vLLM model, most frequent first."""
+    count: Counter[str] = Counter()
+    for module in llm.llm_engine.model_executor.driver_worker.worker.model_runner.model.modules():
+        method = getattr(module, "quant_method", None)
+        scheme = getattr(module, "scheme", None)
+        names = ("kernel", "linear_kernel", "fp8_linear", "w8a8_block_fp8_linear", "experts_cls")
+        found = next(
+            (k for n in names for owner in (scheme, method) if (k := getattr(owner, n, None)) is not None), None
+        )
+        if found is not None:
+            name = found.__name__ if isinstance(found, type) else type(found).__name__
+            if name.startswith("Blockscale") and getattr(module, "blockscale_format", None) == "":
+                name = name.replace("Blockscale", "Marlin")
+            count[name.replace("LinearKernel", "").replace("ScaledMM", "")] += 1
+    return ", ".join(name for name, _ in count.most_common()) or "16 bit"
+
+
+def report(args: argparse.Namespace, preset: str, layout: str, **found: Any) -> None:
+    print("RESULT " + json.dumps({"name": args.name, "preset": preset, "layout": layout, **found}), flush=True)
+
+
+def last_line(error: BaseException) -> str:
+    """The message of an error in one line, the innermost one's where there are several."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+def run_all(args: argparse.Namespace) -> None:
+    """Starts a process for each part and prints the table."""
+    from _table import machine, markdown, versions
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    names = [DENSE, *args.families]
+    shared = ["--model", args.model, "--out", str(args.out), "--steps", str(args.steps), "--device", args.device,
+              "--presets", *args.presets]  # fmt: skip
+
+    def start(label: str, *options: str, **environment: str) -> list[dict[str, Any]]:
+        log = args.out / f"{label}.log"
+        with log.open("w") as file:
+            done = subprocess.run([sys.executable, __file__, *shared, *options], stdout=subprocess.PIPE, stderr=file,
+                                  env={**os.environ, **environment}, text=True)  # fmt: skip
+        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if done.returncode:
+            print(f"{label} ended with {done.returncode}: {log.read_text()[-600:]}", file=sys.stderr)
+        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
+
+    with ThreadPoolExecutor(64) as pool:
+        made = pool.map(lambda name: start(f"make-{name}", "--do", "make", "--name", name), names)
+        results = [found for part in made for found in part]
+        print(f"made after {time.process_time():.0f} s of this process", file=sys.stderr)
+        parts = list(shares(args, names))
+        evaluated = [pool.submit(start, f"ours-{name}", "--do", "ours", "--name", name) for name in names]
+        served = [
+            pool.submit(start, f"vllm-{i}", "--do", "serve", "--jobs", json.dumps(jobs), BLOCKSCALE_VLLM=switch)
+            for i, (jobs, switch) in enumerate(parts)
+        ]
+        results += [found for future in (*evaluated, *served) for found in future.result()]
+    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
+    for name in names:
+        print(f"### {name}\n\n{markdown(list(table(name, results)))}\n")
+
+
+def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[dict[str, Any]], str]]:
+    """The checkpoints that each process loads, and whether with the plug-in; a process loads models of one kind."""
+    jobs: dict[str, list[dict[str, Any]]] = {"0": [], "1": []}
+    for name in names:
+        for path in sorted((args.out / name).glob("*/*/config.json")):
+            layout, preset = path.parent.name, BY_FOLDER[path.parent.parent.name]
+            job = {"name": name, "preset": preset, "layout": layout, "path": str(path.parent)}
+            jobs["0"].append({**job, "plugin": False})
+            if preset in (PLUGIN if name == DENSE else PLUGIN_EXPERTS):
+                jobs["1"].append({**job, "plugin": True})
+    whole = sum(map(len, jobs.values()))
+    for switch, some in jobs.items():
+        count = max(round(args.processes * len(some) / max(whole, 1)), 1)
+        yield from ((some[i::count], switch) for i in range(count) if some[i::count])
+
+
+def shown(found: dict[str, Any]) -> str:
+    """A perplexity, or why there is none."""
+    return f"{found['perplexity']:.3f}" if found.get("perplexity") else found.get("error", "–")
+
+
+def table(name: str, results: list[dict[str, Any]]) -> Iterator[dict[str, object]]:
+    """One row for each preset and layout of a model."""
+    mine = [found for found in results if found["name"] == name]
+    base = next((r.get("perplexity") for r in mine if r["preset"] == "bf16"), None)
+    for preset in (*PRESETS, *VARIANTS):
+        own = next((r for r in mine if r["preset"] == preset and r["layout"] == "ours"), {})
+        for layout in ("compressed-tensors", "modelopt"):
+            found = [r for r in mine if r["preset"] == preset and r["layout"] == layout]
+            plain = next((r for r in found if not r.get("plugin")), None)
+            if plain is None:
+                continue
+            with_plugin = next((r for r in found if r.get("plugin")), {})
+            yield {
+                "preset": preset, "layout": layout,
+                "loads": "yes" if "perplexity" in plain else f"no: {plain.get('error')}",
+                "vLLM": shown(plain), "kernel": plain.get("kernels", "–"),
+                "with the plug-in": shown(with_plugin), "its kernel": with_plugin.get("kernels", "–"),
+                "ours": shown(own), "BF16": shown({"perplexity": base}),
+            }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

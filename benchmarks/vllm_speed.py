@@ -1,0 +1,229 @@
+"""This benchmark serves a shape in vLLM with our plug-in and without it, in turns: ms a decoding step, and prefill.
+
+    python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
+    python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
+
+Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. Two engines
+are ready at the same time in two processes, and one measures while the other waits. A step is the difference between
+two generations of 2 and of 66 tokens, divided by 64, so prefill and set-up cancel out: it holds attention, norms, the
+scheduler and the sampler. Prefill is the time to the first token of one prompt. Each figure is the least of its rounds.
+
+vLLM must be importable. Both engines together take about 45 GB (8B) or 70 GB (30B).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-8b": (
+        "LlamaForCausalLM",
+        {
+            "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+            "rope_theta": 500000.0, "hidden_act": "silu",
+        },
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeForCausalLM",
+        {
+            "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+            "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+            "mlp_only_layers": [], "vocab_size": 151936, "rope_theta": 1000000.0, "hidden_act": "silu",
+        },
+    ),
+}  # fmt: skip
+NVFP4 = {
+    "num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True, "dynamic": False,
+    "scale_dtype": "torch.float8_e4m3fn",
+}  # fmt: skip
+SHORT, LONG = 2, 66
+
+
+def write_config(shape: str, layers: int | None, out: Path) -> Path:
+    """A folder with the config.json of an NVFP4 checkpoint, weights only."""
+    architecture, fields = SHAPES[shape]
+    group = {"format": "nvfp4-pack-quantized", "input_activations": None, "targets": ["Linear"], "weights": NVFP4}
+    config = {
+        "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
+        "quantization_config": {
+            "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
+            "ignore": ["lm_head", r"re:.*mlp\.gate$"], "quantization_status": "compressed",
+        },
+    }  # fmt: skip
+    if layers:
+        config["num_hidden_layers"] = layers
+    folder = out / shape
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return folder
+
+
+def random_loader() -> str:
+    """Registers a loader that makes up NVFP4 weights of the size that trained ones have; returns its name."""
+    import torch
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    @register_model_loader("random_nvfp4")
+    class RandomLoader(BaseModelLoader):
+        def download_model(self, model_config: Any) -> None:
+            pass
+
+        @torch.no_grad()
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            torch.manual_seed(0)
+            for name, parameter in model.named_parameters():
+                data = parameter.data
+                if data.dtype is torch.uint8:
+                    data.random_(0, 256)
+                elif data.dtype is torch.float8_e4m3fn:
+                    data.copy_(torch.rand(data.shape, device=data.device).add_(0.5))
+                elif "global_scale" in name:
+                    data.fill_(160.0)  # stored as the reciprocal
+                elif "norm" in name:
+                    data.fill_(1.0)
+                else:
+                    data.normal_(0, 0.02)
+
+    return "random_nvfp4"
+
+
+def engine(args: argparse.Namespace) -> None:
+    """Builds one engine, says so, and measures what the lines of stdin ask for."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    import torch
+    from vllm import LLM, SamplingParams
+
+    if os.environ.get("BLOCKSCALE_VLLM") != "0":
+        from quant.vllm_plugin.register import register
+
+        register()  # by hand, for a checkout that is not installed has no entry points
+    settings = {
+        "load_format": random_loader(), "skip_tokenizer_init": True, "max_model_len": 4608, "seed": 0,
+        "max_num_seqs": max(args.batch), "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.4,
+        "kv_cache_memory_bytes": int(args.kv_gib * 2**30), "enable_prefix_caching": False, "disable_log_stats": True,
+        "compilation_config": {},
+    }  # fmt: skip
+    settings |= args.engine
+    settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
+    start = time.time()
+    llm = LLM(model=args.folder, **settings)
+    vocabulary = llm.llm_engine.model_config.get_vocab_size()
+    generator = torch.Generator().manual_seed(0)
+
+    def seconds(prompts: list[list[int]], tokens: int) -> float:
+        ask = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        llm.generate([{"prompt_token_ids": row} for row in prompts], ask, use_tqdm=False)
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    def prompts(batch: int, length: int) -> list[list[int]]:
+        return torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
+
+    say({"ready_s": round(time.time() - start, 1), "gpu": torch.cuda.get_device_name()})
+    for line in sys.stdin:
+        what, count, length = line.split()
+        rows = prompts(int(count), int(length))
+        if what == "decode":
+            # What the GPU needs for its first token varies more than its steps do.
+            short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
+            say({"ms": (long - short) / (LONG - SHORT) * 1e3})
+        elif what == "prefill":
+            say({"ms": min(seconds(rows, 1) for _ in range(3)) * 1e3})
+        else:
+            output = llm.generate(
+                [{"prompt_token_ids": row} for row in rows],
+                SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
+                use_tqdm=False,
+            )
+            say({"tokens": [list(o.outputs[0].token_ids) for o in output]})
+    os._exit(0)
+
+
+def say(found: dict[str, Any]) -> None:
+    print("RESULT " + json.dumps(found), flush=True)
+
+
+class Engine:
+    """One engine in a process of its own."""
+
+    def __init__(self, args: argparse.Namespace, label: str, switch: str) -> None:
+        self.log = args.out / f"{args.shape}-{label}.log"
+        options = ["--engine", json.dumps(args.engine), "--kv-gib", str(args.kv_gib), "--folder", str(args.folder),
+                   "--out", str(args.out), "--batch", *map(str, args.batch)]  # fmt: skip
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self.log.open("w"), env={**os.environ, "BLOCKSCALE_VLLM": switch}, text=True,
+        )  # fmt: skip
+
+    def answer(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("RESULT "):
+                return json.loads(line.removeprefix("RESULT "))
+        raise SystemExit(f"{self.log}: the engine ended\n{self.log.read_text()[-1500:]}")
+
+    def ask(self, line: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.answer()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--context", type=int, default=960, help="tokens in each prompt")
+    parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt whose prefill is timed")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, help="fewer than the shape has, for a trial")
+    parser.add_argument("--kv-gib", type=float, default=10.0)
+    parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
+    parser.add_argument("--folder", help="of a config.json: makes this process an engine")
+    args = parser.parse_args()
+    if args.folder:
+        return engine(args)
+    from _table import machine, markdown, versions
+
+    args.folder = write_config(args.shape, args.layers, args.out)
+    engines = {"vLLM": Engine(args, "vllm", "0"), "plug-in": Engine(args, "plugin", "1")}
+    ready = {label: each.answer() for label, each in engines.items()}
+    print(f"ready after {ready}", file=sys.stderr, flush=True)
+    tokens = {label: each.ask(f"tokens 4 {args.context}")["tokens"] for label, each in engines.items()}
+    same = sum(a == b for x, y in zip(*tokens.values(), strict=True) for a, b in zip(x, y, strict=True))
+    asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
+    asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
+    times: dict[str, dict[str, list[float]]] = {what: {label: [] for label in engines} for what in asks}
+    for _ in range(args.rounds):
+        for what, line in asks.items():
+            for label, each in engines.items():
+                times[what][label].append(each.ask(line)["ms"])
+    rows = []
+    for what, by_label in times.items():
+        best = {label: min(values) for label, values in by_label.items()}
+        rows.append({args.shape: what, **{f"{label}, ms": round(ms, 3) for label, ms in best.items()},
+                     "speed-up": round(best["vLLM"] / best["plug-in"], 3)})  # fmt: skip
+    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
+    print(markdown(rows))
+    print(f"\n{same} of 32 greedy tokens alike, after prompts of random tokens; engine {json.dumps(args.engine)}")
+    (args.out / f"{args.shape}.json").write_text(json.dumps({"times": times, "tokens": tokens}, indent=1) + "\n")
+    for each in engines.values():
+        each.process.kill()
+
+
+if __name__ == "__main__":
+    main()

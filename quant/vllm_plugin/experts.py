@@ -1,0 +1,183 @@
+"""This class runs fused experts in NVFP4 for vLLM, over our grouped matmuls.
+
+    route rows to experts ─▶ gate and up ─▶ activation (vLLM's) ─▶ down ─▶ weigh and add
+
+vLLM's methods for NVFP4 experts ask one function for a backend and a class. A wrapper answers with our class where the
+user left `--moe-backend` at "auto" and the class takes the layer, and asks vLLM's function otherwise. The backend that
+the wrapper names is vLLM's "emulation", which hands the loaded parameters on unchanged; nothing is emulated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from vllm.logger import init_logger
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig
+from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, kNvfp4Static
+from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import current_platform
+
+from quant.kernels.linear.experts import grouped_linear
+from quant.vllm_plugin import weights
+
+logger = init_logger("vllm.blockscale")
+
+
+class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
+    """NVFP4 experts with inputs in 16 bit, all of them on this GPU."""
+
+    @property
+    def expects_unquantized_inputs(self) -> bool:
+        return True
+
+    @staticmethod
+    def activation_format() -> mk.FusedMoEActivationFormat:
+        return mk.FusedMoEActivationFormat.Standard
+
+    @staticmethod
+    def _supports_current_device() -> bool:
+        return current_platform.is_cuda() and current_platform.is_device_capability(90)
+
+    @staticmethod
+    def _supports_no_act_and_mul() -> bool:
+        return True
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: QuantKey | None, activation_key: QuantKey | None) -> bool:
+        return weight_key == kNvfp4Static
+
+    @staticmethod
+    def _supports_activation(activation: MoEActivation) -> bool:
+        return activation in (
+            MoEActivation.SILU,
+            MoEActivation.GELU,
+            MoEActivation.GELU_TANH,
+            MoEActivation.SILU_NO_MUL,
+            MoEActivation.GELU_NO_MUL,
+            MoEActivation.GELU_TANH_NO_MUL,
+            MoEActivation.RELU2_NO_MUL,
+        )
+
+    @staticmethod
+    def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:
+        return not moe_parallel_config.use_ep
+
+    @staticmethod
+    def is_supported_config(
+        cls: type[mk.FusedMoEExperts],
+        moe_config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        activation_format: mk.FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
+        # The sizes of this GPU's share; vLLM rounds neither up for its emulation backend.
+        sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
+        if moe_config.in_dtype is not torch.bfloat16:
+            return False, f"inputs in {moe_config.in_dtype}"
+        if moe_config.has_bias or moe_config.swiglu_limit is not None:
+            return False, "experts with a bias or a limit of their activation"
+        if any(size % 64 for size in sizes):
+            return False, f"hidden and intermediate sizes of {sizes}, which are no multiples of 64"
+        return mk.FusedMoEExpertsModular.is_supported_config(
+            cls, moe_config, weight_key, activation_key, activation_format
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        for name, second in (("w13", self.g1_alphas), ("w2", self.g2_alphas)):
+            codes, scale = getattr(layer, f"{name}_weight").data, getattr(layer, f"{name}_weight_scale").data
+            weight, reason = weights.arranged(weights.nvfp4_weight(codes, scale, second))
+            if reason:
+                logger.warning_once("Blockscale: experts in nvfp4 take our portable kernel: %s", reason)
+            replace_parameter(layer, f"{name}_weight", weight.codes)
+            replace_parameter(layer, f"{name}_weight_scale", weight.scale)
+            setattr(self, name, weight)
+        logger.info_once("Blockscale: fused experts in nvfp4 take our kernels")
+
+    def workspace_shapes(self, *sizes: Any, **named: Any) -> tuple[tuple[int, ...], ...]:
+        # Our ops allocate what they return, and the sum goes to vLLM's own output.
+        return (1,), (1,), (1, 1)
+
+    def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
+        return _Sum(self)
+
+    def apply(
+        self,
+        output: torch.Tensor,
+        hidden_states: torch.Tensor,
+        w1: torch.Tensor,
+        w2: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        activation: MoEActivation,
+        *rest: Any,
+        **others: Any,
+    ) -> None:
+        """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
+        from quant.kernels.portable.matmul_grouped import route
+
+        rows, offsets, places = route(hidden_states, topk_ids, len(w1))
+        both = grouped_linear(rows, self.w13, offsets)
+        middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
+        self.activation(activation, middle, both)
+        self.slots = grouped_linear(middle, self.w2, offsets), places
+
+
+class _Sum(mk.TopKWeightAndReduce):
+    """The weighted sum over a token's experts, written where vLLM wants it: no copy follows."""
+
+    def __init__(self, experts: BlockscaleNvFp4Experts) -> None:
+        self.experts = experts
+
+    def apply(
+        self,
+        output: torch.Tensor | None,
+        fused_expert_output: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> torch.Tensor:
+        from quant.kernels.portable.matmul_grouped import weigh
+
+        down, places = self.experts.slots
+        del self.experts.slots
+        if output is None:
+            output = down.new_empty(len(places), down.shape[1])
+        weigh(down, places, None if apply_router_weight_on_input else topk_weights, output)
+        return output
+
+
+def install() -> None:
+    """Wraps the function that chooses a backend, wherever vLLM has bound it, once however often it is called."""
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+        compressed_tensors_moe_w4a4_nvfp4 as compressed,
+    )
+
+    chosen_by_vllm = nvfp4.select_nvfp4_moe_backend
+    if getattr(chosen_by_vllm, "is_blockscale", False):
+        return
+
+    def select(
+        config: FusedMoEConfig, weight_key: QuantKey | None, activation_key: QuantKey | None
+    ) -> tuple[nvfp4.NvFp4MoeBackend, type[mk.FusedMoEExperts]]:
+        batched = config.moe_parallel_config.use_batched_activation_format
+        formats = mk.FusedMoEActivationFormat
+        able, reason = BlockscaleNvFp4Experts.is_supported_config(
+            BlockscaleNvFp4Experts,
+            config,
+            weight_key,
+            activation_key,
+            formats.BatchedExperts if batched else formats.Standard,
+        )
+        if config.moe_backend == "auto" and able:
+            return nvfp4.NvFp4MoeBackend.EMULATION, BlockscaleNvFp4Experts
+        logger.warning_once("Blockscale: fused experts in nvfp4 stay with vLLM: %s", reason or "--moe-backend is given")
+        return chosen_by_vllm(config, weight_key, activation_key)
+
+    select.is_blockscale = True  # type: ignore[attr-defined]
+    for module in (nvfp4, modelopt, compressed):
+        module.select_nvfp4_moe_backend = select

@@ -1,0 +1,172 @@
+"""These are the classes that vLLM chooses linear kernels from, over our custom op `quant::linear`.
+
+vLLM asks a class whether it can run a layer, lets it change the loaded parameters once
+(`process_weights_after_loading`), and then calls `apply_weights` with each input. The classes of NVFP4, MXFP4 and
+MXFP8 extend vLLM's Marlin class of the same format: a layer that our kernels do not take (inputs in float16, a matrix
+that is no multiple of 64 × 64, scales that have no place in the layout) stays with Marlin, and the log says which
+limit it broke. Layers in INT4 and FP8 are refused by `can_implement` instead, and vLLM asks the next class.
+
+The weight is put into the layout of Hopper's kernels once and keeps vLLM's names. Inputs stay in 16 bit. A call is one
+node for torch.compile, and a CUDA graph can capture it: the op neither waits for the GPU nor keeps state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.kernels.linear import (
+    FP8ScaledMMLinearKernel,
+    FP8ScaledMMLinearLayerConfig,
+    MarlinMxFp4LinearKernel,
+    MarlinMxfp8LinearKernel,
+    MarlinNvFp4LinearKernel,
+    MPLinearKernel,
+    MPLinearLayerConfig,
+    NvFp4LinearLayerConfig,
+)
+from vllm.model_executor.parameter import permute_param_layout_
+from vllm.scalar_type import scalar_types
+
+import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
+from quant.formats.tensor import BlockScaledTensor
+from quant.vllm_plugin import weights
+
+logger = init_logger("vllm.blockscale")
+
+
+def refuses(dtype: torch.dtype) -> str:
+    """Why a model in `dtype` cannot have our kernels, empty if it can."""
+    return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
+
+
+def take(layer: torch.nn.Module, weight: BlockScaledTensor, codes: str = "weight") -> None:
+    """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
+    tensors = {codes: weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
+    for name, tensor in tensors.items():
+        if hasattr(layer, name):
+            delattr(layer, name)
+        parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)
+    layer.blockscale_format = weight.format.name
+    logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
+
+
+def multiply(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T + bias`, `[..., out]`, with the parameters that `take` has left."""
+    return torch.ops.quant.linear(
+        x, codes, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
+    )
+
+
+class _OverMarlin:
+    """The part that the classes with Marlin as the next base share."""
+
+    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+        """The weight in the parameters that vLLM has loaded."""
+        raise NotImplementedError
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        weight = self.weight_of(layer)
+        reason = refuses(layer.params_dtype)
+        if not reason:
+            weight, reason = weights.arranged(weight)
+        if not reason:
+            take(layer, weight)
+            return
+        shape = "x".join(map(str, weight.shape))
+        logger.warning_once("Blockscale: a linear layer in %s stays with Marlin: %s", weight.format.name, reason)
+        logger.debug("Blockscale: %s [%s]: %s", getattr(layer, "prefix", ""), shape, reason)
+        layer.blockscale_format = ""
+        super().process_weights_after_loading(layer)  # type: ignore[misc]
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not layer.blockscale_format:
+            return super().apply_weights(layer, x, bias)  # type: ignore[misc]
+        return multiply(layer, x, bias, layer.weight)
+
+
+class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
+    """NVFP4 weights with inputs in 16 bit."""
+
+    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+        return weights.nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
+
+
+def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel:
+    """The kernel for ModelOpt's NVFP4 without activation scales: Marlin where the user asked for another backend."""
+    vllm_config = get_current_vllm_config_or_none()
+    is_auto = vllm_config is None or vllm_config.kernel_config.linear_backend == "auto"
+    return (BlockscaleNvFp4LinearKernel if is_auto else MarlinNvFp4LinearKernel)(config)
+
+
+class BlockscaleMxFp4LinearKernel(_OverMarlin, MarlinMxFp4LinearKernel):
+    """MXFP4 weights with inputs in 16 bit."""
+
+    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+        return weights.mxfp4_weight(layer.weight.data, layer.weight_scale.data)
+
+
+class BlockscaleMxfp8LinearKernel(_OverMarlin, MarlinMxfp8LinearKernel):
+    """MXFP8 weights with inputs in 16 bit."""
+
+    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+        return weights.mxfp8_weight(layer.weight.data, layer.weight_scale.data)
+
+
+class BlockscaleInt4LinearKernel(MPLinearKernel):
+    """INT4 weights in groups of 128 with inputs in 16 bit."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 90
+
+    @classmethod
+    def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
+        columns = c.partition_weight_shape[0]
+        if reason := refuses(c.act_type):
+            return False, reason
+        if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or c.has_g_idx:
+            return False, "our kernel takes symmetric INT4 in groups of 128, with no order of its own"
+        if columns % 128:
+            return False, f"in_features = {columns} is no multiple of 128"
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        words = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
+        scale = permute_param_layout_(getattr(layer, self.w_s_name), input_dim=1, output_dim=0)
+        delattr(layer, self.w_s_name)
+        take(layer, weights.arranged(weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return multiply(layer, x, bias, getattr(layer, self.w_q_name))
+
+
+class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
+    """FP8 weights with a scale a row or a 128 × 128 block, with inputs in 16 bit."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        return (True, None) if compute_capability in (None, 90) else (False, "requires a Hopper GPU")
+
+    @classmethod
+    def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
+        reason = refuses(c.input_dtype)
+        return not reason, reason or None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        # vLLM gives a weight with block scales as it was loaded, and another one transposed, with a scale a row.
+        blocks = layer.weight_block_size is not None
+        codes = layer.weight.data if blocks else layer.weight.data.t()
+        scale = layer.weight_scale_inv.data if blocks else layer.weight_scale.data
+        if blocks:
+            del layer.weight_scale_inv
+        take(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return multiply(layer, x, bias, layer.weight)
+
+    def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
+        raise NotImplementedError("inputs stay in 16 bit, so vLLM has no product in FP8 to ask for")

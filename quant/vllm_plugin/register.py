@@ -1,0 +1,85 @@
+"""vLLM calls `register` in every process that it starts (entry point `vllm.general_plugins`), perhaps more than once.
+
+It puts our kernel classes at the head of vLLM's lists, where they take quantized layers with inputs in 16 bit. vLLM is
+left as it is, with one line in its log that says why, where the environment has `BLOCKSCALE_VLLM=0`, where vLLM is a
+release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU.
+
+vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
+that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
+
+`--linear-backend` and `--moe-backend` still have the last word: our classes take layers only where they are "auto".
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+
+from quant import __version__
+from quant.kernels.hardware import has_triton
+
+TRIED = ("0.26",)
+"""Releases of vLLM whose lists of kernels this file knows."""
+
+_log = logging.getLogger("vllm.blockscale")
+
+
+def register() -> None:
+    """Offers our kernels to vLLM, or says in its log why not."""
+    if os.environ.get("BLOCKSCALE_VLLM", "1") == "0":
+        _log.info("Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is")
+    elif reason := why_not():
+        _log.warning("Blockscale leaves vLLM as it is: %s", reason)
+    else:
+        try:
+            offered = install()
+        except (AttributeError, ImportError, KeyError) as error:  # before it changes anything
+            _log.warning("Blockscale leaves vLLM as it is: this build of it has other names (%s)", error)
+        else:
+            _log.info("Blockscale: %s", offered)
+
+
+def why_not() -> str:
+    """The reason why vLLM is left as it is, empty if it is not."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    release = ".".join(vllm.__version__.split(".")[:2])
+    if release not in TRIED:
+        return f"vLLM {vllm.__version__} was never tried with this blockscale, only {', '.join(TRIED)}"
+    if not has_triton():
+        return "Triton is not installed, and our kernels are written in it"
+    if not current_platform.is_cuda():
+        return f"our kernels for vLLM are for Hopper GPUs, and this platform is {current_platform.device_name}"
+    capability = current_platform.get_device_capability()
+    if capability is None or tuple(capability) != (9, 0):
+        return f"our kernels for vLLM are for Hopper GPUs (9.0), and this one has compute capability {capability}"
+    return ""
+
+
+def install() -> str:
+    """Puts our classes into vLLM's lists, once however often it is called; returns what was offered, in words."""
+    from vllm import envs
+    from vllm.model_executor.kernels import linear as lists
+    from vllm.model_executor.layers.quantization import modelopt
+    from vllm.platforms import PlatformEnum
+
+    from quant.vllm_plugin import experts, linear
+
+    places = (
+        (lists._POSSIBLE_NVFP4_KERNELS, linear.BlockscaleNvFp4LinearKernel),
+        (lists._POSSIBLE_MXFP4_KERNELS, linear.BlockscaleMxFp4LinearKernel),
+        (lists._POSSIBLE_MXFP8_KERNELS, linear.BlockscaleMxfp8LinearKernel),
+        (lists._POSSIBLE_KERNELS, linear.BlockscaleInt4LinearKernel),
+        (lists._POSSIBLE_WFP8A16_KERNELS, linear.BlockscaleFp8LinearKernel),
+    )
+    for by_platform, ours in places:
+        known = by_platform[PlatformEnum.CUDA]
+        if ours not in known:
+            known.insert(0, ours)
+    # For NVFP4 without activation scales two modules go by this name and ask no list.
+    lists.MarlinNvFp4LinearKernel = linear.BlockscaleNvFp4LinearKernel
+    modelopt.MarlinNvFp4LinearKernel = linear.weight_only_nvfp4
+    experts.install()
+    envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
+    return "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, and experts in NVFP4, may take our kernels"

@@ -1,0 +1,68 @@
+"""The parameters that vLLM has loaded for a layer become a `BlockScaledTensor`, before vLLM rearranges them.
+
+vLLM merges sibling layers (q, k and v; gate and up) into one matrix and gives a kernel the parameters of the
+checkpoint under names of its own. By then global scales are no longer reciprocals: both checkpoint layouts, that of
+compressed-tensors and that of ModelOpt, arrive alike.
+
+    nvfp4   weight u8 [out, in / 2], weight_scale e4m3 [out, in / 16], weight_global_scale f32 scalar
+    mxfp4   weight u8 [out, in / 2], weight_scale u8 [out, in / 32]
+    mxfp8   weight e4m3 [out, in], weight_scale u8 [out, in / 32]
+    int4    weight_packed i32 [out, in / 8], codes offset by 8, weight_scale in the model's dtype [out, in / 128]
+    fp8     weight e4m3 [out, in], weight_scale f32 [out, 1], or one for each 128 × 128 block
+
+No function here imports vLLM.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.counters import reserve
+from quant.kernels.layout import prepack, why_not
+
+
+def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> BlockScaledTensor:
+    """An NVFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]` with a global scale each."""
+    shape = (*codes.shape[:-1], codes.shape[-1] * 2)
+    second = global_scale.float().reshape(codes.shape[:-2])
+    return BlockScaledTensor(codes, scale, FORMATS["nvfp4"], shape, second)
+
+
+def mxfp4_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    """An MXFP4 weight `[out, in]`."""
+    return BlockScaledTensor(codes, scale, FORMATS["mxfp4"], (codes.shape[0], codes.shape[1] * 2))
+
+
+def mxfp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    """An MXFP8 weight `[out, in]`."""
+    return BlockScaledTensor(codes, scale, FORMATS["mxfp8"], tuple(codes.shape))
+
+
+def int4_weight(words: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    """An INT4 weight `[out, in]` from words of eight codes along `in`, each offset by 8."""
+    codes = words.contiguous().view(torch.uint8) ^ 0x88
+    return BlockScaledTensor(codes, scale.float().contiguous(), FORMATS["int4"], (codes.shape[0], codes.shape[1] * 2))
+
+
+def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> BlockScaledTensor:
+    """An FP8 weight `[out, in]` with a scale for each row, or for each 128 × 128 block."""
+    format = FORMATS["fp8_block" if blocks else "fp8_channel"]
+    shape = tuple(codes.shape)
+    return BlockScaledTensor(codes.contiguous(), scale.float().reshape(format.scale_shape(shape)), format, shape)
+
+
+def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
+    """`weight` in the layout of this GPU's fastest kernel; or as it is, with the reason why it has no such layout.
+
+    A format that kernels read in the order of the checkpoint stays as it is for no reason. The buffers in which
+    kernels count arrivals are made here too, for they must exist before a CUDA graph is captured.
+    """
+    device = weight.codes.device
+    if device.type == "cuda":
+        reserve(device)
+    if weight.format.name not in ("nvfp4", "mxfp4"):
+        return weight, ""
+    reason = why_not(weight)
+    return (weight, reason) if reason else (prepack(weight), "")

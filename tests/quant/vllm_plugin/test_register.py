@@ -1,0 +1,213 @@
+"""vLLM is left alone unless everything fits, and our classes are what vLLM's own base classes ask for.
+
+The tests of classes run against the real vLLM where it is installed (its Python files are enough), and are skipped
+elsewhere. What needs no vLLM is tested with a stand-in for the few names that `why_not` asks.
+"""
+
+import inspect
+import logging
+import sys
+from importlib.metadata import EntryPoint
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.vllm_plugin import register
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, version: str = "0.26.0", capability: Any = (9, 0)) -> None:
+    """A vLLM that has a version and a platform and nothing else: whatever else is asked for fails."""
+    platform = SimpleNamespace(
+        is_cuda=lambda: capability is not None, device_name="cpu", get_device_capability=lambda: capability
+    )
+    for name, fields in {"vllm": {"__version__": version}, "vllm.platforms": {"current_platform": platform}}.items():
+        module = ModuleType(name)
+        vars(module).update(fields)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"version": "0.27.1"}, "vLLM 0.27.1 was never tried with this blockscale, only 0.26"),
+        ({"capability": (10, 0)}, "compute capability (10, 0)"),
+        ({"capability": None}, "this platform is cpu"),
+    ],
+)
+def test_vllm_stays_as_it_is_where_our_kernels_do_not_fit(
+    options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stand_in(monkeypatch, **options)
+    register.register()  # installing would fail: the stand-in has no kernels
+    assert [reason in record.message for record in caplog.records] == [True]
+
+
+def test_without_triton_vllm_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    monkeypatch.setattr(register, "has_triton", lambda: False)
+    assert "Triton is not installed" in register.why_not()
+
+
+def test_hopper_with_a_known_version_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch)
+    monkeypatch.setattr(register, "has_triton", lambda: True)
+    assert register.why_not() == ""
+
+
+def test_a_variable_of_the_environment_switches_it_off(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "0")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with caplog.at_level(logging.INFO):
+        register.register()
+    assert [record.message for record in caplog.records] == ["Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is"]
+
+
+def test_the_entry_point_of_the_package_is_this_function() -> None:
+    import tomllib
+
+    from samples import ROOT
+
+    group = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    assert EntryPoint("blockscale", group["blockscale"], "vllm.general_plugins").load() is register.register
+
+
+@pytest.fixture
+def vllm() -> Any:
+    pytest.importorskip("vllm", reason="pip install vllm==0.26.0; its Python files are enough")
+    from quant.vllm_plugin import experts, linear
+
+    return SimpleNamespace(linear=linear, experts=experts)
+
+
+def classes(vllm: Any) -> list[type]:
+    names = ("NvFp4Linear", "MxFp4Linear", "Mxfp8Linear", "Int4Linear", "Fp8Linear")
+    return [getattr(vllm.linear, f"Blockscale{name}Kernel") for name in names] + [vllm.experts.BlockscaleNvFp4Experts]
+
+
+def test_classes_leave_nothing_abstract(vllm: Any) -> None:
+    assert {cls.__name__: cls.__abstractmethods__ for cls in classes(vllm) if cls.__abstractmethods__} == {}  # type: ignore[attr-defined]
+
+
+def test_methods_take_the_arguments_of_vllms_own(vllm: Any) -> None:
+    """Each method that vLLM's base class names can be called with the base class's own arguments."""
+    checked = 0
+    for cls in classes(vllm):
+        for base in cls.__mro__[1:]:
+            if not base.__module__.startswith("vllm."):
+                continue
+            for name, theirs in inspect.getmembers(base, inspect.isfunction):
+                mine = inspect.getattr_static(cls, name)
+                mine = getattr(mine, "__func__", mine)
+                if name.startswith("__") or not inspect.isfunction(mine) or mine is theirs:
+                    continue
+                arguments = {p.name: None for p in inspect.signature(theirs).parameters.values() if p.kind.value == 1}
+                inspect.signature(mine).bind(**arguments)
+                checked += 1
+    assert checked > 10
+
+
+def test_our_classes_come_first_however_often_they_are_installed(vllm: Any) -> None:
+    from vllm.model_executor.kernels import linear as lists
+    from vllm.model_executor.layers.fused_moe.oracle import nvfp4
+    from vllm.platforms import PlatformEnum
+
+    register.install()
+    first = nvfp4.select_nvfp4_moe_backend
+    register.install()
+    assert nvfp4.select_nvfp4_moe_backend is first
+    for by_platform in (lists._POSSIBLE_NVFP4_KERNELS, lists._POSSIBLE_MXFP4_KERNELS, lists._POSSIBLE_WFP8A16_KERNELS):
+        names = [cls.__name__ for cls in by_platform[PlatformEnum.CUDA]]
+        assert names[0].startswith("Blockscale") and len(set(names)) == len(names)
+    assert lists.MarlinNvFp4LinearKernel is vllm.linear.BlockscaleNvFp4LinearKernel
+    # The list that --linear-backend marlin goes by still has Marlin.
+    assert "MarlinNvFp4LinearKernel" in {cls.__name__ for cls in lists._LINEAR_BACKEND_KERNEL_MAP["marlin"]}
+
+
+def test_compiled_graphs_are_kept_apart(vllm: Any) -> None:
+    from vllm import envs
+
+    envs.environment_variables.pop("BLOCKSCALE", None)
+    without = envs.compile_factors()
+    register.install()
+    assert envs.compile_factors() != without
+
+
+def made(cls: type, layer: torch.nn.Module) -> Any:
+    """An instance of a class, past the questions about the GPU."""
+    kernel = cls.__new__(cls)
+    layer.params_dtype = torch.bfloat16
+    return kernel
+
+
+def test_a_linear_layer_gives_the_oracles_product(vllm: Any) -> None:
+    torch.manual_seed(0)
+    weight = quantize(torch.randn(128, 64), FORMATS["nvfp4"])
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight.codes, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
+    layer.weight_global_scale = torch.nn.Parameter(weight.global_scale, requires_grad=False)
+    kernel = made(vllm.linear.BlockscaleNvFp4LinearKernel, layer)
+    kernel.process_weights_after_loading(layer)
+    assert layer.weight.dtype is torch.int32 and layer.blockscale_format == "nvfp4"
+    x, bias = torch.randn(5, 64).bfloat16(), torch.randn(128).bfloat16()
+    y = kernel.apply_weights(layer, x, bias)
+    assert torch.equal(y, torch.nn.functional.linear(x, weight.dequantize(torch.bfloat16), bias))
+
+
+def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, seen = torch.nn.Module(), []
+    weight = quantize(torch.randn(128, 64), FORMATS["mxfp4"])
+    layer.weight = torch.nn.Parameter(weight.codes, requires_grad=False)
+    layer.weight_scale = torch.nn.Parameter(weight.scale, requires_grad=False)
+    cls = vllm.linear.BlockscaleMxFp4LinearKernel
+    kernel = made(cls, layer)
+    layer.params_dtype = torch.float16
+    monkeypatch.setattr(cls.__mro__[2], "process_weights_after_loading", lambda self, layer: seen.append(layer))
+    kernel.process_weights_after_loading(layer)
+    assert seen == [layer] and layer.weight.dtype is torch.uint8
+
+
+def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+    from interpreter import interpreted
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    torch.manual_seed(0)
+    count, hidden, inner, tokens = 4, 64, 64, 5
+    stacks = {"w13": torch.randn(count, 2 * inner, hidden), "w2": torch.randn(count, hidden, inner)}
+    layer, dense = torch.nn.Module(), {}
+    kernel = vllm.experts.BlockscaleNvFp4Experts.__new__(vllm.experts.BlockscaleNvFp4Experts)
+    kernel.quant_config = SimpleNamespace()
+    for name, alphas in (("w13", "g1_alphas"), ("w2", "g2_alphas")):
+        weight = quantize(stacks[name] * 0.1, FORMATS["nvfp4"])
+        dense[name] = weight.dequantize(torch.float64)
+        setattr(kernel.quant_config, alphas, weight.global_scale)
+        for part, tensor in (("weight", weight.codes), ("weight_scale", weight.scale)):
+            layer.register_parameter(f"{name}_{part}", torch.nn.Parameter(tensor, requires_grad=False))
+    kernel.process_weights_after_loading(layer)
+    assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (count, 2 * inner)
+
+    def silu_and_mul(activation: object, out: torch.Tensor, both: torch.Tensor) -> None:
+        gate, up = both.float().chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    monkeypatch.setattr(kernel, "activation", silu_and_mul)
+    x = torch.randn(tokens, hidden).bfloat16()
+    weights, index = torch.rand(tokens, count).topk(2)
+    out = torch.empty_like(x)
+    with interpreted():
+        kernel.apply(out, x, layer.w13_weight, layer.w2_weight, weights, index.int(), MoEActivation.SILU, count, None)
+        kernel.finalize_weight_and_reduce_impl().apply(out, out, weights, index, False)
+    expected = torch.zeros(tokens, hidden, dtype=torch.float64)
+    for token in range(tokens):
+        for slot, expert in enumerate(index[token].tolist()):
+            gate, up = (dense["w13"][expert] @ x[token].double()).chunk(2)
+            middle = torch.nn.functional.silu(gate) * up
+            expected[token] += weights[token, slot].double() * (dense["w2"][expert] @ middle)
+    assert float((out.double() - expected).norm() / expected.norm()) < 2**-7
