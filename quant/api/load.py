@@ -15,6 +15,7 @@ from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
 from quant.errors import UserError
+from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.checkpoint_reader import (
     TensorFiles,
@@ -39,6 +40,21 @@ KV_SCALES = (".k_scale", ".v_scale")
 def is_checkpoint(path: str | Path) -> bool:
     """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
     return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+
+
+def can_run(path: str | Path) -> bool:
+    """Whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
+    config = _quantization_config(Path(path))
+    if config is None or (Path(path) / PLAN_FILE).is_file():
+        return is_checkpoint(path)
+    try:
+        if config.get("quant_method") == "compressed-tensors":
+            layout.read_config(config, StoredNames())
+        else:
+            modelopt.read_config(config, StoredNames(), ())
+    except ValueError:
+        return False
+    return True
 
 
 def load(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.load import is_checkpoint, load
+from quant.api.load import can_run, load
 from quant.calibration.progress import Progress
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import own_text
@@ -31,7 +31,7 @@ def open_runnable(
         UserError: it cannot be opened, or it is a bare state dict.
     """
     path = find_model(name)
-    if is_checkpoint(path):
+    if can_run(path):
         model = load(path, call_factory(model_factory) if model_factory else None)
         dtype = next((p.dtype for p in model.parameters()), torch.float32)
         return Source(name=name, kind="huggingface", model=model, state_dict=None, path=path, dtype=dtype), model

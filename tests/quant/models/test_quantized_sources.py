@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from samples import GOLDENS
 from torch import nn
 
+import quant
+from quant.cli.inputs import open_runnable
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
@@ -202,7 +205,7 @@ def value(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, of_input: np.n
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
-@pytest.mark.parametrize(("bits", "order"), [(4, "act"), (4, "plain"), (8, "none")])
+@pytest.mark.parametrize(("bits", "order"), [(4, "act"), (4, "plain"), (8, "none"), (2, "plain")])
 def test_gptq_equals_numpy(layout: str, bits: int, order: str, tmp_path: Path) -> None:
     draw, expected = np.random.default_rng(0), {}
 
@@ -314,6 +317,35 @@ def test_pack_quantized_equals_its_package(bits: int, group: int | None, symmetr
         # The package subtracts and multiplies in bfloat16; both are exact before the one rounding of four-bit codes.
         torch.testing.assert_close(found[name], tensor, rtol=2**-8, atol=0)
         assert bits == 8 or torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_int_quantized_equals_its_package(symmetric: bool, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    arguments = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": symmetric}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**arguments))
+    compressor = BaseCompressor.get_value_from_registry("int-quantized")
+    expected = {}
+
+    def pack(name: str, weight: torch.Tensor) -> Tensors:
+        low, high = weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
+        scale = weight.abs().amax(1, keepdim=True) / 127 if symmetric else (high - low) / 255
+        zero = torch.zeros_like(scale) if symmetric else (-low / scale - 128).round().clamp(-128, 127)
+        parts = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+        packed = compressor.compress(parts, scheme)
+        expected[f"{name}.weight"] = compressor.decompress(packed, scheme)["weight"]
+        return {f"{name}.{key}": tensor for key, tensor in packed.items()}
+
+    groups = {"group_0": {"targets": ["Linear"], "weights": arguments, "format": "int-quantized"}}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    released(tiny_models.llama(gain=2.0), tmp_path, pack, config)  # float32: the package rounds to the model's dtype
+    stored, found = load_file(tmp_path / "model.safetensors"), weights(tmp_path)
+    assert any(name.endswith("zero_point") for name in stored) != symmetric
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("golden", ["fp8", "fp8blk", "fp8pcpt", "mixed", "mxfp4", "mxfp8", "nvfp4", "w4a16"])
@@ -462,6 +494,24 @@ def test_a_quantized_source_is_quantized_like_its_dequantized_form(tmp_path: Pat
     done = CliRunner().invoke(quantize_command, [str(tmp_path / "fp8"), *again], catch_exceptions=False)
     assert done.exit_code == 0
     assert json.loads((tmp_path / "again" / "plan.json").read_text())["provenance"]["source_format"].startswith("FP8")
+
+
+def test_a_source_that_does_not_run_as_it_is_runs_dequantized(tmp_path: Path) -> None:
+    released(tiny_models.llama(dtype=torch.bfloat16, gain=2.0), tmp_path, fp8_blocks, FP8)
+    with pytest.raises(UserError, match="quantized by fp8; only modelopt and compressed-tensors run as they are, and"):
+        quant.load(tmp_path)
+    _, model = open_runnable(str(tmp_path))
+    ids = torch.arange(8)[None]
+    opened = open_model(tmp_path).model
+    assert opened is not None and torch.equal(model(ids).logits, opened(ids).logits)
+    golden = GOLDENS / "compressed_tensors" / "NVFP4A16"
+    assert any(hasattr(module, "quantized_weight") for module in open_runnable(str(golden))[1].modules())
+    config = json.loads((golden / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    shutil.copytree(golden, tmp_path / "odd")
+    (tmp_path / "odd" / "config.json").write_text(json.dumps(config))
+    _, model = open_runnable(str(tmp_path / "odd"))
+    assert not any(hasattr(module, "quantized_weight") for module in model.modules())
 
 
 def test_a_plan_is_validated_against_a_quantized_source(tmp_path: Path) -> None:
