@@ -201,19 +201,24 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     """
     first = capture(model, chain, runs[0])
     lead = first[chain[0]]
-    calls = [_without_hidden(first, chain)]
+    calls = [_first_hidden(first, chain)]
     for run in runs[1:]:
         here = capture(model, chain[:1], run)[chain[0]]
         if _equal_but_hidden(here, lead):
             calls.append({**calls[0], chain[0]: lead.with_hidden(here.hidden)})
         else:
-            calls.append(_without_hidden(capture(model, chain, run), chain))
+            calls.append(_first_hidden(capture(model, chain, run), chain))
     return calls
 
 
-def _without_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Call]:
+def _first_hidden(calls: dict[str, Call], chain: Sequence[str]) -> dict[str, Call]:
+    return {**without_hidden(calls), chain[0]: calls[chain[0]]}
+
+
+def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:
+    """The calls of blocks with nothing in the place of their hidden states."""
     empty = torch.empty(0)
-    return {name: call if name == chain[0] else call.with_hidden(empty) for name, call in calls.items()}
+    return {name: call.with_hidden(empty) for name, call in calls.items()}
 
 
 def _equal_but_hidden(a: Call, b: Call) -> bool:
@@ -229,53 +234,3 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))
-
-
-@contextmanager
-def streamed(model: nn.Module, names: Sequence[str], device: torch.device | None) -> Iterator[None]:
-    """While open, each block is on `device` for its own forward pass; None leaves everything in place.
-
-    The tensors at home are kept and put back as they are: one that is mapped from a file stays so.
-    """
-    if device is None:
-        yield
-        return
-    home = next(model.parameters()).device
-    kept: dict[nn.Module, list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]] = {}
-
-    def move_in(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        if module not in kept:  # a pass that ended within the block has left it on the device
-            kept[module] = [
-                (part, name, tensor, tensor.data)
-                for part in module.modules()
-                for name, tensor in (*part._parameters.items(), *part._buffers.items())
-                if tensor is not None
-            ]
-        module.to(device)
-        call = Call(args, kwargs, 0).to(device)
-        return call.args, call.kwargs
-
-    def move_out(module: nn.Module, args: tuple[Any, ...] = (), result: Any = None) -> None:
-        for part, name, tensor, data in kept.pop(module, ()):
-            tensor.data = data
-            own: dict[str, Any] = part._parameters if name in part._parameters else part._buffers
-            own[name] = tensor
-
-    def come_home(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        call = Call(args, kwargs, 0).to(home)
-        return call.args, call.kwargs
-
-    handles = []
-    for name, module in model.named_modules():
-        inside = any(name == n or name.startswith(f"{n}.") for n in names)
-        if name in names:
-            handles.append(module.register_forward_pre_hook(move_in, with_kwargs=True, prepend=True))
-            handles.append(module.register_forward_hook(move_out))
-        elif not inside and not list(module.children()):
-            handles.append(module.register_forward_pre_hook(come_home, with_kwargs=True))
-    try:
-        with removing(handles):
-            yield
-    finally:
-        for module in list(kept):
-            move_out(module)

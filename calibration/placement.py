@@ -8,14 +8,16 @@ mapped file, and are put back untouched: nothing is ever copied back.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, removing
+from quant.calibration.carrier import Carrier, brought
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7
@@ -79,30 +81,52 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     if device is None or not elsewhere(model, device):
         yield device_of(model)
         return
-
-    def copied(t: torch.Tensor) -> torch.Tensor:
-        return t.to(device, dtype if t.dtype in NARROW else None)
-
-    names = [] if fits(model, device, dtype) else block_names(model)
-    blocks = [model.get_submodule(name) for name in names]
+    blocks = [model.get_submodule(name) for name in block_names(model)]
     inside = {id(module) for block in blocks for module in block.modules()}
-    borrowed = {id(model): _borrow([m for m in model.modules() if id(m) not in inside], copied)}
-
-    def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        borrowed[id(block)] = _borrow(list(block.modules()), copied)
-        return tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
-
-    def leave(block: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        borrowed.pop(id(block))()
-
-    handles = [block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True) for block in blocks]
-    handles += [block.register_forward_hook(leave, always_call=True) for block in blocks]
+    parts = [[module for module in model.modules() if id(module) not in inside], *(list(b.modules()) for b in blocks)]
+    whole = fits(model, device, dtype)
+    loans: dict[int, Loan] = {}
+    carrier = Carrier(device)
     try:
-        with removing(handles):
+        for place, (part, copies) in enumerate(brought(parts if whole else parts[:1], tensors_of, device)):
+            loans[place] = Loan(part, copies, device, dtype)
+        with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, loans, carrier, dtype):
             yield device
     finally:
-        for give_back in reversed(borrowed.values()):
-            give_back()
+        carrier.close()
+        for loan in reversed(loans.values()):
+            loan.give_back()
+
+
+@contextmanager
+def _visiting(
+    blocks: Mapping[int, nn.Module],
+    parts: Sequence[list[nn.Module]],
+    loans: dict[int, Loan],
+    carrier: Carrier,
+    dtype: torch.dtype | None,
+) -> Iterator[None]:
+    """While open, each of `blocks` is on the device for its own forward pass, and the next one on its way."""
+    device, coming = carrier.device, dict[int, Callable[[], list[torch.Tensor]]]()
+
+    def enter(place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        assert device is not None
+        copies = (coming.pop(place, None) or carrier.fetch(tensors_of(parts[place])))()
+        following = place + 1 if place + 1 in blocks else 1
+        if following not in (place, *coming):
+            coming[following] = carrier.fetch(tensors_of(parts[following]))
+        loans[place] = Loan(parts[place], copies, device, dtype)
+        return tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
+
+    def leave(place: int, block: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        loans.pop(place).give_back()
+
+    handles = []
+    for place, block in blocks.items():
+        handles.append(block.register_forward_pre_hook(partial(enter, place), prepend=True, with_kwargs=True))
+        handles.append(block.register_forward_hook(partial(leave, place), always_call=True))
+    with removing(handles):
+        yield
 
 
 def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> bool:
@@ -121,20 +145,77 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def _borrow(modules: Sequence[nn.Module], copied: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], None]:
-    """Puts copies in the place of the tensors of `modules`, and gives the function that undoes it."""
-    kept = []
-    with torch.inference_mode(False), torch.no_grad():
-        for module in modules:
-            if not module._parameters and not module._buffers:
-                continue
-            parameters = {name: (p, p.data) for name, p in module._parameters.items() if p is not None}
-            buffers = dict(module._buffers)
-            module._apply(copied, recurse=False)  # quantized modules keep the dtype of codes, and take a GPU's layout
-            kept.append((module, parameters, buffers, dict(module._buffers)))
+def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    """Parameters and buffers that `modules` themselves hold, each once: what a `Loan` of them takes copies of."""
+    found = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
+    return list({id(t): t for t in found if t is not None}.values())
 
-    def give_back() -> None:
-        for module, parameters, buffers, copies in reversed(kept):
+
+class Loan:
+    """Copies on a device in the place of the tensors of some modules, until they are given back.
+
+    Args:
+        modules: their submodules are not counted in.
+        copies: of `tensors_of(modules)`, in that order, in the same dtypes.
+        device: where the copies are; None where the tensors are.
+        dtype: what copies in `narrow` dtypes are widened to; None leaves them.
+        narrow: 16 bit by default.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        copies: Sequence[torch.Tensor],
+        device: torch.device | None,
+        dtype: torch.dtype | None,
+        narrow: Sequence[torch.dtype] = NARROW,
+    ) -> None:
+        self.copies = {id(t): copy for t, copy in zip(tensors_of(modules), copies, strict=True)}
+
+        def lent(t: torch.Tensor) -> torch.Tensor:
+            # A tensor of two modules is on the device when it is met again.
+            copy = self.copies.get(id(t), t) if t.device != device else t
+            return copy.to(device, dtype if t.dtype in narrow else None)
+
+        self.kept = []
+        with torch.inference_mode(False), torch.no_grad():
+            for module in modules:
+                if not module._parameters and not module._buffers:
+                    continue
+                parameters = {name: (p, p.data) for name, p in module._parameters.items() if p is not None}
+                buffers = dict(module._buffers)
+                module._apply(lent, recurse=False)  # quantized modules keep the dtype of codes, and take a GPU's layout
+                self.kept.append((module, parameters, buffers, dict(module._buffers)))
+
+    def narrow(self) -> None:
+        """Brings the parameters back to the dtypes that they have at home."""
+        for live, _, data in self._parameters():
+            live.data = live.data.to(data.dtype)
+
+    def settle(self) -> None:
+        """Puts the tensors back, where they are not changed; parameters that are come home as they are now."""
+        changed = []
+        for live, parameter, data in self._parameters():
+            now, copy = live.data.to(data.dtype), self.copies[id(parameter)]
+            if now.shape != copy.shape or not torch.equal(now, copy):
+                changed.append((parameter, now.to(data.device)))
+        self.give_back()
+        for parameter, value in changed:
+            parameter.data = value
+
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, torch.Tensor]]:
+        """Each parameter as it is in its module now (some devices take a new one), itself, and its data at home."""
+        seen = set()
+        for module, parameters, _, _ in self.kept:
+            for name, (parameter, data) in parameters.items():
+                live = module._parameters[name]
+                if id(parameter) not in seen and live is not None:
+                    yield live, parameter, data
+                seen.add(id(parameter))
+
+    def give_back(self) -> None:
+        """Puts the tensors back as they were."""
+        for module, parameters, buffers, copies in reversed(self.kept):
             for name, (parameter, data) in parameters.items():
                 parameter.data = data
                 module._parameters[name] = parameter
@@ -144,8 +225,6 @@ def _borrow(modules: Sequence[nn.Module], copied: Callable[[torch.Tensor], torch
                     module._buffers[name] = buffer
                 else:  # the module has put another tensor there, such as frequencies of longer texts
                     module._buffers[name] = now.to(buffer.device)
-
-    return give_back
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -11,20 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import nn
 
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint_reader import BESIDE, EXACT
-from quant.export.directory import umask
 from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts
+from quant.export.tensor_file import write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
+_SHARDS_AT_ONCE = 4
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
 """Suffixes of the scales that one layout stores as the reciprocal of the other's."""
 
@@ -141,19 +140,18 @@ def write_tensors(
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
-    hashes = {}
-    with ThreadPoolExecutor(1) as hashing:  # while the next shard is written
-        for name, shard in zip(names, shards, strict=True):
-            metadata = {"format": "pt"}
-            if kept := {key: value for key, value in exact.items() if key in shard}:
-                metadata[EXACT] = json.dumps(kept, allow_nan=False)
-            try:
-                save_file(shard, directory / name, metadata=metadata)
-            except SafetensorError as error:
-                raise OSError(f"{directory / name} cannot be written: {error}") from error
-            (directory / name).chmod(0o666 & ~umask())
-            hashes[name] = hashing.submit(sha256_of, directory / name)
-    return {name: found.result() for name, found in hashes.items()}
+
+    def write(name: str, shard: Mapping[str, torch.Tensor]) -> str:
+        metadata = {"format": "pt"}
+        if kept := {key: value for key, value in exact.items() if key in shard}:
+            metadata[EXACT] = json.dumps(kept, allow_nan=False)
+        try:
+            return write_tensor_file(directory / name, shard, metadata)
+        except OSError as error:
+            raise OSError(f"{directory / name} cannot be written: {error}") from error
+
+    with ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="shard") as writing:
+        return dict(zip(names, writing.map(write, names, shards), strict=True))
 
 
 def sha256_of(path: Path) -> str:

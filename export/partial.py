@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
+from quant.export.tensor_file import write_tensor_file
 from quant.recipes.json_text import json_text
 
 _JOURNAL = "journal.jsonl"
@@ -143,6 +143,10 @@ class Partial:
         """Whether the checkpoint is whole, and perhaps not yet under its name."""
         return (self.path / COMPLETE).exists()
 
+    def __contains__(self, step: str) -> bool:
+        """Whether a step was finished, though perhaps its file is damaged."""
+        return step in self._steps
+
     def get(self, step: str) -> Step | None:
         """A finished step; None where there is none, or its file is damaged."""
         found = self._steps.get(step)
@@ -182,14 +186,18 @@ class Partial:
             self._writing.pop(0).result()
         self._numbers += 1
         number, before = self._numbers, self._steps.get(step)
-        here = {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()}
+        here = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+        devices = {tensor.device for tensor in here.values() if tensor.is_cuda}
+        computed = [torch.cuda.current_stream(device).record_event() for device in devices]
         entry = {"step": step, "number": number, "sha256": None, "record": record}
         self._steps[step] = entry
 
         def write() -> None:
+            for event in computed:
+                event.synchronize()
             started = time.perf_counter()
             if here:
-                entry["sha256"] = _write(_unshared(here), self._file(number))
+                entry["sha256"] = _write(here, self._file(number))
                 self._verified.add(number)
             self._append(entry)
             if before is not None:
@@ -330,29 +338,18 @@ def _difference(old: Any, new: Any, name: str = "") -> str:
     return f"{name} was {old}, and is {new} now"
 
 
-def _write(tensors: dict[str, torch.Tensor], file: Path) -> str:
+def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> str:
     """Writes a file whole or not at all, and gives its SHA-256."""
     unfinished = file.with_suffix(".unfinished")
     try:
-        save_file(tensors, unfinished)
-    except SafetensorError as error:
+        found = write_tensor_file(unfinished, tensors)
+    except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(
             f"{file} cannot be written: {error}; what was finished before is kept: make room, and run the same "
             "command again"
         ) from error
-    found = sha256_of(unfinished)
     unfinished.rename(file)
-    return found
-
-
-def _unshared(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors`, those copied that share the memory of one before."""
-    seen: set[int] = set()
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor.clone() if tensor.data_ptr() in seen else tensor
-        seen.add(tensor.data_ptr())
     return found
 
 

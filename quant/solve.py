@@ -8,18 +8,17 @@ decoder block at a time: the peak is that block and its inputs.
 from __future__ import annotations
 
 import math
-import mmap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
+from quant.calibration.carrier import brought
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.calibration.placement import Device, elsewhere, find_device
+from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
@@ -155,15 +154,23 @@ def apply_plan(
     there = find_device(device)
     results: dict[str, LayerResult] = {}
     done = 0
+    groups = by_input(plan.quantized)
+
+    def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
+        if partial is not None and _step(members) in partial:
+            return []
+        found = [_weight_of(model, member) for member in members]
+        return [weight for weight in found if isinstance(weight, torch.Tensor)]
+
     with torch.no_grad():
-        for members in _reading_ahead(model, by_input(plan.quantized)):
-            step = f"group {members[0].name}"
-            if partial is not None and (found := put_back(partial, step, model)) is not None:
+        for members, weights in brought(groups, weights_of, there):
+            if partial is not None and (found := put_back(partial, _step(members), model)) is not None:
                 results |= found[1]
             else:
-                results |= _solve_group(model, members, input_scales, there)
+                home = None if partial is not None else device_of(model)
+                results |= _solve_group(model, members, weights, input_scales, there, home)
                 if partial is not None:
-                    keep_layers(partial, step, model, members, results)
+                    keep_layers(partial, _step(members), model, members, results)
             done += len(members)
             if progress:
                 progress("solve", done, len(plan.quantized))
@@ -174,35 +181,36 @@ def apply_plan(
     return [results[layer.name] for layer in plan.layers]
 
 
-def _reading_ahead(model: nn.Module, groups: Sequence[list[LayerPlan]]) -> Iterator[list[LayerPlan]]:
-    """Gives each group while a thread brings the mapped weights of the next one from the disk into the page cache."""
-    with ThreadPoolExecutor(1, thread_name_prefix="reader") as reader:
-        for members, following in zip(groups, [*groups[1:], []], strict=False):  # no groups, nothing follows
-            reader.submit(_touch, [_weight_of(model, member) for member in following])
-            yield members
-
-
-def _touch(weights: Sequence[torch.Tensor]) -> None:
-    """Reads a byte of every page."""
-    for weight in weights:
-        if isinstance(weight, torch.Tensor) and weight.device.type == "cpu" and weight.is_contiguous():
-            weight.flatten().view(torch.uint8)[:: mmap.PAGESIZE].sum()
+def _step(members: Sequence[LayerPlan]) -> str:
+    return f"group {members[0].name}"
 
 
 def _solve_group(
     model: nn.Module,
     members: Sequence[LayerPlan],
+    brought: Sequence[torch.Tensor],
     input_scales: Mapping[str, torch.Tensor],
     device: torch.device | None,
+    home: torch.device | None,
 ) -> dict[str, LayerResult]:
-    """Quantizes the members of a fusion group, on `device`; gives their results by name."""
-    weights = {member.name: _weight_of(model, member) for member in members}
-    home = next(iter(weights.values())).device
-    weights = {name: w if isinstance(w, StoredExperts) else w.to(device) for name, w in weights.items()}
+    """Quantizes the members of a fusion group on `device`, and gives their results by name.
+
+    Args:
+        model: holds the members.
+        members: of the group.
+        brought: their weights on `device`; of experts that are read one by one, none.
+        input_scales: static scales by layer name.
+        device: where weights are rounded.
+        home: where what is found is kept; None leaves it on `device`.
+    """
+    weights = dict(zip([member.name for member in members], brought, strict=False))
+    if not brought:
+        weights = {member.name: _weight_of(model, member) for member in members}
     solved = _solve(members, weights, device)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     for member in members:
-        install_weight(model, member, solved[member.name].to(home), input_scales.get(member.name))
+        weight = solved[member.name] if home is None else solved[member.name].to(home)
+        install_weight(model, member, weight, input_scales.get(member.name))
     return results
 
 
@@ -309,14 +317,18 @@ def _solve_block_by_block(
     results: dict[str, LayerResult] = {}
     noted: list[LayerPlan] = []
 
-    def apply(layer: LayerPlan, solved: Solved | None) -> None:
+    home = device_of(model)
+
+    def apply(layer: LayerPlan, solved: Solved | None, weight: torch.Tensor) -> None:
         notes = solved.notes if solved else ()
         layer = replace(layer, reason="; ".join((layer.reason, *notes)))
         noted.append(layer)
         if solved is None:
-            results[layer.name] = layer_result(layer, _weight_of(model, layer), None)
+            results[layer.name] = layer_result(layer, weight, None)
             return
-        results[layer.name] = _result(layer, _weight_of(model, layer), solved.weight, solved.parts)
+        results[layer.name] = _result(layer, weight, solved.weight, solved.parts)
+        # What a partial directory takes goes there from where it is.
+        solved = solved.to(home) if partial is None else solved
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
 
     if settings.device is None or settings.device.type == "cpu":

@@ -31,18 +31,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, block_names, calls_of_chain, find_chains, output_of, stored_dtype, streamed
-from quant.calibration.placement import fits
+from quant.calibration.blocks import (
+    Call,
+    block_names,
+    calls_of_chain,
+    find_chains,
+    output_of,
+    stored_dtype,
+    without_hidden,
+)
+from quant.calibration.carrier import brought
+from quant.calibration.placement import Loan, fits, placed, tensors_of
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import check_solvers, get_pipeline
 from quant.calibration.texts.rows import check_ids, few_of
 from quant.calibration.walk.block import BlockWork
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Settings, Solved, gather
+from quant.calibration.walk.stand_in import weight_of
 from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
-Apply = Callable[[LayerPlan, Solved | None], None]
+Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +112,8 @@ def solve_sequentially(
         plan: names the layers, their formats, groups and solvers.
         rows: calibration token ids, int64 `[rows, seqlen]`.
         apply: puts a solved layer in place of the original; called when its block is finished, with the original
-            still in the model. Gets None for a layer that the guard keeps in 16 bit.
+            still in the model. Gets None for a layer that the guard keeps in 16 bit. Both the solution and the weight
+            that was solved, the third argument, are where blocks are worked on.
         settings: how the walk is done.
         input_scales: static scales of the inputs of fused experts, by name.
         progress: called as `progress(layers done, layers in all)`.
@@ -152,19 +164,19 @@ class _Walk:
         self.done = 0
         self.merged: dict[str, str] = {}
         self.home = next(model.parameters()).device
-        self.batches = list(rows.to(self.home).split(settings.batch))
-        self.few = few_of(rows).to(self.home)
+        self.batches = list(rows.split(settings.batch))
+        self.few = few_of(rows)
         self.stored = stored_dtype(model)
 
     def run(self) -> None:
         names = block_names(self.model)
         self._merge_rotations(names)
-        with streamed(self.model, names, self.settings.device):
-            chains = find_chains(self.model, names, lambda: self.model(self.few)) if names else []
+        with placed(self.model, self.settings.device) as there:
+            chains = find_chains(self.model, names, lambda: self.model(self.few.to(there))) if names else []
         for chain in chains:
             planned = [place for place, name in enumerate(chain) if self._layers_of(name)]
             if planned:
-                self._walk_chain(chain[: planned[-1] + 1], names)
+                self._walk_chain(chain[: planned[-1] + 1])
         if any(layer.name not in self._inside(chains) for layer in self.layers):
             self._solve_rest(chains)
 
@@ -189,32 +201,42 @@ class _Walk:
     def _layers_of(self, block: str) -> list[LayerPlan]:
         return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
 
-    def _walk_chain(self, chain: list[str], names: list[str]) -> None:
+    def _walk_chain(self, chain: list[str]) -> None:
         device, dtype = self.settings.device, self.settings.dtype_for(self.stored)
-        with streamed(self.model, names, device):
-            few = calls_of_chain(self.model, chain, [lambda: self.model(self.few)])
-            calls = calls_of_chain(self.model, chain, [partial(self.model, batch) for batch in self.batches])
+        with placed(self.model, device) as there:
+            few = calls_of_chain(self.model, chain, [lambda: self.model(self.few.to(there))])[0]
+            calls = calls_of_chain(self.model, chain, [partial(self._run, batch, there) for batch in self.batches])
         states = [by_block[chain[0]].hidden.to(device, dtype) for by_block in calls]
-        behind = States(states, states, few[0][chain[0]].hidden)
+        calls = [without_hidden(by_block) for by_block in calls]
+        behind = States(states, states, few[chain[0]].hidden)
+        del states
         finished, kept = self.keeper.resume(chain)
         if kept is not None:
             quantized = [state.to(device) for state in kept.quantized]
             same = kept.original is kept.quantized
             behind = States(quantized, quantized if same else [s.to(device) for s in kept.original], kept.few)
+            del quantized
         self.done += sum(len(self._layers_of(name)) for name in chain[:finished])
-        for position, name in enumerate(chain[finished:], finished):
+        for name, copies in brought(chain[finished:], self._tensors_of, device):
             self.keeper.begin(name)
-            block = self.model.get_submodule(name).to(device, dtype)
+            block = self.model.get_submodule(name)
+            loan = Loan(list(block.modules()), copies, device, dtype, _FLOATS)
             here = [by_block[name].to(device, dtype) for by_block in calls]
             current = [call.with_hidden(state) for call, state in zip(here, behind.quantized, strict=True)]
             original = [call.with_hidden(state) for call, state in zip(here, behind.original, strict=True)]
-            small = few[0][name].to(device, dtype).with_hidden(behind.few.to(device, dtype))
+            small = few[name].to(device, dtype).with_hidden(behind.few.to(device, dtype))
             few_state = output_of(block(*small.args, **small.kwargs))
             work = self._work(block, self._layers_of(name), f"{name}.")
-            last = position == len(chain) - 1
+            last = name == chain[-1]
             behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
-            self._finish(work, block)
+            self._finish(work, loan)
             behind = self.keeper.end(name, None if last else behind) or behind
+
+    def _run(self, batch: torch.Tensor, there: torch.device) -> Any:
+        return self.model(batch.to(there))
+
+    def _tensors_of(self, block: str) -> list[torch.Tensor]:
+        return tensors_of(self.model.get_submodule(block).modules())
 
     def _solve_rest(self, chains: Sequence[Sequence[str]]) -> None:
         """Layers outside every block: the model itself is their block, with the real ones in place already."""
@@ -223,11 +245,13 @@ class _Walk:
         if self.keeper.resume([""])[0]:
             return
         self.keeper.begin("")
-        there = self._whole()
-        work = self._work(self.model.to(there), members, "")
+        there, modules = self._whole(), list(self.model.modules())
+        tensors = tensors_of(modules)
+        loan = Loan(modules, [t.detach().to(there) for t in tensors], there, None)
+        work = self._work(self.model, members, "")
         calls = [Call((batch.to(there),), {}, 0) for batch in self.batches]
         work.solve(calls, calls, Call((self.few.to(there),), {}, 0), needs_output=False)
-        self._finish(work, self.model)
+        self._finish(work, loan)
         self.keeper.end("", None)
 
     def _work(self, block: nn.Module, members: Sequence[LayerPlan], prefix: str) -> BlockWork:
@@ -245,11 +269,20 @@ class _Walk:
             group.notes.extend(dict.fromkeys(self.merged[m.name] for m in group.members if m.name in self.merged))
         return BlockWork(block, groups, experts, self.settings, self.stored)
 
-    def _finish(self, work: BlockWork, block: nn.Module) -> None:
+    def _finish(self, work: BlockWork, loan: Loan) -> None:
         found = work.results()  # the original modules are in the block again, and go home with it
-        block.to(self.home, None if block is self.model else self.stored)
-        for layer, solved in found:
-            self.apply(layer, None if solved is None else solved.to(self.home))
+        loan.narrow()
+        weights = [_weight_of(self.model, layer) for layer, _ in found]
+        loan.settle()
+        for (layer, solved), weight in zip(found, weights, strict=True):
+            self.apply(layer, solved, weight)
             self.done += 1
             if self.progress:
                 self.progress(self.done, len(self.layers))
+
+
+def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    """The weight of a layer as it is now; a parameter that goes home keeps nothing of it."""
+    if layer.kind == "experts":
+        return model.get_parameter(layer.name).data
+    return weight_of(model, layer.name).data

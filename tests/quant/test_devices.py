@@ -22,8 +22,8 @@ from torch import nn
 import quant
 from quant.allocation.allocate import score
 from quant.calibration import placement
-from quant.calibration.blocks import block_names, capture, streamed
-from quant.calibration.placement import find_device
+from quant.calibration.blocks import block_names, capture
+from quant.calibration.placement import find_device, placed
 from quant.calibration_data import own_text
 from quant.evaluation import evaluate
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -230,13 +230,14 @@ def test_sensitivity(make: Any, method: str, device: torch.device) -> None:
             assert score_there == pytest.approx(value, rel=tolerance, abs=1e-6), (group.name, name)
 
 
+@pytest.mark.usefixtures("where")
 def test_passes_that_end_within_a_block_leave_it_at_home(device: torch.device) -> None:
     """Each of them moves the block to the device and ends before it is moved back."""
     model = base()
     names = block_names(model)
     before = {name: (t.device, t.data_ptr()) for name, t in tensors_of(model).items()}
-    with torch.no_grad(), streamed(model, names, device):
-        for row in ROWS[:3]:
+    with torch.no_grad(), placed(model, device):
+        for row in ROWS[:3].to(device):
             capture(model, names[:1], lambda row=row: model(row[None]))
     assert {name: (t.device, t.data_ptr()) for name, t in tensors_of(model).items()} == before
 

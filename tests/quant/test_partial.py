@@ -163,7 +163,7 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
         return counted
 
     def watched() -> None:
-        partial_module.save_file = counting(partial_module.save_file)
+        partial_module.write_tensor_file = counting(partial_module.write_tensor_file)  # type: ignore[attr-defined]
         partial_module.Partial._append = counting(partial_module.Partial._append)  # type: ignore[method-assign]
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]
         Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]

@@ -11,8 +11,10 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of, streamed
+from quant.calibration import placement
+from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.placement import placed
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.base import GroupInputs
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
@@ -63,7 +65,11 @@ def _plan(model: nn.Module, solver: str, activation: str | None = None) -> Plan:
 def _solve(model: nn.Module, plan: Plan, rows: torch.Tensor, **settings: Any) -> dict[str, Solved]:
     solved: dict[str, Solved] = {}
     solve_sequentially(
-        model, plan, rows, apply=lambda layer, s: solved.__setitem__(layer.name, s), settings=Settings(**settings)
+        model,
+        plan,
+        rows,
+        apply=lambda layer, s, weight: solved.__setitem__(layer.name, s),
+        settings=Settings(**settings),
     )
     return solved
 
@@ -290,7 +296,7 @@ def test_gptq_on_a_bert_beats_rounding_in_the_output() -> None:
         copied = copy.deepcopy(model)
         plan = _plan(copied, solver)
 
-        def apply(layer: LayerPlan, solved: Solved, copied: nn.Module = copied) -> None:
+        def apply(layer: LayerPlan, solved: Solved, weight: torch.Tensor, copied: nn.Module = copied) -> None:
             scale = 1 if solved.parts.pre_scale is None else solved.parts.pre_scale
             _set(copied, layer.name, solved.weight.dequantize() * scale)
 
@@ -417,7 +423,7 @@ def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
     torch.testing.assert_close(found, channel_scale(inputs.mean_abs, weight, best / 10, 0.0, None))
 
 
-def test_streamed_blocks_have_their_own_tensors_back() -> None:
+def test_streamed_blocks_have_their_own_tensors_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The very memory, so that what is mapped from a file is not copied; also where a pass is broken off."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))).eval()
     before = {name: (t, t.data_ptr()) for name, t in model.state_dict(keep_vars=True).items()}
@@ -426,7 +432,8 @@ def test_streamed_blocks_have_their_own_tensors_back() -> None:
         assert model[1][0].weight.is_meta
         raise ValueError("broken off")
 
-    with streamed(model, ["0", "1"], torch.device("meta")):
+    monkeypatch.setattr(placement, "fits", lambda *model: False)
+    with placed(model, torch.device("meta")):
         assert model(torch.ones(2, 4)).is_meta
         assert not model[0][0].weight.is_meta
         model[1][1].register_forward_pre_hook(stop)

@@ -341,7 +341,7 @@ def test_an_unwritable_disk_leaves_nothing(saved: Any, tmp_path: Path, monkeypat
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "save_file", full)
+    monkeypatch.setattr(files, "write_tensor_file", full)
     with pytest.raises(OSError, match="No space left on device"):
         save(done.model, done.plan, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

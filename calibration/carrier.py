@@ -1,0 +1,143 @@
+"""`brought` has tensors on a device before they are needed there: a thread brings those of the next step meanwhile.
+
+On the way to a GPU the bytes pass through two pinned buffers and a stream of their own, so that neither the disk, nor
+the page cache, nor the bus is waited for. Where tensors are worked on where they are, the thread brings the pages of
+mapped files into memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import TypeVar
+
+import torch
+
+Step = TypeVar("Step")
+
+_BUFFER_BYTES = 1 << 25
+_POPULATE_READ = 22  # of Linux's mman.h
+
+
+class Carrier:
+    """Brings tensors to a device on a thread, until it is closed.
+
+    Args:
+        device: with its index; None stands for where each tensor is.
+    """
+
+    def __init__(self, device: torch.device | None) -> None:
+        self.device = device
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carrier")
+        self._lane: _Lane | None = None
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+        """Begins to bring tensors.
+
+        Returns:
+            A function that waits for them and gives them in order, to be called on the thread that uses them. What is
+            there already is given as it is.
+        """
+        coming: Future[None] | Future[tuple[list[torch.Tensor], torch.cuda.Event]]
+        if self.device is not None and self.device.type == "cuda":
+            carried = self._thread.submit(self._to_gpu, tensors)
+            return lambda: _handed_over(*carried.result())
+        coming = self._thread.submit(_populate_all, tensors)
+
+        def take() -> list[torch.Tensor]:
+            coming.result()
+            return [tensor.detach().to(self.device) for tensor in tensors]
+
+        return take
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _to_gpu(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+        assert self.device is not None
+        with torch.cuda.device(self.device):
+            self._lane = lane = self._lane or _Lane(self.device)
+            with torch.cuda.stream(lane.stream):
+                return [lane.copy(tensor.detach()) for tensor in tensors], lane.stream.record_event()
+
+
+class _Lane:
+    """A stream to a GPU and two pinned buffers: one is filled while the other is read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+        self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self.read = [torch.cuda.Event(), torch.cuda.Event()]
+        self.turn = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU, for work on the lane's stream."""
+        if tensor.device.type != "cpu":
+            return tensor.to(self.device)
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+        source, target = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, copy))
+        for start in range(0, len(source), _BUFFER_BYTES):
+            part = source[start : start + _BUFFER_BYTES]
+            populate(part)
+            buffer, read = self.buffers[self.turn][: len(part)], self.read[self.turn]
+            self.turn = 1 - self.turn
+            read.synchronize()
+            buffer.copy_(part)
+            target[start : start + len(part)].copy_(buffer, non_blocking=True)
+            read.record(self.stream)
+        return copy
+
+
+def _handed_over(copies: list[torch.Tensor], ready: torch.cuda.Event) -> list[torch.Tensor]:
+    """The copies, for work on the current stream."""
+    for copy in copies:
+        stream = torch.cuda.current_stream(copy.device)
+        stream.wait_event(ready)
+        copy.record_stream(stream)
+    return copies
+
+
+def brought(
+    steps: Sequence[Step],
+    tensors_of: Callable[[Step], Sequence[torch.Tensor]],
+    device: torch.device | None,
+) -> Iterator[tuple[Step, list[torch.Tensor]]]:
+    """Gives each step with its tensors on `device`, and has those of the next one brought meanwhile."""
+    carrier = Carrier(device)
+    try:
+        coming = [carrier.fetch(tensors_of(step)) for step in steps[:1]]
+        for place, step in enumerate(steps, 1):
+            tensors = coming.pop()()
+            coming += [carrier.fetch(tensors_of(following)) for following in steps[place : place + 1]]
+            yield step, tensors
+            del tensors
+    finally:
+        carrier.close()
+
+
+def _populate_all(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+            populate(tensor.detach().flatten().view(torch.uint8))
+
+
+def populate(part: torch.Tensor) -> None:
+    """Brings the pages of contiguous bytes, uint8, into memory; one fault a page would take longer."""
+    start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+    start -= start % mmap.PAGESIZE
+    advise = _madvise()
+    if advise is None or advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ):
+        part[:: mmap.PAGESIZE].sum()
+
+
+@cache
+def _madvise() -> Callable[..., int] | None:
+    """The system's call; None where there is none."""
+    try:
+        return ctypes.CDLL(None).madvise
+    except (OSError, AttributeError, TypeError):
+        return None

@@ -1,0 +1,115 @@
+"""`write_tensor_file` writes a safetensors file piece by piece, and hashes it in the same pass.
+
+The file is byte for byte what `safetensors.torch.save_file` writes: a header of names, dtypes, shapes and places, then
+the tensors, wide dtypes first and then by name. `save_file` wants all tensors in memory at once and leaves the hash to
+a second pass over the file. Here a tensor may be on a GPU, from where it comes through two pinned buffers, and may be
+made when its turn comes, so that a file takes no more memory than its largest tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_PIECE_BYTES = 1 << 24
+# In the order in which the format has them: the file begins with tensors of the last.
+_DTYPES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16", torch.uint16: "U16",
+    torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
+    torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
+}  # fmt: skip
+_RANK = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    """A tensor that is made when it is written.
+
+    Attributes:
+        shape, dtype: of the tensor.
+        make: gives it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_tensor_file(
+    path: Path, tensors: Mapping[str, torch.Tensor | Made], metadata: Mapping[str, str] | None = None
+) -> str:
+    """Writes `tensors` to `path`; a file that is there is replaced, not overwritten.
+
+    Returns:
+        SHA-256 of the file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
+    hashed = hashlib.sha256()
+    path.unlink(missing_ok=True)  # tensors may be maps of the file that was there
+    with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="hash") as thread:
+        for piece in _pieces(tensors, names, metadata):
+            hashing = thread.submit(hashed.update, piece)
+            file.write(piece)
+            hashing.result()
+    return hashed.hexdigest()
+
+
+def _pieces(
+    tensors: Mapping[str, torch.Tensor | Made], names: list[str], metadata: Mapping[str, str] | None
+) -> Iterator[memoryview]:
+    """The bytes of the file. A piece is valid until the next one is asked for."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name in names:
+        tensor = tensors[name]
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+    text += b" " * (-len(text) % 8)
+    yield memoryview(len(text).to_bytes(8, "little") + text)
+    for name in names:
+        tensor = tensors[name]
+        made = tensor.make() if isinstance(tensor, Made) else tensor
+        data = made.detach().contiguous().flatten().view(torch.uint8)
+        yield from _pieces_of_gpu(data) if data.is_cuda else _pieces_of_cpu(data.cpu())
+
+
+def _pieces_of_cpu(data: torch.Tensor) -> Iterator[memoryview]:
+    for start in range(0, len(data), _PIECE_BYTES):
+        yield data[start : start + _PIECE_BYTES].numpy().data
+
+
+def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
+    """One piece is on its way while the one before is written; earlier work on the data must have ended."""
+    stream = torch.cuda.Stream(data.device)
+    buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    before: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    for turn, start in enumerate(range(0, len(data), _PIECE_BYTES)):
+        part = data[start : start + _PIECE_BYTES]
+        here = buffers[turn % 2][: len(part)]
+        with torch.cuda.stream(stream):
+            here.copy_(part, non_blocking=True)
+            arrived = stream.record_event()
+        if before is not None:
+            before[1].synchronize()
+            yield before[0].numpy().data
+        before = here, arrived
+    if before is not None:
+        before[1].synchronize()
+        yield before[0].numpy().data
