@@ -12,9 +12,11 @@ as `rtn` does, and `export_hf_checkpoint`, each timed.
 
 from __future__ import annotations
 
+import cProfile
 import importlib.util
 import json
 import os
+import pstats
 import shutil
 import subprocess
 import sys
@@ -22,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +40,7 @@ TITLE = "A large model from disk to disk"
 VOCABULARY = 128256
 HEAD = 128  # columns of an attention head
 _SAMPLE_SECONDS = 0.1
+_PROFILE_LINES = 40
 
 
 def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: int = 0) -> int:
@@ -125,17 +129,37 @@ def _anonymous_bytes(process: int) -> int:
     return 1024 * sum(int(line.split()[1]) for line in status.splitlines() if line.startswith("RssAnon"))
 
 
-def quantize(model: Path, solver: str, rows: tuple[int, int], threads: int) -> dict[str, Any]:
+def ours(arguments: list[str], profile: bool) -> None:
+    """The command `quantize` in this process, transformers imported before as the peer's is; perhaps profiled."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    from quant.cli.quantize import quantize_command
+
+    if not profile:
+        quantize_command(arguments)
+    activities = [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+    python = cProfile.Profile()
+    with torch.profiler.profile(activities=activities) if activities else nullcontext() as device:
+        python.runcall(quantize_command, arguments, standalone_mode=False)
+    for order in ("tottime", "cumtime"):
+        pstats.Stats(python).sort_stats(order).print_stats(_PROFILE_LINES)
+    if device is not None:
+        print(device.key_averages().table(sort_by="self_cuda_time_total", row_limit=_PROFILE_LINES))
+
+
+def quantize(model: Path, solver: str, rows: tuple[int, int], threads: int, profile: bool = False) -> dict[str, Any]:
     """Our run, disk to disk; its stages come from its report."""
     out = model.parent / "out"
     text = model.parent / "rows.safetensors"
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))
     save_file({"input_ids": ids}, text)
-    command = [sys.executable, "-c", "from quant.cli.quantize import quantize_command as q; q()", str(model)]
+    command = [sys.executable, __file__, *(["--profiled"] if profile else []), "--ours", str(model)]
     command += ["--format=nvfp4a16", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
     found = sampled(command, threads)
+    if profile:
+        click.echo(found["output"])
     found["stages"] = json.loads((out / "report.json").read_text(encoding="utf-8"))["seconds"]
     shutil.rmtree(out)
     return found
@@ -174,6 +198,7 @@ def table_row(run: str, layers: int, nbytes: int, found: dict[str, Any]) -> dict
         "layers": layers,
         "GB of BF16": nbytes / 1e9,
         "seconds": found["seconds"],
+        "of stages": sum(found["stages"].values()),
         "MB/s": nbytes / 1e6 / found["seconds"],
         "memory GiB": found["bytes"] / 2**30,
         "GPU busy %": found["busy"],
@@ -195,10 +220,11 @@ def _sizes(text: str) -> list[int]:
 @click.option("--directory", type=click.Path(path_type=Path), help="Where models are written.  [default: a temporary]")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw memory and seconds over the layers here.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
 @click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
 def main(
     layers: str, hidden: int, shards: int, solvers: str, rows: str, threads: int, directory: Path | None,
-    plot: Path | None, json_path: Path | None, peer: Path | None,
+    plot: Path | None, json_path: Path | None, profile: bool, peer: Path | None,
 ) -> None:  # fmt: skip
     if peer:
         print(json_text(modelopt(peer)))
@@ -217,7 +243,9 @@ def main(
             for solver in solvers.split(","):
                 for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
                     name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
-                    table.append(table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads)))
+                    table.append(
+                        table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads, profile))
+                    )
                     click.echo(f"{depth} layers, {name}: {table[-1]['seconds']:.1f} s", err=True)
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
@@ -235,4 +263,7 @@ def main(
 
 
 if __name__ == "__main__":
-    main()
+    if "--ours" in sys.argv:
+        ours(sys.argv[sys.argv.index("--ours") + 1 :], "--profiled" in sys.argv)
+    else:
+        main()

@@ -146,7 +146,7 @@ def write_tensors(
         if kept := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(kept, allow_nan=False)
         try:
-            return write_tensor_file(directory / name, shard, metadata)
+            return write_tensor_file(directory / name, shard, metadata, durable=True)
         except OSError as error:
             raise OSError(f"{directory / name} cannot be written: {error}") from error
 

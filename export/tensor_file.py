@@ -11,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +50,15 @@ class Made:
 
 
 def write_tensor_file(
-    path: Path, tensors: Mapping[str, torch.Tensor | Made], metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, torch.Tensor | Made],
+    metadata: Mapping[str, str] | None = None,
+    *,
+    durable: bool = False,
 ) -> str:
     """Writes `tensors` to `path`; a file that is there is replaced, not overwritten.
+
+    With `durable`, it is on the disk when this returns.
 
     Returns:
         SHA-256 of the file.
@@ -61,12 +68,19 @@ def write_tensor_file(
     """
     names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
     hashed = hashlib.sha256()
-    path.unlink(missing_ok=True)  # tensors may be maps of the file that was there
-    with path.open("wb") as file, ThreadPoolExecutor(1, thread_name_prefix="hash") as thread:
+    if path.exists():
+        path.unlink()  # tensors may be maps of it
+    syncing: Future[None] | None = None
+    with path.open("wb") as file, ThreadPoolExecutor(2, thread_name_prefix="tensor-file") as threads:
         for piece in _pieces(tensors, names, metadata):
-            hashing = thread.submit(hashed.update, piece)
+            hashing = threads.submit(hashed.update, piece)
             file.write(piece)
+            if durable and (syncing is None or syncing.done()):
+                syncing = threads.submit(os.fsync, file.fileno())  # the disk does not wait for the end
             hashing.result()
+        if durable:
+            file.flush()
+            os.fsync(file.fileno())
     return hashed.hexdigest()
 
 

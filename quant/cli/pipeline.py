@@ -203,7 +203,10 @@ def _solve_and_write(
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
 
+    started = time.perf_counter()
+
     def finish(directory: Path, hashes: Mapping[str, str]) -> None:
+        report.seconds["write"] = time.perf_counter() - started
         _finish_directory(source, report, plan, directory, hashes)
         partial.check_sources()
 
