@@ -119,7 +119,7 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
         from quant.kernels.portable.matmul_grouped import route
 
-        rows, offsets, places = route(hidden_states, topk_ids, len(w1))
+        rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
         both = grouped_linear(rows, self.w13, offsets)
         middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
         self.activation(activation, middle, both)

@@ -35,6 +35,8 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import weights
 
 logger = init_logger("vllm.blockscale")
+Layer = Any
+"""A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
 
 
 def refuses(dtype: torch.dtype) -> str:
@@ -42,7 +44,7 @@ def refuses(dtype: torch.dtype) -> str:
     return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
 
 
-def take(layer: torch.nn.Module, weight: BlockScaledTensor, codes: str = "weight") -> None:
+def take(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
     tensors = {codes: weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
     for name, tensor in tensors.items():
@@ -54,7 +56,7 @@ def take(layer: torch.nn.Module, weight: BlockScaledTensor, codes: str = "weight
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 
-def multiply(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
+def multiply(layer: Layer, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
     """`x @ weight.T + bias`, `[..., out]`, with the parameters that `take` has left."""
     return torch.ops.quant.linear(
         x, codes, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
@@ -64,11 +66,11 @@ def multiply(layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None,
 class _OverMarlin:
     """The part that the classes with Marlin as the next base share."""
 
-    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+    def weight_of(self, layer: Layer) -> BlockScaledTensor:
         """The weight in the parameters that vLLM has loaded."""
         raise NotImplementedError
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Layer) -> None:
         weight = self.weight_of(layer)
         reason = refuses(layer.params_dtype)
         if not reason:
@@ -82,7 +84,7 @@ class _OverMarlin:
         layer.blockscale_format = ""
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not layer.blockscale_format:
             return super().apply_weights(layer, x, bias)  # type: ignore[misc]
         return multiply(layer, x, bias, layer.weight)
@@ -91,7 +93,7 @@ class _OverMarlin:
 class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
     """NVFP4 weights with inputs in 16 bit."""
 
-    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+    def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.nvfp4_weight(layer.weight.data, layer.weight_scale.data, layer.weight_global_scale.data)
 
 
@@ -105,14 +107,14 @@ def weight_only_nvfp4(config: NvFp4LinearLayerConfig) -> MarlinNvFp4LinearKernel
 class BlockscaleMxFp4LinearKernel(_OverMarlin, MarlinMxFp4LinearKernel):
     """MXFP4 weights with inputs in 16 bit."""
 
-    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+    def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.mxfp4_weight(layer.weight.data, layer.weight_scale.data)
 
 
 class BlockscaleMxfp8LinearKernel(_OverMarlin, MarlinMxfp8LinearKernel):
     """MXFP8 weights with inputs in 16 bit."""
 
-    def weight_of(self, layer: torch.nn.Module) -> BlockScaledTensor:
+    def weight_of(self, layer: Layer) -> BlockScaledTensor:
         return weights.mxfp8_weight(layer.weight.data, layer.weight_scale.data)
 
 
@@ -134,13 +136,13 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
             return False, f"in_features = {columns} is no multiple of 128"
         return True, None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Layer) -> None:
         words = permute_param_layout_(getattr(layer, self.w_q_name), input_dim=1, output_dim=0, packed_dim=1)
         scale = permute_param_layout_(getattr(layer, self.w_s_name), input_dim=1, output_dim=0)
         delattr(layer, self.w_s_name)
         take(layer, weights.arranged(weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return multiply(layer, x, bias, getattr(layer, self.w_q_name))
 
 
@@ -156,7 +158,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         reason = refuses(c.input_dtype)
         return not reason, reason or None
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Layer) -> None:
         # vLLM gives a weight with block scales as it was loaded, and another one transposed, with a scale a row.
         blocks = layer.weight_block_size is not None
         codes = layer.weight.data if blocks else layer.weight.data.t()
@@ -165,7 +167,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
             del layer.weight_scale_inv
         take(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])
 
-    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return multiply(layer, x, bias, layer.weight)
 
     def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
