@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
@@ -18,11 +18,14 @@ from torch.nn.functional import pad
 from quant.formats.format import Format
 from quant.formats.number import Number
 from quant.formats.packing import pack, unpack
+from quant.formats.parallel import in_parts
 from quant.formats.rounding import decode, encode, round_to
-from quant.formats.scaling import SCALE_RULES, finite_or_nan, global_scale_of
+from quant.formats.scaling import SCALE_RULES, ScaleRule, finite_or_nan, global_scale_of
 
 # Elements worked on at a time: what a CPU's cache holds, and enough to keep a GPU busy.
 _CHUNK_ELEMENTS, _GPU_CHUNK_ELEMENTS = 1 << 18, 1 << 24
+# Elements that are worth a thread of their own.
+_PART_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +69,11 @@ class BlockScaledTensor:
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The values, `[..., out, in]`, rounded once to `dtype`."""
         out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        rows, columns = out.shape[-2:]
+        rows = out.shape[-2]
         block_rows, block_columns = self.format.block_shape(self.shape)
         scale = self.scale_values().repeat_interleave(block_rows, dim=-2)[..., :rows, :]
         for index in np.ndindex(*self.shape[:-2]):
-            for chunk in _row_chunks(out, rows, columns):
+            for chunk in _row_chunks(out[index], 0, rows):
                 part = replace(self, codes=self.codes[index][chunk], shape=out[index][chunk].shape)
                 blocks = _to_blocks(part.element_values(), (1, block_columns))
                 blocks.mul_(scale[index][chunk, None, :, None])
@@ -151,7 +154,6 @@ def choose_scale(
         amax: largest magnitude of each matrix, `weight.shape[:-2]`.
         global_scale: float32 `weight.shape[:-2]`, or None.
     """
-    block = format.block_shape(weight.shape)
     scale = torch.empty(format.scale_shape(weight.shape), device=weight.device)
     rows, columns = weight.shape[-2:]
     for index in np.ndindex(*weight.shape[:-2]):
@@ -160,15 +162,25 @@ def choose_scale(
             # One block: its amax is known, and the matrix need not be held as one float32 block.
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]
             continue
-        for chunk in _row_chunks(weight, rows, columns, block[0]):
-            blocks = _to_blocks(weight[index][chunk].float(), block)
-            found = SCALE_RULES[rule](blocks, format, second)
-            scale[index][chunk.start // block[0] : -(-chunk.stop // block[0])] = found[:, 0, :, 0]
+        choose = partial(_choose_rows, weight[index], format, SCALE_RULES[rule], second, scale[index])
+        in_parts(choose, scale.shape[-2], rows * columns / _PART_ELEMENTS, weight.device)
     if format.scale.is_wide and weight.dtype in (torch.float16, torch.bfloat16):
         # FP16 ends at 2^-24: without the floor, the scale of a very small weight would be stored as zero.
         info = torch.finfo(weight.dtype)
         scale = scale.clamp_(min=info.tiny * info.eps).to(weight.dtype).float()
     return scale
+
+
+def _choose_rows(
+    weight: torch.Tensor, format: Format, rule: ScaleRule, second: torch.Tensor, scale: torch.Tensor, *part: int
+) -> None:
+    """Fills the rows `part` of the scales of a matrix."""
+    height, width = format.block_shape(weight.shape)
+    first, last = part
+    for chunk in _row_chunks(weight, first * height, min(last * height, len(weight)), height):
+        blocks = _to_blocks(weight[chunk].float(), (height, width))
+        found = rule(blocks, format, second)
+        scale[chunk.start // height : -(-chunk.stop // height)] = found[:, 0, :, 0]
 
 
 def quantize_with_scale(
@@ -189,12 +201,20 @@ def quantize_with_scale(
     dtype = format.element.torch_dtype or torch.uint8
     codes = torch.empty(format.codes_shape(weight.shape), dtype=dtype, device=weight.device)
     for index in np.ndindex(*weight.shape[:-2]):
-        for chunk in _row_chunks(weight, rows, columns):
-            blocks = _to_blocks(weight[index][chunk].float(), (1, block_columns))
-            chunk_codes = encode(blocks / step[index][chunk, None, :, None], format.element)
-            chunk_codes = _from_blocks(chunk_codes, chunk.stop - chunk.start, columns)
-            codes[index][chunk] = pack(chunk_codes, format.element.bits) if dtype is torch.uint8 else chunk_codes
+        encode_part = partial(_encode_rows, weight[index], format, block_columns, step[index], codes[index])
+        in_parts(encode_part, rows, rows * columns / _PART_ELEMENTS, weight.device)
     return BlockScaledTensor(codes, _store_scale(scale, format), format, tuple(weight.shape), global_scale)
+
+
+def _encode_rows(
+    weight: torch.Tensor, format: Format, width: int, step: torch.Tensor, codes: torch.Tensor, *part: int
+) -> None:
+    """Fills the rows `part` of the codes of a matrix, whose blocks are `width` columns wide."""
+    for chunk in _row_chunks(weight, *part):
+        blocks = _to_blocks(weight[chunk].float(), (1, width))
+        found = encode(blocks / step[chunk, None, :, None], format.element)
+        found = _from_blocks(found, chunk.stop - chunk.start, weight.shape[1])
+        codes[chunk] = pack(found, format.element.bits) if codes.dtype is torch.uint8 else found
 
 
 def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
@@ -260,12 +280,12 @@ def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
     return amax
 
 
-def _row_chunks(x: torch.Tensor, rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of whole rows, a multiple of `multiple` long, of about as many elements as suit the device of `x`."""
+def _row_chunks(x: torch.Tensor, start: int, stop: int, multiple: int = 1) -> Iterator[slice]:
+    """Slices of rows of a matrix, a multiple of `multiple` long, of about as many elements as suit its device."""
     elements = _GPU_CHUNK_ELEMENTS if x.is_cuda else _CHUNK_ELEMENTS
-    step = max(elements // max(columns, 1) // multiple, 1) * multiple
-    for start in range(0, rows, step):
-        yield slice(start, min(start + step, rows))
+    step = max(elements // max(x.shape[1], 1) // multiple, 1) * multiple
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
 
 
 def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

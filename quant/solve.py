@@ -27,7 +27,7 @@ from quant.calibration.solvers.solver import check_solvers, get_solver
 from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
-from quant.calibration.walk.memory import available_bytes, block_bytes
+from quant.calibration.walk.memory import block_bytes, usable_bytes
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
 from quant.errors import UserError, megabytes
@@ -333,7 +333,7 @@ def _solve_block_by_block(
 
     if settings.device is None or settings.device.type == "cpu":
         _check_memory(model, walked, data, settings, memory)
-    keeper = BlockKeeper(partial, model, results, noted, memory or available_bytes()) if partial is not None else None
+    keeper = BlockKeeper(partial, model, results, noted, usable_bytes(memory)) if partial is not None else None
     solve_sequentially(
         model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
         progress=reporter(progress, "solve"), keeper=keeper,
@@ -350,7 +350,7 @@ def _check_memory(
     model: nn.Module, layers: Sequence[LayerPlan], data: torch.Tensor, settings: Settings, memory: int | None
 ) -> None:
     """Raises UserError where a block would take more memory than may be used, before anything is solved."""
-    given = available_bytes() if memory is None else memory
+    given = usable_bytes(memory)
     blocks = block_names(model)
     if given is None or not blocks:
         return
@@ -359,10 +359,10 @@ def _check_memory(
         inside = [layer for layer in layers if layer.name.startswith(f"{name}.")]
         needed = block_bytes(model.get_submodule(name), inside, data.shape[:2].numel(), dtype) if inside else 0
         if needed > given:
+            more = "more with --memory" if memory is None or given == memory else "more to this container"
             raise UserError(
                 f"{name}: solving this block takes about {megabytes(needed)} of memory, and {megabytes(given)} may be "
-                "used: give fewer or shorter calibration rows, a solver that looks at no data, such as rtn, or more "
-                "with --memory"
+                f"used: give fewer or shorter calibration rows, a solver that looks at no data, such as rtn, or {more}"
             )
 
 

@@ -25,16 +25,17 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.calibration.solvers.base import required_stats
-from quant.calibration.solvers.block_search import round_with_feedback, search_block, to_errors
+from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
+from quant.formats.number import Number
+from quant.formats.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
 
@@ -155,39 +156,55 @@ def gptq(
     block_rows, block_columns = format.block
     second = weight.new_ones(()) if global_scale is None else global_scale
     target = weight.t().contiguous()
-    scale = scales = None
+    values = torch.empty_like(target)
+    scale = scales = step = None
     if block_rows == 1 and 0 < block_columns <= _LAZY:
         width = block_columns
         scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
-
-        def solve(block: Tensor, start: int, inverse: Tensor) -> Any:
-            return search_block(block, inverse, format, second, shortlist)
-
     else:
         width = _FIXED_WIDTH
         scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
         shape = format.block_shape(weight.shape)
         step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
         step = step[:, : weight.shape[1]].t().contiguous()
+    at_a_time = weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0
 
-        def solve(block: Tensor, start: int, inverse: Tensor) -> Any:
-            here = step[start : start + len(block), None]
-            values, errors = round_with_feedback(block, inverse, here, format.element)
-            return values[:, 0], errors[:, 0], None
+    def solve_rows(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        found = None if scales is None else scales[:, rows]
+        if at_a_time:
+            from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
 
-    window = partial(_solve_window, solve)
-    if weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0:
-        from quant.kernels.portable.nvfp4_solvers import solve_nvfp4_window
+            window: _SolveWindow = partial(solve_nvfp4_window, second)
+        elif step is None:
+            window = partial(_solve_window, partial(_search, format, second, shortlist))
+        else:
+            window = partial(_solve_window, partial(_round, format.element, step[:, rows]))
+        _feed_back(target[:, rows], values[:, rows], found, factor, width, window)
+        for _ in range(sweeps):
+            _descend(target[:, rows], values[:, rows], found, factor, width, window)
 
-        window = partial(solve_nvfp4_window, second)
-    values = torch.empty_like(target)
-    _feed_back(target, values, scales, factor, width, window)
-    for _ in range(sweeps):
-        _descend(target, values, scales, factor, width, window)
+    in_parts(solve_rows, len(weight), search_threads(len(weight)), weight.device)
     if scales is not None:
         scale = scales.t().contiguous()
     assert scale is not None
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
+
+
+def _search(
+    format: Format, second: Tensor, shortlist: int, block: Tensor, start: int, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Solves a block whose scales are still to be chosen; see `_SolveBlock`."""
+    return search_block(block, inverse, format, second, shortlist)
+
+
+def _round(
+    element: Number, step: Tensor, block: Tensor, start: int, inverse: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Solves a block of which the grid steps `[in, rows]` are fixed; see `_SolveBlock`."""
+    here = step[start : start + len(block), None]
+    values, errors = round_with_feedback(block, inverse, here, element)
+    return values[:, 0], errors[:, 0], None
 
 
 def _feed_back(

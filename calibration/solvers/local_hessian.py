@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from quant.calibration.solvers.base import required_stats
-from quant.calibration.solvers.block_search import search_block
+from quant.calibration.solvers.block_search import search_block, search_threads
 from quant.calibration.solvers.gptq import block_factors
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
+from quant.formats.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, quantize_with_scale
 
@@ -68,10 +69,14 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
 
         values, found = search_nvfp4_blocks(target, uppers, second)
         return quantize_with_scale(values.t().contiguous(), format, found.t().contiguous(), global_scale)
-    scales = []
-    for index, start in enumerate(range(0, len(target), width)):
-        block = target[start : start + width]
-        upper = uppers[index, : len(block), : len(block)]
-        target[start : start + width], _, scale = search_block(block, upper, format, second, _SHORTLIST)
-        scales.append(scale)
-    return quantize_with_scale(target.t().contiguous(), format, torch.stack(scales, dim=1), global_scale)
+    scales = torch.empty(len(uppers), len(weight), device=weight.device)
+
+    def search_rows(first: int, last: int) -> None:
+        rows = slice(first, last)
+        for index, start in enumerate(range(0, len(target), width)):
+            block = target[start : start + width, rows]
+            upper = uppers[index, : len(block), : len(block)]
+            block[:], _, scales[index, rows] = search_block(block, upper, format, second, _SHORTLIST)
+
+    in_parts(search_rows, len(weight), search_threads(len(weight)), weight.device)
+    return quantize_with_scale(target.t().contiguous(), format, scales.t().contiguous(), global_scale)

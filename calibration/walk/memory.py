@@ -1,14 +1,14 @@
-"""`block_bytes` says what memory one block of the walk takes, and `available_bytes` what the machine has left."""
+"""`block_bytes` says what memory one block of the walk takes, and `usable_bytes` what a run may use."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from quant.calibration.solvers.solver import get_pipeline
+from quant.kernels.processor import memory_left, memory_limit
 from quant.recipes.plan import LayerPlan
 
 # Matrices [in, in] that exist at once while a second moment is factorized (it, its drift, damped, flipped, two factors,
@@ -34,10 +34,14 @@ def block_bytes(block: nn.Module, layers: Sequence[LayerPlan], tokens: int, dtyp
     return dtype.itemsize * (weights + solved + kept) + 4 * _SQUARES * max(moments, default=0) ** 2
 
 
-def available_bytes() -> int | None:
-    """Bytes of memory that processes may still take; None where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+def usable_bytes(asked: int | None) -> int | None:
+    """Bytes of memory that a run may use; None where the system does not tell.
+
+    Args:
+        asked: what the user allows. A container's limit holds all the same: beyond it the kernel ends the process. None
+            stands for what is left now, of the machine's memory and of the container's.
+    """
+    if asked is None:
+        return memory_left()
+    limit = memory_limit()
+    return asked if limit is None else min(asked, limit)

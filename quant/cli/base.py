@@ -7,7 +7,9 @@ it had begun to write is removed, a line says what stands, and the exit code is 
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +20,7 @@ from typing import Any
 import click
 
 from quant.errors import UserError, printable
+from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -95,6 +98,7 @@ class Command(click.Command):
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
         before = _identity(out)
+        _share_processor(quiet=bool(ctx.params.get("quiet")))
         try:
             with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
                 if revision is not None:
@@ -117,6 +121,14 @@ class Command(click.Command):
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
             click.echo(f"error: {printable(message)}", err=True)
             ctx.exit(2)
+
+
+def _share_processor(*, quiet: bool) -> None:
+    """Sets up the threads that torch will start; where it is loaded already, whoever did that has decided."""
+    if "torch" not in sys.modules:
+        said = set_up_threads(os.environ)
+        if said is not None and not quiet:
+            click.echo(said, err=True)
 
 
 def _at_revision(params: dict[str, Any], revision: str) -> None:

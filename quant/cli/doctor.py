@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.console import Console
 from quant.cli.base import JSON, Command, print_json
 from quant.cli.console import page, table
 from quant.extras import versions
+from quant.kernels.processor import cores, describe_processor, quota
 
 # The purpose of each optional package, and the extra that installs it.
 _EXTRAS = {
@@ -47,7 +47,12 @@ def examine() -> dict[str, Any]:
 
     return {
         "versions": versions(),
-        "cpu": {"cores": os.cpu_count(), "torch_threads": torch.get_num_threads()},
+        "cpu": {
+            "name": describe_processor(),
+            "cores": cores(),
+            "quota": quota(),
+            "torch_threads": torch.get_num_threads(),
+        },
         "cuda": torch.version.cuda,
         "nccl": _nccl(),
         "driver": driver_version(),
@@ -74,7 +79,8 @@ def print_findings(findings: dict[str, Any]) -> None:
     for name, version in findings["versions"].items():
         out.print(f"{name} {version}", highlight=False)
     cpu = findings["cpu"]
-    out.print(f"CPU: {cpu['cores']} cores, torch uses {cpu['torch_threads']} threads")
+    allowed = "" if cpu["quota"] is None else f", of which this container may use {cpu['quota']:g}"
+    out.print(f"CPU: {cpu['name']}; {cpu['cores']} cores{allowed}; torch uses {cpu['torch_threads']} threads")
     if findings["driver"] or findings["cuda"]:
         words = {"driver": findings["driver"], "CUDA": findings["cuda"], "NCCL": findings["nccl"]}
         out.print(", ".join(f"{name} {value or 'none'}" for name, value in words.items()), highlight=False)
