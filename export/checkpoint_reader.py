@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
+import math
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
+from quant.export.checkpoint_check import matrix_problems, value_problem
 from quant.export.names import EXPERT_PARTS, Rename, StoredNames, expert_names
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layers import Layer
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import LayerPlan, Parts, Plan
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
@@ -43,22 +46,28 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
-        self._where: dict[str, tuple[Any, str]] = {}
-        self._exact: dict[str, str] = {}
+        self._where: dict[str, tuple[Any, str, Path]] = {}
+        self._exact: dict[str, float] = {}
+        self._directory = directory
         for file in files:
             try:
                 handle = safe_open(file, framework="pt")
             except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch cannot map an empty file
                 raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from error
-            self._where |= {rename(name): (handle, name) for name in handle.keys()}  # noqa: SIM118
-            self._exact |= json.loads((handle.metadata() or {}).get(EXACT, "{}"))
+            for stored in handle.keys():  # noqa: SIM118
+                name = rename(stored)
+                if name in self._where:
+                    other = self._where[name][2].name
+                    raise ValueError(f"{file}: {stored} is in {other} too; remove the file that is not used")
+                self._where[name] = (handle, stored, file)
+            self._exact |= _exact_scales(handle, file)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        handle, stored = self._where[name]
+        handle, stored, _ = self._where[name]
         tensor: torch.Tensor = handle.get_tensor(stored)
         if stored not in self._exact:
             return tensor
-        return torch.full(tensor.shape, float.fromhex(self._exact[stored]), dtype=torch.float64)
+        return torch.full(tensor.shape, self._exact[stored], dtype=torch.float64)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
@@ -66,32 +75,74 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self._where)
 
+    @cached_property
+    def below(self) -> dict[str, list[str]]:
+        """What stands below each module: `weight` and `bias` of `model.norm`, for example."""
+        return _below(self)
 
-def layer_tensor_names(names: Iterable[str], layer: LayerPlan) -> list[str]:
-    """Those of `names` that belong to a quantized layer, other than its bias."""
+    def place(self, name: str) -> str:
+        """The file that a tensor is in and its name there, for messages; the directory where there is none."""
+        if name not in self._where:
+            return f"{self._directory}: {name}"
+        _, stored, file = self._where[name]
+        return f"{file}: {stored}"
+
+
+def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
+    """The scales of a file that float32 does not hold, by name."""
+    try:
+        kept = json.loads((handle.metadata() or {}).get(EXACT, "{}"))
+        found = {name: float.fromhex(value) for name, value in kept.items()}
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ValueError(f"{file}: damaged metadata {EXACT} ({error}); write or download it again") from None
+    names = set(handle.keys())
+    for name, value in found.items():
+        if name not in names or not math.isclose(float(handle.get_tensor(name)), value, rel_tol=2**-23):
+            raise ValueError(f"{file}: {name} is not what the metadata {EXACT} says; write or download it again")
+    return found
+
+
+def _below(names: Iterable[str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        found.setdefault(module, []).append(last)
+    return found
+
+
+def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> list[str]:
+    """Names of the tensors that belong to a quantized layer, other than its bias."""
+    below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
+    return [f"{name}.{own}" for name, _ in _matrices(layer) for own in below.get(name, ()) if own != "bias"]
+
+
+def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the matrices of a layer; a fused-expert projection has one or two for each expert."""
     if layer.kind != "experts":
-        own = re.compile(rf"{re.escape(layer.name)}\.(?!bias$)[a-z_0-9]+")
-    else:
-        stem, _, last = layer.name.rpartition(".")
-        own = re.compile(rf"{re.escape(stem)}\.\d+\.({'|'.join(EXPERT_PARTS.get(last, (last,)))})\..+")
-    return [name for name in names if own.fullmatch(name)]
+        return [(layer.name, layer.shape)]
+    stem, _, last = layer.name.rpartition(".")
+    parts = EXPERT_PARTS.get(last, (last,))
+    shape = (layer.shape[1] // len(parts), layer.shape[2])
+    return [(f"{stem}.{index}.{part}", shape) for index in range(layer.shape[0]) for part in parts]
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """One planned layer's weight and static input scale from a checkpoint's tensors, of either layout.
 
     Raises:
-        ValueError: a tensor of the layer is missing; the message names both.
+        ValueError: a tensor of the layer is missing, left over, or not as the plan has it (`checkpoint_check`); the
+            message names the tensor and its file.
     """
+    below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
     if plan.kind != "experts":
-        return _read_linear(tensors, plan.name, plan.weight)
-    stem, _, last = plan.name.rpartition(".")
+        return _read_linear(tensors, below, plan.name, plan.shape, plan)
+    parts_of = len(EXPERT_PARTS.get(plan.name.rpartition(".")[2], ("",)))
+    matrices = iter(_matrices(plan))
     experts, input_scale = [], None
-    for index in range(plan.shape[0]):
+    for _ in range(plan.shape[0]):
         parts = []
-        for part in EXPERT_PARTS.get(last, (last,)):
-            name = f"{stem}.{index}.{part}"
-            weight, own = _read_linear(tensors, name, plan.weight)
+        for name, shape in islice(matrices, parts_of):
+            weight, own = _read_linear(tensors, below, name, shape, plan)
             if own is not None and input_scale is not None and not torch.equal(own, input_scale):
                 raise ValueError(
                     f"{name}: its input scale is {float(own):g} and another expert's {float(input_scale):g}; "
@@ -122,29 +173,45 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
 
 
 def _read_linear(
-    tensors: Mapping[str, torch.Tensor], name: str, format: Any
+    tensors: Mapping[str, torch.Tensor],
+    below: Mapping[str, list[str]],
+    name: str,
+    shape: tuple[int, ...],
+    plan: LayerPlan,
 ) -> tuple[BlockScaledTensor, torch.Tensor | None]:
-    local = {key: tensors[f"{name}.{key}"] for key in _NAMES if f"{name}.{key}" in tensors}
+    beside = ("bias", *planned_beside(plan))
+    local = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in beside}
+    assert plan.weight is not None
+    for key, problem in matrix_problems(local, plan.weight, plan.activation, shape):
+        raise ValueError(f"{place(tensors, f'{name}.{key}')} {problem}; quantize the model again, or download it again")
     decompress = modelopt.decompress if modelopt.holds(local) else layout.decompress
-    try:
-        return decompress(local, format)
-    except KeyError as error:
-        raise ValueError(f"{name}: the checkpoint has no tensor {name}.{error.args[0]} for format {format}") from None
+    return decompress(local, plan.weight)
+
+
+def place(tensors: Mapping[str, torch.Tensor], name: str) -> str:
+    """How messages call a tensor: by its file and its name there, where it is in one."""
+    return tensors.place(name) if isinstance(tensors, TensorFiles) else name
+
+
+def planned_beside(plan: LayerPlan) -> list[str]:
+    """Suffixes of what stands in 16 bit beside a layer's weight."""
+    wanted = (plan.parts.pre_scale, plan.parts.rank, plan.parts.rank)
+    return [name for name, there in zip(BESIDE, wanted, strict=True) if there]
 
 
 def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
     """What a planned layer does at run time beside its matmul.
 
     Raises:
-        ValueError: a tensor that the plan promises is missing, or has another rank; the message names it.
+        ValueError: a tensor that the plan promises is missing, not finite, or has another rank; the message names it.
     """
-    planned = plan.parts
-    needed = [
-        name for name, wanted in zip(BESIDE, (planned.pre_scale, planned.rank, planned.rank), strict=True) if wanted
-    ]
+    planned, needed = plan.parts, planned_beside(plan)
     for suffix in needed:
-        if f"{plan.name}.{suffix}" not in tensors:
-            raise ValueError(f"{plan.name}: the checkpoint has no tensor {plan.name}.{suffix}, which the plan names")
+        name = f"{plan.name}.{suffix}"
+        if name not in tensors:
+            raise ValueError(f"{plan.name}: the checkpoint has no tensor {name}, which the plan names")
+        if problem := value_problem(tensors[name]):
+            raise ValueError(f"{place(tensors, name)} {problem}; quantize the model again, or download it again")
     pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in BESIDE)
     parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
     if plan.kind != "experts":
@@ -152,17 +219,6 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     if parts.rank != planned.rank:
         raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
     return parts
-
-
-_NAMES = (
-    "weight",
-    "weight_packed",
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "input_global_scale",
-    "input_scale",
-)
 
 
 def plan_of_checkpoint(
@@ -189,16 +245,21 @@ def plan_of_checkpoint(
     try:
         if config.get("quant_method") == "compressed-tensors":
             formats_of, kv_cache = layout.read_config(config, names)
+            rotation_of = layout.read_rotations(config, names)
         else:
             formats_of, kv_cache = modelopt.read_config(config, names, tensors)
+            rotation_of = None
         for layer in found:
             # A config speaks of the matrices of one expert.
             experts = layer.kind == "experts"
             matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
             chosen = formats_of(matrix) if layer.kind in ("linear", "head", "experts") else None
             weight, activation = chosen or (None, None)
+            parts = Parts(hadamard=rotation_of(matrix)) if rotation_of and weight is not None else Parts()
             reason = f"as {directory.name} was written"
-            layers.append(LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason))
+            layers.append(
+                LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason, parts=parts)
+            )
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})

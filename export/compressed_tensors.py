@@ -15,7 +15,7 @@ The config's argument blocks are computed from `Format`; only the layout's own n
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -383,6 +383,33 @@ def read_config(config: Mapping[str, Any], names: StoredNames) -> tuple[FormatsO
         return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
 
     return formats_of, FORMATS["fp8"] if config.get("kv_cache_scheme") else None
+
+
+def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
+    """From a matrix's name to the block of the Hadamard rotation that its input goes through at run time; 0 for none.
+
+    Raises:
+        ValueError: another transform. What was done to weights alone is in them already.
+    """
+    blocks: list[tuple[int, list[str], list[str]]] = []
+    for scheme in ((config.get("transform_config") or {}).get("config_groups") or {}).values():
+        for place in scheme["apply"]:
+            if place["location"].startswith("weight"):
+                continue
+            plain = scheme["type"] == "hadamard" and not scheme.get("randomize") and not place.get("inverse")
+            if not (plain and place["location"] == "input" and isinstance(scheme.get("head_dim"), int)):
+                what = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
+                raise ValueError(f"transform_config asks for {what} at {place['location']!r}: not supported")
+            blocks.append((scheme["head_dim"], place["targets"], place.get("ignore") or []))
+
+    def rotation_of(matrix: str) -> int:
+        called = names.both(matrix) if blocks else []
+        for block, targets, ignored in blocks:
+            if any(_matches(n, t) for t in targets for n in called):
+                return 0 if any(_matches(n, t) for t in ignored for n in called) else block
+        return 0
+
+    return rotation_of
 
 
 def _matches(name: str, target: str) -> bool:

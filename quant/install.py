@@ -55,10 +55,18 @@ def install_weight(
 
 
 def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout."""
+    """Registers KV-cache scales as buffers of their attention modules, under the names of the checkpoint layout.
+
+    Raises:
+        UserError: the model has no such module.
+    """
     for name, tensor in tensors.items():
         attention, _, operand = name.rpartition(".")
-        model.get_submodule(attention).register_buffer(operand, tensor)
+        try:
+            module = model.get_submodule(attention)
+        except AttributeError:
+            raise UserError(f"{name}: a scale of the KV cache, and the model has no module {attention}") from None
+        module.register_buffer(operand, tensor)
 
 
 def use_expert_modules(model: nn.Module, plan: Plan) -> None:

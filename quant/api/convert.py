@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import KV_SCALES, Checkpoint, outline
+from quant.api.load import Checkpoint, check_values, kv_scales, outline
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
 from quant.export import compressed_tensors as layout
@@ -120,10 +120,10 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tupl
         for part, matrix in layer_weights(layer.name, weight).items():
             for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
-    for name in tensors:
-        if name in owned:
-            continue
-        if name.endswith(KV_SCALES):
+    scales, rest = kv_scales(tensors), {name: tensors[name] for name in tensors if name not in owned}
+    check_values(opened.model, rest, tensors)
+    for name in rest:
+        if name in scales:
             yield _kv_scale(name, tensors[name], names, dtype, to)
         else:
             yield names.stored(name), tensors[name]

@@ -17,9 +17,11 @@ from quant.api.export_kinds import LAYOUTS
 from quant.errors import UserError
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
+from quant.export.checkpoint_check import plan_problems, scale_problem, value_problem
 from quant.export.checkpoint_reader import (
     TensorFiles,
     layer_tensor_names,
+    place,
     plan_of_checkpoint,
     read_layer,
     read_parts,
@@ -39,12 +41,12 @@ KV_SCALES = (".k_scale", ".v_scale")
 
 def is_checkpoint(path: str | Path) -> bool:
     """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
-    return _quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+    return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
 def can_run(path: str | Path) -> bool:
     """Whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
-    config = _quantization_config(Path(path))
+    config = quantization_config(Path(path))
     if config is None or (Path(path) / PLAN_FILE).is_file():
         return is_checkpoint(path)
     try:
@@ -62,7 +64,8 @@ def load(
 ) -> nn.Module:
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
-    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again.
+    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor
+    is checked as it is read: its dtype, its shape, and that it is finite.
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
@@ -71,7 +74,8 @@ def load(
             layout of its kernels, there as after `.to("cuda")`; `state_dict` has that of the checkpoint.
 
     Raises:
-        UserError: not a quantized checkpoint, or its tensors do not fit the model; the message names them.
+        UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
+            or do not fit the model; the message names them.
     """
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
@@ -82,13 +86,11 @@ def load(
     owned: set[str] = set()
     for layer in plan.quantized:
         weight, input_scale = read_layer(tensors, layer)
-        if weight.shape != layer.shape:
-            raise UserError(f"{layer.name}: the checkpoint holds {list(weight.shape)}, the plan {list(layer.shape)}")
         install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
         owned.update(layer_tensor_names(tensors, layer))
     if plan.kv_cache is not None:
-        install_kv_scales(model, {n: tensors[n] for n in tensors if n.endswith(KV_SCALES)})
-    _assign(model, {n: tensors[n] for n in tensors if n not in owned}, directory, assign=built)
+        install_kv_scales(model, kv_scales(tensors))
+    _assign(model, {n: tensors[n] for n in tensors if n not in owned}, tensors, directory, assign=built)
     use_expert_modules(model, plan)
     protect(model)
     return model.eval().to(device)
@@ -120,13 +122,18 @@ class Checkpoint:
     @cached_property
     def plan(self) -> Plan:
         """The plan that the checkpoint came with, or else the one that its config describes."""
-        layers = find_layers(self.model)
+        layers, config = find_layers(self.model), quantization_config(self.directory)
         file = self.directory / PLAN_FILE
         if file.is_file():
             plan = Plan.load(file)
             check_plan_fits(plan, layers)
+            if (self.directory / "config.json").is_file():
+                for problem in plan_problems(plan, config, self.names, self.tensors):
+                    raise UserError(
+                        f"{file}: {problem}; both are written together, so restore the one that was changed, or "
+                        "quantize the model again"
+                    )
             return plan
-        config = _quantization_config(self.directory)
         assert config is not None
         return plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
 
@@ -170,7 +177,7 @@ def _config_in(file: Path, key: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _quantization_config(directory: Path) -> dict[str, Any] | None:
+def quantization_config(directory: Path) -> dict[str, Any] | None:
     """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
     for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
         file = directory / name
@@ -196,7 +203,56 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+def kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The scales of the KV cache in a checkpoint, by name.
+
+    Raises:
+        UserError: one is not positive and finite, or K has one and V has none.
+    """
+    found = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
+    for name, scale in found.items():
+        if problem := scale_problem(scale):
+            raise UserError(f"{place(tensors, name)} {problem}; calibrate the KV cache again")
+        attention, _, operand = name.rpartition(".")
+        other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
+        if other not in found:
+            raise UserError(f"{place(tensors, other)} is missing, beside {name}; calibrate the KV cache again")
+    return found
+
+
+def check_values(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    """Raises UserError for a tensor in 16 bit that is not finite, or holds integers where the model has floats.
+
+    Args:
+        model: that they are for.
+        tensors: by name, of parameters and buffers.
+        source: what they were read from.
+    """
+    buffers, held = dict(model.named_buffers()), model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        there = held.get(name)
+        if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
+            raise UserError(
+                f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
+                f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
+            )
+        if problem := value_problem(tensor, is_buffer=name in buffers):
+            raise UserError(f"{place(source, name)} {problem}; repair the model, or download it again")
+
+
+def _is_wide_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
+def _assign(
+    model: nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    source: Mapping[str, torch.Tensor],
+    directory: Path,
+    *,
+    assign: bool,
+) -> None:
+    check_values(model, tensors, source)
     tensors = _with_fused_experts(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     if callable(tie := getattr(model, "tie_weights", None)):

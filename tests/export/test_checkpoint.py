@@ -316,11 +316,12 @@ def test_halves_of_different_scale_are_not_joined(format: str) -> None:
 
 
 def test_tensor_names_of_a_layer() -> None:
-    names = ["a.b.weight_packed", "a.b.weight_scale", "a.b.bias", "a.bc.weight", "axb.weight", "a.b.c.weight"]
-    assert layer_tensor_names(names, LayerPlan("a.b", "linear", (1, 1))) == names[:2]
-    experts = ["e.0.gate_proj.weight", "e.10.up_proj.weight_scale", "e.0.down_proj.weight", "e.x.up_proj.weight"]
-    assert layer_tensor_names(experts, LayerPlan("e.gate_up_proj", "experts", (1, 1, 1))) == experts[:2]
-    assert layer_tensor_names(experts, LayerPlan("e.down_proj", "experts", (1, 1, 1))) == experts[2:3]
+    names = dict.fromkeys(["a.b.weight_packed", "a.b.weight_scale", "a.b.bias", "a.bc.weight", "axb.weight", "a.b.c.w"])
+    assert layer_tensor_names(names, LayerPlan("a.b", "linear", (1, 1))) == list(names)[:2]
+    parts = ["e.0.gate_proj.weight", "e.10.up_proj.weight_scale", "e.0.down_proj.weight", "e.x.up_proj.weight"]
+    experts = dict.fromkeys(parts)
+    assert layer_tensor_names(experts, LayerPlan("e.gate_up_proj", "experts", (11, 2, 1))) == parts[:2]
+    assert layer_tensor_names(experts, LayerPlan("e.down_proj", "experts", (11, 1, 1))) == parts[2:3]
 
 
 def test_a_missing_tensor_names_layer_and_format() -> None:
@@ -328,7 +329,7 @@ def test_a_missing_tensor_names_layer_and_format() -> None:
         f"a.{k}": v for k, v in compress(quantize(torch.randn(16, 32), FORMATS["nvfp4"]), None, torch.float32).items()
     }
     del stored["a.weight_scale"]
-    with pytest.raises(ValueError, match=r"a: the checkpoint has no tensor a\.weight_scale for format nvfp4"):
+    with pytest.raises(ValueError, match=r"a\.weight_scale is missing; nvfp4 with inputs in 16 bit has it"):
         read_layer(stored, LayerPlan("a", "linear", (16, 32), FORMATS["nvfp4"]))
 
 

@@ -445,7 +445,7 @@ def _with_config(directory: Path, **changes: Any) -> None:
         (
             "w4a16",
             lambda d: _without(d, "model.layers.1.mlp.up_proj.weight_scale_2"),
-            "the checkpoint has no tensor model.layers.1.mlp.up_proj.weight_scale_2 for format nvfp4",
+            "model.layers.1.mlp.up_proj.weight_scale_2 is missing; nvfp4 with inputs in 16 bit has it",
         ),
         (
             "mixed",

@@ -74,7 +74,9 @@ def test_a_promised_tensor_that_is_missing_is_named(tmp_path: Path) -> None:
     model, plan = _quantized(_parts("pre_scale"))
     quant.save(model, plan, tmp_path / "out")
     saved = Plan.load(tmp_path / "out" / "plan.json")
-    saved.replace_layers([replace(saved.layers[0], parts=Parts(rank=RANK))]).save(tmp_path / "out" / "plan.json")
+    saved.replace_layers([replace(saved.layers[0], parts=Parts(pre_scale=True, rank=RANK))]).save(
+        tmp_path / "out" / "plan.json"
+    )
     with pytest.raises(ValueError, match=r"no tensor first\.lowrank_down"):
         quant.load(tmp_path / "out", Net().bfloat16())
 

@@ -23,6 +23,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.api.export_kinds",
         "quant.api.load",
         "quant.errors",
+        "quant.export.checkpoint_check",
         "quant.export.checkpoint_reader",
         "quant.export.compressed_tensors",
         "quant.export.modelopt",

@@ -1,0 +1,66 @@
+"""Whether a tensor holds NaN or infinity is decided by its bits: one or two integer maxima, and nothing is converted.
+
+The bits of a float without its sign sort like its magnitude, infinity above all numbers and NaN above infinity. As
+signed integers the largest is that of the positive values, as unsigned integers that of the negative ones. A tensor is
+read once, in pieces that stay in the cache between both.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+_PIECE = 1 << 20  # bytes
+# Of each dtype, the bits of its largest finite number.
+_LARGEST = {
+    torch.float64: 0x7FEFFFFFFFFFFFFF,
+    torch.float32: 0x7F7FFFFF,
+    torch.bfloat16: 0x7F7F,
+    torch.float16: 0x7BFF,
+    torch.float8_e4m3fn: 0x7E,
+    torch.float8_e5m2: 0x7B,
+}
+_SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16, torch.int16), 1: (np.int8, torch.int8)}
+
+
+def is_finite(x: torch.Tensor) -> bool:
+    """Whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
+    return not _exceeds(x, _LARGEST.get(x.dtype), _LARGEST.get(x.dtype))
+
+
+def is_finite_or_mask(x: torch.Tensor) -> bool:
+    """The same, but -infinity is allowed: a mask that is added to scores holds it."""
+    largest = _LARGEST.get(x.dtype)
+    if largest is None or x.dtype is torch.float8_e4m3fn:  # which has no infinity
+        return is_finite(x)
+    return not _exceeds(x, largest, largest + 1)
+
+
+def is_positive(x: torch.Tensor) -> bool:
+    """Whether every value of a float tensor is a finite number above zero."""
+    if x.device.type != "cpu" or x.is_meta:
+        return x.is_meta or bool(((x > 0) & x.isfinite()).all())
+    bits = _bits(x)
+    return not bits.size or (int(bits.min()) > 0 and int(bits.max()) <= _LARGEST[x.dtype])
+
+
+def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> bool:
+    """Whether the bits of a value are above `positive`, or without its sign above `negative`."""
+    if positive is None or negative is None or x.is_meta:
+        return False
+    if x.device.type != "cpu":
+        wide = x.float() if x.dtype.itemsize == 1 else x
+        return bool((~wide.isfinite() if positive == negative else wide.isnan() | (wide == torch.inf)).any())
+    bits = _bits(x)
+    unsigned, top = bits.view(f"u{bits.dtype.itemsize}"), 1 << (8 * bits.dtype.itemsize - 1)
+    step = _PIECE // bits.dtype.itemsize
+    for start in range(0, bits.size, step):
+        piece = slice(start, start + step)
+        if int(bits[piece].max()) > positive or int(unsigned[piece].max()) > negative + top:
+            return True
+    return False
+
+
+def _bits(x: torch.Tensor) -> np.ndarray:
+    """The bits of `x` as signed integers, flat, sharing its memory where it is contiguous."""
+    return x.detach().contiguous().view(_SIGNED[x.dtype.itemsize][1]).flatten().numpy()
