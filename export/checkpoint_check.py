@@ -1,12 +1,12 @@
 """What a checkpoint holds is checked here as it is read, for files may be damaged, edited, or written by a faulty tool.
 
-    codes               present, of the format's dtype and shape; FP8 without NaN
+    codes               present, of the format's dtype and shape; FP8 without NaN (`checkpoint_scan`)
     block scales        E4M3: neither negative nor NaN (zero is an empty block of other tools); E8M0: not NaN
     other scales        one number or the shape of the format, positive and finite
     anything else       not left over: a zero point, or an input scale of inputs that stay in 16 bit, changes results
     plan.json           says what config.json says
 
-Values are checked by their bits (`quant.formats.finite`), so that each tensor is read once, and scales are small.
+Scales are checked by their bits (`quant.formats.finite`), so that nothing is converted.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple
     if name == "weight_shape":
         return None if tensor.tolist() == list(shape) else f"says {tensor.tolist()}, expected {list(shape)}"
     if name in ("weight", "weight_packed"):
-        return None if is_finite(tensor) else "holds codes that are NaN"
+        return None  # of all codes, only those of FP8 may be NaN, and `value_problem` says that
     if name != "weight_scale" or format.scale.is_wide:
         return scale_problem(tensor)
     codes, number = tensor.view(torch.uint8), format.scale
@@ -115,10 +115,12 @@ def scale_problem(scale: torch.Tensor) -> str | None:
 
 
 def value_problem(tensor: torch.Tensor, *, is_buffer: bool = False) -> str | None:
-    """What is wrong with a tensor that is not quantized; a buffer may be a mask, which holds -infinity."""
+    """What is wrong with a float tensor; a buffer may be a mask, which holds -infinity."""
     if is_finite_or_mask(tensor) if is_buffer else is_finite(tensor):
         return None
     wide = tensor.float()
+    if tensor.dtype.itemsize == 1:
+        return f"holds {int((~wide.isfinite()).sum()):,} codes that are NaN or infinite"
     return f"holds {int(wide.isnan().sum()):,} values that are NaN and {int(wide.isinf().sum()):,} that are infinite"
 
 

@@ -28,6 +28,11 @@ BESIDE = ("pre_scale", "lowrank_down", "lowrank_up")
 """Suffixes of what stands beside a weight in 16 bit."""
 
 
+def weight_files(directory: Path) -> list[Path]:
+    """The files that hold the tensors of a checkpoint."""
+    return sorted(directory.glob("*.safetensors"))
+
+
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a checkpoint directory, read from the memory-mapped shards when asked for.
 
@@ -43,7 +48,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     """
 
     def __init__(self, directory: Path, rename: Rename = str) -> None:
-        files = sorted(directory.glob("*.safetensors"))
+        files = weight_files(directory)
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
         self._where: dict[str, tuple[Any, str, Path]] = {}
@@ -79,6 +84,10 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def below(self) -> dict[str, list[str]]:
         """What stands below each module: `weight` and `bias` of `model.norm`, for example."""
         return _below(self)
+
+    def stored_name(self, name: str) -> str:
+        """The name that a tensor has in its file."""
+        return self._where[name][1]
 
     def place(self, name: str) -> str:
         """The file that a tensor is in and its name there, for messages; the directory where there is none."""

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import Checkpoint, check_values, kv_scales, outline
+from quant.api.load import Checkpoint, check_dtypes, check_suspects, kv_scales, outline
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.checkpoint import SECOND_LEVEL, layer_weights, write_tensors
-from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts
+from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint_scan import Scan
 from quant.export.directory import check_apart, new_directory
 from quant.export.names import StoredNames
 from quant.models.files import copy_along
@@ -121,7 +122,8 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tupl
             for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
     scales, rest = kv_scales(tensors), {name: tensors[name] for name in tensors if name not in owned}
-    check_values(opened.model, rest, tensors)
+    check_dtypes(opened.model, rest, tensors)
+    check_suspects(opened.model, Scan(weight_files(opened.directory)), tensors)
     for name in rest:
         if name in scales:
             yield _kv_scale(name, tensors[name], names, dtype, to)

@@ -25,7 +25,9 @@ from quant.export.checkpoint_reader import (
     plan_of_checkpoint,
     read_layer,
     read_parts,
+    weight_files,
 )
+from quant.export.checkpoint_scan import Scan
 from quant.export.names import StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
@@ -81,16 +83,23 @@ def load(
     if not is_checkpoint(directory):
         raise _no_checkpoint(directory)
     built = model is None
-    opened = Checkpoint(directory, model or outline(directory))
-    model, tensors, plan = opened.model, opened.tensors, opened.plan
-    owned: set[str] = set()
-    for layer in plan.quantized:
-        weight, input_scale = read_layer(tensors, layer)
-        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
-        owned.update(layer_tensor_names(tensors, layer))
-    if plan.kv_cache is not None:
-        install_kv_scales(model, kv_scales(tensors))
-    _assign(model, {n: tensors[n] for n in tensors if n not in owned}, tensors, directory, assign=built)
+    scan = Scan(weight_files(directory))
+    try:
+        opened = Checkpoint(directory, model or outline(directory))
+        model, tensors, plan = opened.model, opened.tensors, opened.plan
+        owned: set[str] = set()
+        for layer in plan.quantized:
+            weight, input_scale = read_layer(tensors, layer)
+            install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
+            owned.update(layer_tensor_names(tensors, layer))
+        if plan.kv_cache is not None:
+            install_kv_scales(model, kv_scales(tensors))
+        rest = {name: tensors[name] for name in tensors if name not in owned}
+        check_dtypes(model, rest, tensors)
+        _assign(model, rest, directory, assign=built)
+        check_suspects(model, scan, tensors)
+    finally:
+        scan.stop()
     use_expert_modules(model, plan)
     protect(model)
     return model.eval().to(device)
@@ -114,7 +123,7 @@ class Checkpoint:
         return stored_names(self.model)
 
     @cached_property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
+    def tensors(self) -> TensorFiles:
         """The tensors, read when asked for, under the names that the model's modules have."""
         names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
         return TensorFiles(self.directory, names.of_model)
@@ -141,6 +150,7 @@ class Checkpoint:
 def outline(directory: Path) -> nn.Module:
     """The model that config.json describes: parameters on the meta device, computed buffers real."""
     transformers = require("transformers", "hf")
+    initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
@@ -149,8 +159,12 @@ def outline(directory: Path) -> nn.Module:
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         cls = huggingface.model_class(config, str(directory))
-        with accelerate.init_empty_weights(include_buffers=False):
-            model: nn.Module = cls._from_config(config, dtype=config.dtype)
+        with accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
+            model: Any = cls._from_config(config, dtype=config.dtype)
+        for module in model.modules():
+            # Drawing weights on the meta device takes longer than reading a checkpoint.
+            module._is_hf_initialized = not module._buffers
+        model.init_weights()
         if (directory / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
     return model
@@ -220,15 +234,34 @@ def kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def check_values(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
-    """Raises UserError for a tensor in 16 bit that is not finite, or holds integers where the model has floats.
+def check_suspects(model: nn.Module, scan: Scan, tensors: TensorFiles) -> None:
+    """Raises UserError for a tensor that holds NaN or infinity.
+
+    Args:
+        model: the checkpoint's.
+        scan: of its files.
+        tensors: in them.
+    """
+    suspects = scan.suspects()
+    if not suspects:
+        return
+    buffers = {name for name, _ in model.named_buffers()}
+    for name in tensors:
+        if tensors.stored_name(name) not in suspects:
+            continue
+        if problem := value_problem(tensors[name], is_buffer=name in buffers):
+            raise UserError(f"{place(tensors, name)} {problem}; repair the model, or download it again")
+
+
+def check_dtypes(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
+    """Raises UserError for a tensor that holds integers where the model has floats, or the other way round.
 
     Args:
         model: that they are for.
         tensors: by name, of parameters and buffers.
         source: what they were read from.
     """
-    buffers, held = dict(model.named_buffers()), model.state_dict(keep_vars=True)
+    held = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
         there = held.get(name)
         if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
@@ -236,23 +269,13 @@ def check_values(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: 
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
                 f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
             )
-        if problem := value_problem(tensor, is_buffer=name in buffers):
-            raise UserError(f"{place(source, name)} {problem}; repair the model, or download it again")
 
 
 def _is_wide_float(tensor: torch.Tensor) -> bool:
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
 
 
-def _assign(
-    model: nn.Module,
-    tensors: Mapping[str, torch.Tensor],
-    source: Mapping[str, torch.Tensor],
-    directory: Path,
-    *,
-    assign: bool,
-) -> None:
-    check_values(model, tensors, source)
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
     tensors = _with_fused_experts(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     if callable(tie := getattr(model, "tie_weights", None)):

@@ -83,7 +83,7 @@ LIES: list[tuple[str, Callable[[Tensors], object], str, str]] = [
     (CT + "NVFP4A16", added(f"{Q}.input_global_scale", 1), f"{Q}.input_global_scale", "is left over"),
     (CT + "MXFP8", cast(f"{Q}.weight_scale", torch.float8_e4m3fn, bits=True), f"{Q}.weight_scale", "is float8_e4m3fn"),
     (CT + "MXFP8", put(f"{Q}.weight_scale", 255, 3), f"{Q}.weight_scale", "holds 1 scales that are NaN"),
-    (CT + "MXFP8", put(f"{Q}.weight", NAN, 3), f"{Q}.weight", "holds codes that are NaN"),
+    (CT + "MXFP8", put(f"{Q}.weight", NAN, 3), f"{Q}.weight", "holds 1 codes that are NaN or infinite"),
     (CT + "FP8", put(f"{Q}.weight_scale", 0.0), f"{Q}.weight_scale", "is 0"),
     (CT + "FP8", put(f"{Q}.input_scale", INF), f"{Q}.input_scale", "is inf"),
     (CT + "FP8", cast(f"{Q}.weight", torch.int8, bits=True), f"{Q}.weight", "is int8; fp8 has float8_e4m3fn"),

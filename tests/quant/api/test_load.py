@@ -25,6 +25,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.errors",
         "quant.export.checkpoint_check",
         "quant.export.checkpoint_reader",
+        "quant.export.checkpoint_scan",
         "quant.export.compressed_tensors",
         "quant.export.modelopt",
         "quant.export.names",

@@ -1,0 +1,116 @@
+"""`Scan` looks for NaN and infinity in weight files, in threads, while its caller builds the model.
+
+Loading maps the files and reads little of them, so that a check in turn would double its time. Float tensors of one
+dtype lie side by side in a file. Such runs are read in pieces that stay in the cache, where two integer maxima decide
+(`quant.formats.finite`). The result is a list of suspects, the tensors in a piece that holds such a value: the caller
+looks at these again, and knows what they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from bisect import bisect_right
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quant.formats.finite import is_finite
+
+_PIECE, _TASK = 1 << 22, 1 << 26  # bytes that are read at a time, and by one task
+_THREADS = 4
+_FLOATS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_own = threading.local()
+
+
+@dataclass
+class _Run:
+    """Tensors of one dtype that lie side by side: where each begins, their names, and where the last one ends."""
+
+    dtype: torch.dtype
+    begins: list[int]
+    names: list[str]
+    end: int
+
+
+class Scan:
+    """Reads the float tensors of safetensors files, from now on.
+
+    Args:
+        files: to read.
+
+    Raises:
+        ValueError: a file is damaged; the message names it.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        runs = [(file, run) for file in files for run in _runs(file)]
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="scan")
+        self._found = [
+            self._pool.submit(_suspects, file, run, start)
+            for file, run in runs
+            for start in range(run.begins[0], run.end, _TASK)
+        ]
+
+    def suspects(self) -> set[str]:
+        """Waits; gives the names, as they are in the files, of the tensors that may hold NaN or infinity."""
+        with self._pool:
+            return {name for found in self._found for name in found.result()}
+
+    def stop(self) -> None:
+        """Reads no further."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _runs(file: Path) -> list[_Run]:
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > file.stat().st_size:
+                raise ValueError("the header is longer than the file")
+            header = json.loads(opened.read(length))
+        header.pop("__metadata__", None)
+        placed = sorted((*fields["data_offsets"], name, fields["dtype"]) for name, fields in header.items())
+        runs: list[_Run] = []
+        for begin, end, name, kind in placed:
+            dtype = _FLOATS.get(kind)
+            if dtype is None or begin == end:
+                continue
+            begin, end = begin + 8 + length, end + 8 + length
+            if runs and runs[-1].dtype is dtype and runs[-1].end == begin:
+                runs[-1].begins.append(begin)
+                runs[-1].names.append(name)
+                runs[-1].end = end
+            else:
+                runs.append(_Run(dtype, [begin], [name], end))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{file}: truncated or damaged ({error}); write or download it again") from None
+    return runs
+
+
+def _suspects(file: Path, run: _Run, start: int) -> list[str]:
+    """Names of the tensors of a run in whose pieces, of one task from `start` on, there is NaN or infinity."""
+    if not hasattr(_own, "buffer"):
+        _own.buffer = torch.empty(_PIECE, dtype=torch.uint8)
+    found: list[str] = []
+    with file.open("rb", buffering=0) as opened:
+        for begin in range(start, min(start + _TASK, run.end), _PIECE):
+            piece = _own.buffer[: min(_PIECE, run.end - begin)]
+            got = os.preadv(opened.fileno(), [piece.numpy()], begin)
+            if got != len(piece):
+                raise ValueError(f"{file}: ends before its tensors do; write or download it again")
+            if not is_finite(piece.view(run.dtype)):
+                first, last = (bisect_right(run.begins, place) - 1 for place in (begin, begin + got - 1))
+                found += run.names[first : last + 1]
+    return found
