@@ -199,6 +199,8 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
     is not runs through.
     """
+    if not runs:
+        return []
     first = capture(model, chain, runs[0])
     lead = first[chain[0]]
     calls = [_first_hidden(first, chain)]

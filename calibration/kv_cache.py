@@ -32,6 +32,7 @@ from torch import nn
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.placement import device_of, placed
+from quant.calibration.ranks import gathered, own_batches
 from quant.formats.format import FORMATS, Format
 from quant.formats.scaling import global_scale_of, scale_of
 
@@ -91,6 +92,8 @@ def collect_attention_scales(
         device: where the model runs, see `placed`; None is where it is.
         progress: called as `progress(rows done, rows in all)`.
 
+    Ranks share the rows where the observer is absmax.
+
     Raises:
         ValueError: neither format is given, or one whose scales are all found at run time; unknown observer or
             granularity; NaN or infinity (module, operand and batch are named); no attention module was seen.
@@ -118,18 +121,22 @@ def collect_attention_scales(
 
     home = device_of(model)
     with torch.no_grad(), placed(model, device) as there, watching_attention(model, watch):
-        for index, row in enumerate(rows.to(there)):
-            model(row[None])
+        rows = rows.to(there)
+        for index in own_batches(len(rows)) if observer == "absmax" else range(len(rows)):
+            model(rows[index : index + 1])
             if progress:
                 progress(index + 1, len(rows))
-    if not seen:
+    found = {name: {o: _amax(w, granularity).cpu() for o, w in watchers.items()} for name, watchers in seen.items()}
+    if observer == "absmax":
+        found = _largest(found)
+    if not found:
         raise ValueError(
             f"{type(model).__name__}: no attention was seen on {len(rows)} calibration row(s); KV-cache and attention "
             "scales need a transformers model whose attention goes through its AttentionInterface"
         )
     return {
-        name: _scales({o: _amax(w, granularity).to(home) for o, w in watchers.items()}, kv_format, attention_format)
-        for name, watchers in seen.items()
+        name: _scales({o: amax.to(home) for o, amax in operands.items()}, kv_format, attention_format)
+        for name, operands in found.items()
     }
 
 
@@ -150,6 +157,16 @@ def _check_formats(formats: Any, granularity: str) -> None:
 def _amax(observers: list[Observer], granularity: str) -> torch.Tensor:
     amax = torch.stack([observer.amax() for observer in observers])
     return amax if granularity == "head" else amax.squeeze(0)
+
+
+def _largest(own: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
+    """The largest values of all ranks, by module and operand."""
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for part in gathered(own):
+        for name, operands in part.items():
+            known = found.setdefault(name, {})
+            known |= {o: torch.maximum(known.get(o, amax), amax) for o, amax in operands.items()}
+    return found
 
 
 def _scales(

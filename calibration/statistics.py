@@ -101,13 +101,8 @@ class MomentSum:
             x: `[tokens, in]`, what the layer gets.
             drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
         """
-        self.tokens += len(x)
         drift = None if drift is None else drift.to(x)
-        total = x.sum(0, dtype=torch.float32)
-        self.first = total if self.first is None else self.first.add_(total)
-        if drift is not None:
-            total = drift.sum(0, dtype=torch.float32)
-            self.shift = total if self.shift is None else self.shift.add_(total)
+        self.add_means(x, drift)
         if self.width is not None:
             blocks = _block_products(x, self.width)
             self.second = blocks.float() if self.second is None else self.second.add_(blocks)
@@ -120,11 +115,22 @@ class MomentSum:
             assert self.cross is not None
             self.cross += drift.t() @ x
 
+    def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+        """Adds one batch to the sums of inputs and drifts alone."""
+        self.tokens += len(x)
+        total = x.sum(0, dtype=torch.float32)
+        self.first = total if self.first is None else self.first.add_(total)
+        if drift is not None:
+            total = drift.sum(0, dtype=torch.float32)
+            self.shift = total if self.shift is None else self.shift.add_(total)
+
     def stats(self) -> LayerStats | None:
-        """The means; None if no token came."""
-        if self.second is None:
+        """The means; None if no token came. Second moments are None where another rank has them."""
+        if not self.tokens:
             return None
         means = [None if total is None else total / self.tokens for total in (self.first, self.shift)]
+        if self.second is None:
+            return LayerStats(self.tokens, None, None, None, *means)
         if self.width is not None:
             return LayerStats(self.tokens, None, None, self.second / self.tokens, *means)
         drift = None if self.cross is None else self.cross / self.tokens

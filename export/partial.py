@@ -10,6 +10,9 @@ A step is in the journal with the SHA-256 of its file, so a process that is kill
 leaves steps that are either whole or not there. A run whose model, plan, data or versions differ from those of the
 first line is refused: nothing of it would fit.
 
+The ranks of one run share the directory. The first one writes what all of them have found together, and each one what
+it alone has found, in a journal of its own (`journal-2.jsonl`, `00007-2.safetensors`); all read all journals.
+
 Files are written by a thread while the next step is worked on. What was written is then mapped from the file, so that
 the memory of finished steps belongs to the page cache and not to the process.
 """
@@ -22,7 +25,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -32,15 +35,19 @@ from typing import IO, Any
 import torch
 from safetensors import safe_open
 
+from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
 from quant.export.tensor_file import write_tensor_file
 from quant.recipes.json_text import json_text
 
-_JOURNAL = "journal.jsonl"
+_JOURNAL, _JOURNALS = "journal.jsonl", "journal*.jsonl"
 _IN_FLIGHT = 2  # steps whose tensors wait to be written
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pt2")
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
+
+
+Then = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +59,7 @@ class Step:
 
 
 class Partial:
-    """The partial directory of a run; open for one process at a time.
+    """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     Args:
         out: where the checkpoint will be.
@@ -69,6 +76,37 @@ class Partial:
         self, out: Path, depends: Mapping[str, Any], sources: Sequence[Path] = (), *, restart: bool = False
     ) -> None:
         self.out, self.path = out.resolve(), partial_path(out)
+        self.rank = rank_and_world()[0]
+        own = f"-{self.rank}" if self.rank else ""
+        self._journal, self._suffix = self.path / f"journal{own}.jsonl", f"{own}.safetensors"
+        self._sources = {file: _stamp(file) for file in sources}
+        self._steps: dict[str, dict[str, Any]] = {}
+        self._verified: set[str] = set()
+        self._awaited: list[tuple[str, Then]] = []
+        self._lock: IO[str] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
+        self._writing: list[Future[None]] = []
+        self._bytes_per_second = 5e8
+        self._hopeless = False
+        try:
+            if self.rank == 0:
+                self._open(json.loads(json_text(depends)), restart)
+            self.is_complete = from_first((self.path / COMPLETE).exists)
+            """Whether the checkpoint was whole when the run began, and perhaps not yet under its name."""
+            if not (self.path / _JOURNAL).is_file() and not self.is_complete:
+                raise ValueError(
+                    f"{self.path}: the first rank keeps its work there, and this one does not see it; give an --out on "
+                    "a file system that all machines share"
+                )
+            self._take_in(self.path.glob(_JOURNALS))
+        except BaseException:
+            self.close()
+            raise
+        self._numbers = max((int(step["file"][:5]) for step in self._steps.values()), default=0)
+        wait_for_all()
+
+    def _open(self, depends: Mapping[str, Any], restart: bool) -> None:
+        """Locks the directory and makes its journals whole, if they are of the same run, or else begins one."""
         if restart:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
@@ -76,46 +114,39 @@ class Partial:
         try:
             _lock(self._lock)
         except OSError:
-            self._lock.close()
-            raise ValueError(f"{self.path}: another process is working on {out}; wait for it, or stop it") from None
-        self._sources = {file: _stamp(file) for file in sources}
-        self._steps: dict[str, dict[str, Any]] = {}
-        self._verified: set[int] = set()
-        self._numbers = 0
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
-        self._writing: list[Future[None]] = []
-        self._bytes_per_second = 5e8
-        self._hopeless = False
-        depends = json.loads(json_text(depends))
-        try:
-            if not self._read(depends):
-                self._append({"depends": depends})
-        except BaseException:
-            self.close()
-            raise
-
-    def _read(self, depends: Mapping[str, Any]) -> bool:
-        """Takes in the steps of an earlier run, if there was one."""
-        journal = self.path / _JOURNAL
-        lines = journal.read_bytes().split(b"\n") if journal.is_file() else []
-        whole = lines[:-1]  # what follows the last newline was cut off in the middle
-        if not whole:
-            journal.unlink(missing_ok=True)
-            return False
-        journal.write_bytes(b"".join(line + b"\n" for line in whole))
-        first, *steps = map(json.loads, whole)
-        if changed := _difference(first["depends"], depends):
-            if self.is_complete and not (self.path / NEW).exists():  # that run ended well, but for its last deletion
-                for file in self.path.glob("*.safetensors"):
-                    file.unlink()
-                (self.path / COMPLETE).unlink()
-                journal.unlink()
-                return False
+            raise ValueError(
+                f"{self.path}: another process is working on {self.out}; wait for it, or stop it"
+            ) from None
+        for journal in self.path.glob(_JOURNALS):
+            whole = journal.read_bytes()
+            journal.write_bytes(whole[: whole.rfind(b"\n") + 1])  # what follows was cut off in the middle
+        first = next(iter(_lines(self.path / _JOURNAL)), None)
+        changed = None if first is None else _difference(first["depends"], depends)
+        if changed and (not (self.path / COMPLETE).exists() or (self.path / NEW).exists()):
             raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
-        for step in steps:
-            self._steps[step["step"]] = step
-            self._numbers = max(self._numbers, step["number"])
-        return True
+        if changed:  # that run ended well, but for its last deletion
+            for file in (*self.path.glob("*.safetensors"), self.path / COMPLETE):
+                file.unlink(missing_ok=True)
+        if first is None or changed:
+            for journal in self.path.glob(_JOURNALS):
+                journal.unlink()
+            _append(self.path / _JOURNAL, {"depends": depends})
+
+    def _take_in(self, journals: Iterable[Path]) -> None:
+        for journal in sorted(journals, reverse=True):
+            self._steps |= {line["step"]: line for line in _lines(journal) if "step" in line}
+
+    def refresh(self) -> None:
+        """Takes in what other ranks have written meanwhile, and hands what was waited for to who waits."""
+        before = set(self._steps)
+        self._take_in(set(self.path.glob(_JOURNALS)) - {self._journal})
+        self._verified |= {step["file"] for name, step in self._steps.items() if name not in before}
+        waiting, self._awaited = self._awaited, []
+        for step, then in waiting:
+            if step in self._steps:
+                then(_mapped(self.path / self._steps[step]["file"]))
+            else:
+                self._awaited.append((step, then))
 
     def __enter__(self) -> Partial:
         return self
@@ -125,7 +156,9 @@ class Partial:
         if kind is not None:
             self._thread.shutdown(wait=True)
         self.close()
-        empty = not any(self.path.glob("*.safetensors")) and not self.is_complete
+        if self.rank:
+            return
+        empty = not any(self.path.glob("*.safetensors")) and not (self.path / COMPLETE).exists()
         if kind is not None and (self._hopeless or empty):
             shutil.rmtree(self.path, ignore_errors=True)
 
@@ -138,11 +171,6 @@ class Partial:
             self._hopeless = self._changed_source() is None
             raise
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether the checkpoint is whole, and perhaps not yet under its name."""
-        return (self.path / COMPLETE).exists()
-
     def __contains__(self, step: str) -> bool:
         """Whether a step was finished, though perhaps its file is damaged."""
         return step in self._steps
@@ -152,14 +180,14 @@ class Partial:
         found = self._steps.get(step)
         if found is None:
             return None
-        number, file = found["number"], self._file(found["number"])
+        file = self.path / found["file"]
         if found["sha256"] is None:
             return Step({}, found["record"])
-        if number not in self._verified:
+        if file.name not in self._verified:
             if not file.is_file() or sha256_of(file) != found["sha256"]:
                 del self._steps[step]
                 return None
-            self._verified.add(number)
+            self._verified.add(file.name)
         return Step(_mapped(file), found["record"])
 
     def put(
@@ -167,7 +195,9 @@ class Partial:
         step: str,
         tensors: Mapping[str, torch.Tensor],
         record: Any,
-        then: Callable[[Mapping[str, torch.Tensor]], None] | None = None,
+        then: Then | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
         """Keeps a finished step; a step of this name that was kept before goes when the new one is written.
 
@@ -176,20 +206,26 @@ class Partial:
             tensors: must not change any more.
             record: JSON-ready.
             then: called with the tensors, mapped from the file, when they are written.
+            alone: this rank alone has found them. What all ranks have is written by the first.
 
         Raises:
             ValueError: a file of the model changed meanwhile.
             OSError: an earlier step could not be written.
         """
         self.check_sources()
+        if self.rank and not alone:
+            if then is not None:
+                self._awaited.append((step, then))
+            self.refresh()
+            return
         while len(self._writing) >= _IN_FLIGHT:
             self._writing.pop(0).result()
         self._numbers += 1
-        number, before = self._numbers, self._steps.get(step)
+        file, before = self.path / f"{self._numbers:05d}{self._suffix}", self._steps.get(step)
         here = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
         devices = {tensor.device for tensor in here.values() if tensor.is_cuda}
         computed = [torch.cuda.current_stream(device).record_event() for device in devices]
-        entry = {"step": step, "number": number, "sha256": None, "record": record}
+        entry = {"step": step, "file": file.name, "sha256": None, "record": record}
         self._steps[step] = entry
 
         def write() -> None:
@@ -197,17 +233,17 @@ class Partial:
                 event.synchronize()
             started = time.perf_counter()
             if here:
-                entry["sha256"] = _write(here, self._file(number))
-                self._verified.add(number)
-            self._append(entry)
+                entry["sha256"] = _write(here, file)
+                self._verified.add(file.name)
+            _append(self._journal, entry)
             if before is not None:
-                self._file(before["number"]).unlink(missing_ok=True)
+                (self.path / before["file"]).unlink(missing_ok=True)
             nbytes = sum(tensor.nbytes for tensor in here.values())
             if nbytes > 1 << 24:
                 self._bytes_per_second = nbytes / (time.perf_counter() - started)
             here.clear()
             if then is not None:
-                then(_mapped(self._file(number)))
+                then(_mapped(file))
             _trim()
 
         self._writing.append(self._thread.submit(write))
@@ -240,13 +276,18 @@ class Partial:
         return next((file for file, stamp in self._sources.items() if _stamp(file) != stamp), None)
 
     def flush(self) -> None:
-        """Waits until everything is written."""
+        """Waits until everything is written, by other ranks too where this one waits for it."""
         while self._writing:
             self._writing.pop(0).result()
+        while self._awaited:
+            self.refresh()
+            time.sleep(0.05)
 
     def finish(self) -> None:
         """Puts a whole checkpoint under its name, if it is not there, and removes the partial directory."""
         self.flush()
+        if self.rank:
+            return self.close()
         finish_directory(self.path, self.out)
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
@@ -254,14 +295,18 @@ class Partial:
     def close(self) -> None:
         """Lets go of the directory; the next run finds it as it is."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
-    def _file(self, number: int) -> Path:
-        return self.path / f"{number:05d}.safetensors"
 
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with (self.path / _JOURNAL).open("ab") as file:
-            file.write(json_text(line).encode() + b"\n")
+def _append(journal: Path, line: Mapping[str, Any]) -> None:
+    with journal.open("ab") as file:
+        file.write(json_text(line).encode() + b"\n")
+
+
+def _lines(journal: Path) -> list[dict[str, Any]]:
+    """The whole lines of a journal; what follows the last newline is still being written."""
+    return list(map(json.loads, journal.read_bytes().split(b"\n")[:-1])) if journal.is_file() else []
 
 
 def _trim() -> None:

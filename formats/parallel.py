@@ -9,7 +9,7 @@ take long compared with the microseconds that Python spends on each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -34,8 +34,17 @@ def in_parts(work: Callable[[int, int], object], size: int, parts: float, device
     if device.type != "cpu":
         work(0, size)
         return
+    run_parts(work, bounds_of(size, parts))
+
+
+def bounds_of(size: int, parts: float) -> list[tuple[int, int]]:
+    """Where so many consecutive parts of `range(size)` start and stop."""
     step = -(-size // max(int(parts), 1) // _ROWS) * _ROWS or 1
-    bounds = [(start, min(start + step, size)) for start in range(0, size, step)]
+    return [(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def run_parts(work: Callable[[int, int], object], bounds: Sequence[tuple[int, int]]) -> None:
+    """Calls `work(start, stop)` for parts of rows on the CPU, which share the threads that PyTorch may use."""
     threads = min(torch.get_num_threads(), len(bounds))
     with _one_thread():
         if threads <= 1:

@@ -12,6 +12,7 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.observers import get_observer
 from quant.calibration.placement import Device, find_device, placed
 from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import from_first
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.texts.generate import generate_rows
@@ -73,9 +74,13 @@ def own_text(
     seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
     report = reporter(progress, "generate")
     there = find_device(device)
-    try:
+
+    def write() -> torch.Tensor:
         with placed(model, there):
             return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+
+    try:
+        return from_first(write)
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError, IndexError) as error:

@@ -21,9 +21,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -31,11 +32,14 @@ from torch import nn
 from quant.calibration.attention_names import text_config
 from quant.calibration.placement import Device, device_of, find_device
 from quant.calibration.prepared import prepared
+from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.sensitivity.logits import Logits, logits_of
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,8 @@ def evaluate(
 ) -> Evaluation:
     """Measures `model` on `rows`, and against `baseline` where given.
 
+    Ranks share the rows; their sums are added up in the order of the rows, so the figures do not depend on the ranks.
+
     Memory beyond the models in `dtype`: the hidden states of `batch_size` rows and a few slices of logits. A
     model without a separate output head computes the logits of a whole batch at once.
 
@@ -104,8 +110,9 @@ def evaluate(
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
         logits = [Logits(each, output_head(each)) for each in models]
-        for start, batch in _batches(rows, batch_size, progress):
-            sums += _measure(logits, batch, start)
+        found = ((start, _measure(logits, batch, start)) for start, batch in _batches(rows, batch_size, progress))
+        for of_batch in _in_order(found):
+            sums += of_batch
     tokens = len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums / tokens).tolist()
     return Evaluation(
@@ -167,12 +174,14 @@ def _embedding_distance(
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
         )
-    total = 0.0
-    for start, batch in _batches(rows, batch_size, progress):
+
+    def distance(start: int, batch: torch.Tensor) -> float:
         first, second = (_embed(model, batch).cpu() for model in models)
         similar = torch.nn.functional.cosine_similarity(first, second, dim=-1)
-        total += finite_sum(1 - similar, partial(_row, start), "an embedding")
-    return total / len(rows)
+        return finite_sum(1 - similar, partial(_row, start), "an embedding")
+
+    found = ((start, distance(start, batch)) for start, batch in _batches(rows, batch_size, progress))
+    return sum(_in_order(found), start=0.0) / len(rows)
 
 
 def _row(first: int, index: int) -> str:
@@ -182,12 +191,19 @@ def _row(first: int, index: int) -> str:
 def _batches(
     rows: torch.Tensor, size: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Batches of rows and their first row; progress is reported after each."""
-    for start in range(0, len(rows), size):
+    """This rank's batches of rows and their first row; progress is reported after each."""
+    starts = range(0, len(rows), size)
+    for start in (starts[number] for number in own_batches(len(starts))):
         batch = rows[start : start + size]
         yield start, batch
         if progress is not None:
             progress(start + len(batch), len(rows))
+
+
+def _in_order(found: Iterable[tuple[int, T]]) -> list[T]:
+    """What all ranks found, by first row."""
+    everything = [entry for part in gathered(list(found)) for entry in part]
+    return [value for _, value in sorted(everything, key=lambda entry: entry[0])]
 
 
 def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

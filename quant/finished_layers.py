@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
 from quant.calibration.walk.sequential import Keeper, States
 from quant.export.partial import Partial
 from quant.formats.tensor import BlockScaledTensor
@@ -33,6 +34,8 @@ def keep_layers(
     layers: Sequence[LayerPlan],
     results: Mapping[str, LayerResult],
     changed: Mapping[str, torch.Tensor] | None = None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Keeps installed layers as one step; their buffers become maps of its file.
 
@@ -43,6 +46,7 @@ def keep_layers(
         layers: as they were solved; those in 16 bit have a result alone.
         results: by name, of at least these layers.
         changed: other tensors of the model that are not what its files hold.
+        alone: this rank alone has solved them; by default all ranks have.
     """
     tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
     modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}
@@ -67,7 +71,7 @@ def keep_layers(
             else:
                 setattr(modules[name], kind, tensor)
 
-    partial.put(step, tensors, record, give_back)
+    partial.put(step, tensors, record, give_back, alone=alone)
 
 
 def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
@@ -129,7 +133,9 @@ class BlockKeeper(Keeper):
         self.kept_states = time.perf_counter()
 
     def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
-        finished = next((i for i, name in enumerate(chain) if self.partial.get(_step(name)) is None), len(chain))
+        finished = from_first(
+            lambda: next((i for i, name in enumerate(chain) if self.partial.get(_step(name)) is None), len(chain))
+        )
         states = None
         if finished < len(chain):
             found = self.partial.get("states")
@@ -156,20 +162,27 @@ class BlockKeeper(Keeper):
         keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
         if states is None or not states.quantized:
             return states
-        tensors = {f"quantized:{i}": state for i, state in enumerate(states.quantized)}
+        kinds = {"quantized": states.quantized}
         if states.original is not states.quantized:
-            tensors |= {f"original:{i}": state for i, state in enumerate(states.original)}
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
-        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
-        if large or time.perf_counter() - self.kept_states > _SHARE * self.partial.seconds_to_write(nbytes):
-            self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
+            kinds["original"] = states.original
+        nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
+        large, due = from_first(lambda: self._is_due(nbytes))
+        if large or due:
+            self.partial.put("states", {**_of_all_ranks(kinds, states.few.device), "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
             return states
-        tensors.clear()
+        kinds.clear()
         self.partial.flush()
+        wait_for_all()
+        self.partial.refresh()
         found = self.partial.get("states")
         return states if found is None else _states(found.tensors)
+
+    def _is_due(self, nbytes: int) -> tuple[bool, bool]:
+        """Whether hidden states of so many bytes take much of the memory, and whether it is time to write them."""
+        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
+        return large, time.perf_counter() - self.kept_states > _SHARE * self.partial.seconds_to_write(nbytes)
 
     def _changed(self, block: str) -> dict[str, torch.Tensor]:
         """Tensors of the finished block that are not what they were; those that are get their first memory back."""
@@ -195,10 +208,23 @@ def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
+def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """The hidden states of all batches by name, on the first rank; nothing on the others."""
+    rank, world = rank_and_world()
+    found = {}
+    for kind, states in kinds.items():
+        own = [(number_of(i), [state]) for i, state in enumerate(states)]
+        for number, (state,) in in_order(own, device):
+            if rank == 0:
+                assert state is not None
+                found[f"{kind}:{number}"] = state if world == 1 else state.cpu()
+    return found
+
+
 def _states(tensors: Mapping[str, torch.Tensor]) -> States:
     def of(kind: str) -> list[torch.Tensor]:
         numbers = sorted(int(name.removeprefix(f"{kind}:")) for name in tensors if name.startswith(f"{kind}:"))
-        return [tensors[f"{kind}:{number}"] for number in numbers]
+        return [tensors[f"{kind}:{numbers[batch]}"] for batch in own_batches(len(numbers))]
 
     quantized = of("quantized")
     return States(quantized, of("original") or quantized, tensors["few"])

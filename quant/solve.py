@@ -20,6 +20,7 @@ from quant.calibration.carrier import brought
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import dealt, from_first, rank_and_world, wait_for_all
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
@@ -155,6 +156,7 @@ def apply_plan(
     results: dict[str, LayerResult] = {}
     done = 0
     groups = by_input(plan.quantized)
+    own = _own_groups(groups, partial)
 
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
         if partial is not None and _step(members) in partial:
@@ -163,17 +165,26 @@ def apply_plan(
         return [weight for weight in found if isinstance(weight, torch.Tensor)]
 
     with torch.no_grad():
-        for members, weights in brought(groups, weights_of, there):
+        for members, weights in brought(own, weights_of, there):
             if partial is not None and (found := put_back(partial, _step(members), model)) is not None:
                 results |= found[1]
             else:
                 home = None if partial is not None else device_of(model)
                 results |= _solve_group(model, members, weights, input_scales, there, home)
                 if partial is not None:
-                    keep_layers(partial, _step(members), model, members, results)
+                    keep_layers(partial, _step(members), model, members, results, alone=True)
             done += len(members)
             if progress:
-                progress("solve", done, len(plan.quantized))
+                progress("solve", done, sum(map(len, own)))
+    if partial is not None and own is not groups:
+        partial.flush()
+        wait_for_all()
+        partial.refresh()
+        for members in groups:
+            if members[0].name not in results:
+                others = put_back(partial, _step(members), model)
+                assert others is not None, members[0].name
+                results |= others[1]
     use_expert_modules(model, plan)
     for layer in plan.layers:
         if layer.name not in results:
@@ -183,6 +194,17 @@ def apply_plan(
 
 def _step(members: Sequence[LayerPlan]) -> str:
     return f"group {members[0].name}"
+
+
+def _own_groups(groups: list[list[LayerPlan]], partial: Partial | None) -> list[list[LayerPlan]]:
+    """The groups that this rank solves: all of them, or its share of those that are not in the partial directory."""
+    rank, world = rank_and_world()
+    if partial is None or world == 1:
+        return groups
+    names = from_first(lambda: {m[0].name for m in groups if partial.get(_step(m)) is None})
+    left = [members for members in groups if members[0].name in names]
+    owners = dealt([sum(member.numel for member in members) for members in left])
+    return [members for members, owner in zip(left, owners, strict=True) if owner == rank]
 
 
 def _solve_group(

@@ -35,6 +35,7 @@ from torch.linalg import vecdot
 
 from quant.calibration.blocks import removing, stored_dtype
 from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import rank_and_world
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.divergence import Divergence, NotFinite, divergence_of, finite, finite_sum
@@ -42,7 +43,7 @@ from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, di
 from quant.calibration.sensitivity.switchable_layer import LayerGradient, SwitchableLayer, same_tensor
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax, recomputed
 from quant.calibration.sensitivity.table import METHODS, UNITS, GroupScores, Sensitivity
-from quant.calibration.sensitivity.units import Result, rank_and_world, remove_parts, run_units, total
+from quant.calibration.sensitivity.units import Result, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
 
 _ACTIVATION_BYTES = 2 << 30

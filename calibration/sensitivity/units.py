@@ -11,21 +11,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-import torch.distributed
-
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.formats.atomic import write_atomically
 
 Result = dict[str, dict[str, float]]
-
-
-def rank_and_world() -> tuple[int, int]:
-    """This process's number and how many there are: (0, 1) outside torch.distributed."""
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 def run_units(
@@ -64,12 +54,7 @@ def run_units(
 
 def _from_all(mine: dict[str, Result]) -> dict[str, Result]:
     """The results that all ranks have between them."""
-    _, world = rank_and_world()
-    if world == 1:
-        return mine
-    gathered: list[Any] = [None] * world
-    torch.distributed.all_gather_object(gathered, mine)
-    return {name: result for part in gathered for name, result in part.items()}
+    return {name: result for part in gathered(mine) for name, result in part.items()}
 
 
 def total(results: dict[str, Result]) -> Result:
@@ -85,10 +70,8 @@ def total(results: dict[str, Result]) -> Result:
 
 def remove_parts(path: Path) -> None:
     """Deletes the partial results beside `path`, once the whole is written; on the first rank alone."""
-    rank, world = rank_and_world()
-    if world > 1:
-        torch.distributed.barrier()
-    if rank == 0:
+    wait_for_all()
+    if rank_and_world()[0] == 0:
         for part in _parts(path):
             part.unlink(missing_ok=True)
 

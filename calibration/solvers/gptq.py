@@ -32,6 +32,7 @@ from torch.nn.functional import pad
 
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import round_with_feedback, search_block, search_threads, to_errors
+from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
 from quant.formats.number import Number
@@ -79,8 +80,13 @@ class Gptq:
             raise ValueError(f"{name}: {error}") from None
         if factor.damping > self.damping:
             warnings.warn(f"{name}: singular second moment, damped by {factor.damping:g} of its mean", stacklevel=2)
-        target = corrected_weight(weight.float(), stats.drift, factor)
-        return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
+        drift = stats.drift
+
+        def solve(rows: Tensor) -> BlockScaledTensor:
+            target = corrected_weight(rows.float(), drift, factor)
+            return gptq(target, factor, format, global_scale, sweeps=self.sweeps, shortlist=self.shortlist)
+
+        return solve_by_rows(solve, weight, format)
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ costs up to 1.4 times the error of the first. One scale for all, chosen before r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
+from quant.calibration.ranks import in_order
 from quant.calibration.solvers.base import Solver, shared_global_scale
 from quant.calibration.solvers.peers import Peer
 from quant.calibration.statistics import LayerStats
@@ -70,6 +71,39 @@ def solve_stacked(
     if format.block[0] != 1 or len(weights) == 1:
         return solve_group(weights, dict.fromkeys(weights, stats), format, solver, stored)
     return _solve_as_one(weights, stats, format, solver, stored)
+
+
+def all_solved(
+    own: Mapping[int, Mapping[str, BlockScaledTensor]],
+    outlines: Sequence[tuple[Mapping[str, tuple[int, ...]], Format]],
+    device: torch.device,
+) -> list[dict[str, BlockScaledTensor]]:
+    """The solutions of several groups, of which each rank has some.
+
+    Args:
+        own: this rank's solutions, by number of the group.
+        outlines: shapes of the members by name, and the format, of every group.
+        device: of the solutions.
+    """
+    entries = [
+        (index, [tensor for name in outlines[index][0] for tensor in _tensors(solved[name])])
+        for index, solved in own.items()
+    ]
+    found = []
+    for index, tensors in in_order(entries, device):
+        shapes, format = outlines[index]
+        parts = zip(tensors[::3], tensors[1::3], tensors[2::3], strict=True)
+        found.append(
+            {
+                name: BlockScaledTensor(codes, scale, format, shape, second)  # type: ignore[arg-type]
+                for (name, shape), (codes, scale, second) in zip(shapes.items(), parts, strict=True)
+            }
+        )
+    return found
+
+
+def _tensors(weight: BlockScaledTensor) -> list[torch.Tensor | None]:
+    return [weight.codes, weight.scale, weight.global_scale]
 
 
 def _solve_as_one(

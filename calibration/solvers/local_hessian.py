@@ -16,6 +16,7 @@ from torch import Tensor
 from quant.calibration.solvers.base import required_stats
 from quant.calibration.solvers.block_search import search_block, search_threads
 from quant.calibration.solvers.gptq import block_factors
+from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
 from quant.formats.parallel import in_parts
@@ -37,7 +38,7 @@ class LocalHessian:
         self, weight: Tensor, stats: LayerStats | None, format: Format, *, global_scale: Tensor | None, name: str
     ) -> BlockScaledTensor:
         moments = required_stats(stats, name, "local_hessian").blocks(_block_width(format, name))
-        return local_hessian(weight.float(), moments, format, global_scale)
+        return solve_by_rows(lambda rows: local_hessian(rows.float(), moments, format, global_scale), weight, format)
 
 
 def _block_width(format: Format, name: str) -> int:

@@ -10,8 +10,9 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,19 +20,41 @@ from torch import nn
 
 from quant.calibration.blocks import Call, Stop, output_of, removing
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.solvers.autoround import BlockLayer, reconstruct_block
+from quant.calibration.ranks import (
+    Entry,
+    at_first,
+    dealt,
+    from_first,
+    gathered,
+    in_order,
+    number_of,
+    rank_and_world,
+    sharing,
+)
+from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
 from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
-from quant.calibration.solvers.group import solve_stacked
+from quant.calibration.solvers.group import all_solved, solve_stacked
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
+from quant.calibration.statistics import LayerStats
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
 from quant.calibration.walk.scaling import InputScaling
+from quant.calibration.walk.shared_moments import Moments, pooled, stats_of
 from quant.calibration.walk.stand_in import RememberedModules, StandIn, weight_of
+from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
+
+
+@dataclass(frozen=True)
+class _Rounded:
+    """A group's codes and scales by name, its branches, and what was rounded, `[out, in]`."""
+
+    weights: Mapping[str, BlockScaledTensor]
+    branches: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    wanted: Mapping[str, torch.Tensor]
 
 
 class BlockWork:
@@ -47,6 +70,8 @@ class BlockWork:
     ) -> None:
         self.block, self.groups, self.experts, self.settings, self.stored = block, groups, experts, settings, stored
         self.clock = [0]
+        self.device = next(block.parameters()).device
+        self.batches = 0  # of all ranks
         self.targets = {n: weight_of(block, n).detach().float() for g in groups for n in g.names}
         self.stand_ins: dict[str, StandIn] = {}
         self.solved: dict[str, tuple[LayerPlan, Solved | None]] = {}
@@ -61,7 +86,8 @@ class BlockWork:
         """Solves all groups.
 
         Args:
-            current: calls with the hidden states that the quantized blocks before give, one a batch.
+            current: calls with the hidden states that the quantized blocks before give, one for each of this rank's
+                batches.
             original: the same with the original hidden states.
             small: a call on a few tokens.
             needs_output: whether another block follows.
@@ -69,11 +95,12 @@ class BlockWork:
         Returns:
             The hidden states behind the block: quantized, original.
         """
+        self.batches = sum(gathered(len(original)))
         if self.settings.guard is None and all(group.pipeline.at_once for group in self.groups):
             outputs = self._observe_at_once(original)
             self._solve_experts(original)
             return outputs, outputs
-        self.tokens = sum(_token_count(call.hidden) for call in original)
+        self.tokens = sum(gathered(sum(_token_count(call.hidden) for call in original)))
         reference = self._observe(original)
         InputScaling(self.block, self.groups, self.targets, self.stored).choose(small)
         for group in self.groups:
@@ -81,7 +108,7 @@ class BlockWork:
             group.fix_input_scale(self.settings.observer, self.stored)
         for stage in self._stages():
             self._solve_stage(stage, current)
-            self._remember_finished(len(current))
+            self._remember_finished()
         self._solve_experts(current)
         if any(group.pipeline.reconstruction for group in self.groups):
             self.remembered.forget()
@@ -107,14 +134,14 @@ class BlockWork:
                 out.append(output_of(self.block(*call.args, **call.kwargs)))
         return out
 
-    def _remember_finished(self, batches: int) -> None:
+    def _remember_finished(self) -> None:
         """Modules in which every layer is solved are not run again."""
         unfinished = [work.module for work in self.experts if not work.solved]
         for name, calls in self.calls.items():
             module = self.block.get_submodule(name)
             inside = [group for group in self.groups if any(n.startswith(f"{name}.") for n in group.names)]
             solved = not any(target.startswith(f"{name}.") for target in self.targets)
-            once = calls == batches and all(group.calls == 1 for group in inside)
+            once = calls == self.batches and all(group.calls == 1 for group in inside)
             if not solved or not once or "forward" in vars(module) or any(m in unfinished for m in module.modules()):
                 continue
             self.remembered.add(module)
@@ -124,11 +151,11 @@ class BlockWork:
 
     def _observe(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """The reference pass: magnitudes, the inputs themselves, and the order in which groups are called."""
-        order: list[int] = []
+        order: list[tuple[int, int]] = []
 
         def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-                order.append(index)
+                order.append((number_of(self.clock[0]), index))
                 self._take_in(self.groups[index], args[0], keep=True)
 
             return hook
@@ -140,10 +167,14 @@ class BlockWork:
         counting = _hooks(self.block, {name: count(name) for name in sorted(parents)})
         with counting, _hooks(self.block, {g.names[0]: watch(i) for i, g in enumerate(self.groups)}):
             outputs = self._outputs(calls)
+        found = gathered((order, self.calls))
+        self.calls = sum((counted for _, counted in found), Counter())
+        called = [index for _, index in sorted((c for part, _ in found for c in part), key=itemgetter(0))]
         for index, group in enumerate(self.groups):
-            group.calls = order.count(index) // len(calls) if order.count(index) % len(calls) == 0 else 2
-        rank = {index: place for place, index in reversed(list(enumerate(order)))}
-        self.groups = [self.groups[i] for i in sorted(range(len(self.groups)), key=lambda i: rank.get(i, len(order)))]
+            group.calls = called.count(index) // self.batches if called.count(index) % self.batches == 0 else 2
+            group.pool(self.device)
+        first = {index: place for place, index in reversed(list(enumerate(called)))}
+        self.groups = [self.groups[i] for i in sorted(range(len(self.groups)), key=lambda i: first.get(i, len(called)))]
         return outputs
 
     def _take_in(self, group: Group, given: torch.Tensor, *, keep: bool) -> torch.Tensor:
@@ -153,11 +184,11 @@ class BlockWork:
             magnitude = x.abs()
             amax, total = magnitude.amax(0).float(), magnitude.sum(0, dtype=torch.float32)
             self._check(amax, given, group)
-            group.amax = amax if group.amax is None else torch.maximum(group.amax, amax)
-            group.total = total if group.total is None else group.total + total
+            group.seen.append((number_of(self.clock[0]), [amax, total]))
             group.tokens += len(x)
             if keep:
                 group.kept.append(x)
+                group.places.append(number_of(self.clock[0]))
         return x
 
     def _check(self, amax: torch.Tensor, x: torch.Tensor, group: Group) -> None:
@@ -165,7 +196,7 @@ class BlockWork:
             return
         if bool(torch.isfinite(x).all()):
             return
-        row = self.clock[0] * self.settings.batch
+        row = number_of(self.clock[0]) * self.settings.batch
         if x.dim() > 2:
             row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
         raise ValueError(f"{group.members[0].name}: the input holds NaN or infinity on calibration row {row}")
@@ -188,11 +219,12 @@ class BlockWork:
 
     def _solve_stage(self, stage: list[Group], calls: Sequence[Call]) -> None:
         found, held_out = self._collect(stage, calls)
+        owners = self._owners(stage)
         if self.settings.guard is None:
-            self._solve_collected(stage, found)
+            self._solve_collected(stage, found, owners)
             return
         targets = {name: self.targets[name] for group in stage for name in group.names}
-        self._solve_collected(stage, found)
+        self._solve_collected(stage, found, owners)
         for group, pairs in zip(stage, held_out, strict=True):
             while pairs and self._promote(group, targets, pairs):
                 again, (pairs,) = self._collect([group], calls)
@@ -204,46 +236,62 @@ class BlockWork:
         self, stage: list[Group], calls: Sequence[Call]
     ) -> tuple[list[LayerStats | None], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
         """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
-        sums = [MomentSum() for _ in stage]
-        pairs: list[list[tuple[torch.Tensor, torch.Tensor]]] = [[] for _ in stage]
-        judged = self._held_out(len(calls))
+        sums, unrounded = [Moments() for _ in stage], [Moments() for _ in stage]
+        pairs: list[list[Entry]] = [[] for _ in stage]
+        judged = self._held_out(self.batches)
 
-        def watch(group: Group, moment: MomentSum, held: list[Any]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def watch(group: Group, moments: tuple[Moments, Moments], held: list[Entry]) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
                     return
                 drift = self._drift(group, x)
-                if self.clock[0] in judged:
-                    held.append((x, group.input(x) if drift is None else group.input(x) + drift))
-                if self.clock[0] not in judged or len(calls) == 1:
-                    self._add(group, moment, x, drift)
+                number = number_of(self.clock[0])
+                if number in judged:
+                    held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
+                if number not in judged or self.batches == 1:
+                    self._add(group, moments, x, drift)
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
             return hook
 
-        hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, sums, pairs, strict=True)}
+        moments = zip(sums, unrounded, strict=True)
+        hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, moments, pairs, strict=True)}
         if judged or any(group.pipeline.needs_moment for group in stage):
             with fast_matmul(), _hooks(self.block, hooks):
                 for self.clock[0], call in enumerate(calls):
                     with suppress(Stop):
                         self.block(*call.args, **call.kwargs)
-        return [moment.stats() for moment in sums], pairs
+        owners = self._owners(stage)
+        if any(_has_branch(group) for group in stage):
+            for group, stats in zip(stage, stats_of(unrounded, self.device, owners), strict=True):
+                group.unrounded = stats
+        found: list[LayerStats | None] = [None for _ in stage]
+        if any(group.pipeline.needs_moment for group in stage):
+            found = stats_of(sums, self.device, owners)
+        return found, [[_pair(held) for _, held in in_order(part, self.device)] for part in pairs]
+
+    def _owners(self, stage: Sequence[Group]) -> list[int] | None:
+        """The rank that solves each of several groups; None where all ranks solve the only one together."""
+        if len(stage) == 1:
+            return None
+        if any(group.pipeline.reconstruction for group in stage):
+            return [0] * len(stage)  # where blocks are refined
+        return dealt([sum(member.numel for member in group.members) for group in stage])
 
     def _held_out(self, calls: int) -> range:
         """Batches that only judge, where there is a guard: the last eighth, at least one."""
         return range(calls - max(calls // 8, 1), calls) if self.settings.guard else range(0)
 
-    def _add(self, group: Group, moment: MomentSum, x: torch.Tensor, drift: torch.Tensor | None) -> None:
+    def _add(self, group: Group, moments: tuple[Moments, Moments], x: torch.Tensor, drift: torch.Tensor | None) -> None:
         """Adds a batch of inputs to the group's statistics."""
         if not group.pipeline.needs_moment:
             return
-        if group.pipeline.spec.rank and group.activation is not None:
-            # The branch sees the input unrounded.
-            group.unrounded = group.unrounded or MomentSum()
-            group.unrounded.add(group.input(x), drift)
-        moment.add(group.round_input(x), drift)
+        rounded, unrounded = moments
+        if _has_branch(group):
+            unrounded.add(self.clock[0], group.input(x), drift)
+        rounded.add(self.clock[0], group.round_input(x), drift)
 
     def _promote(
         self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -285,16 +333,27 @@ class BlockWork:
             del self.targets[name]
         return False
 
-    def _solve_collected(self, stage: list[Group], found: list[LayerStats | None]) -> None:
-        """Solves sibling groups; one that no token reached gets the pooled statistics of the others."""
-        pooled = pooled_stats([stats for stats in found if stats is not None])
+    def _solve_collected(
+        self, stage: list[Group], found: Sequence[LayerStats | None], owners: Sequence[int] | None = None
+    ) -> None:
+        """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
+
+        Args:
+            stage: the groups.
+            found: their statistics; second moments are at the owners.
+            owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
+        """
+        silent = any(stats is None and group.pipeline.needs_moment for group, stats in zip(stage, found, strict=True))
+        others = pooled(found, self.device, owners) if silent else None
+        taken: list[LayerStats | None] = []
         for group, stats in zip(stage, found, strict=True):
             if self.settings.guard is None:
                 group.kept.clear()
+                group.places.clear()
+            taken.append((stats or others) if group.pipeline.needs_moment else None)
             if not group.pipeline.needs_moment:
-                self._solve_group(group, None, group.tokens)
                 continue
-            if stats is None and pooled is None:
+            if stats is None and others is None:
                 raise ValueError(
                     f"{group.members[0].name}: no calibration token reached it; give more text, or exclude the layer"
                 )
@@ -303,7 +362,13 @@ class BlockWork:
             elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
                 found_in = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
                 group.notes.append(f"{found_in}: a singular second moment, damped; more text would do better")
-            self._solve_group(group, stats or pooled, 0 if stats is None else stats.tokens)
+        tokens = [
+            group.tokens if not group.pipeline.needs_moment else 0 if stats is None else stats.tokens
+            for group, stats in zip(stage, found, strict=True)
+        ]
+        rounded = self._solve_groups(stage, taken, owners)
+        for group, stats, solved, count in zip(stage, taken, rounded, tokens, strict=True):
+            self._put_in_place(group, stats, solved, count)
 
     def _drift(self, group: Group, x: torch.Tensor) -> torch.Tensor | None:
         """The part of the input error that the solver corrects for; None where it corrects nothing.
@@ -317,12 +382,46 @@ class BlockWork:
             return None
         return (group.original(self.clock[0]) - group.input(x)).mul_(correction)
 
-    def _solve_group(self, group: Group, stats: LayerStats | None, tokens: int) -> None:
+    def _solve_groups(
+        self, stage: Sequence[Group], found: Sequence[LayerStats | None], owners: Sequence[int] | None
+    ) -> Iterator[_Rounded]:
+        """Codes and scales of each group, and the branches that were taken off before."""
+        if owners is None or rank_and_world()[1] == 1:
+            for group, stats in zip(stage, found, strict=True):
+                with sharing():
+                    yield self._solve_group(group, stats)
+            return
+        own = {
+            index: self._solve_group(group, stats)
+            for index, (group, stats) in enumerate(zip(stage, found, strict=True))
+            if owners[index] == rank_and_world()[0]
+        }
+        outlines = [({m.name: m.shape for m in group.members}, group.weight_format) for group in stage]
+        solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, self.device)
+        branches = [
+            (index, [part for member in stage[index].members for part in rounded.branches[member.name]])
+            for index, rounded in own.items() if rounded.branches
+        ]  # fmt: skip
+        found_branches = dict(in_order(branches, self.device))
+        for index, group in enumerate(stage):
+            pairs = zip(found_branches.get(index, ())[::2], found_branches.get(index, ())[1::2], strict=True)
+            yield own.get(index) or _Rounded(
+                solved[index],
+                {member.name: _pair(pair) for member, pair in zip(group.members, pairs, strict=False)},
+                {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)},
+            )
+
+    def _solve_group(self, group: Group, stats: LayerStats | None) -> _Rounded:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
         branches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         if group.pipeline.spec.rank:
             weights, branches, stats = self._take_branches(group, weights, stats)
         solved = solve_stacked(weights, stats, group.weight_format, group.pipeline.rounding, self.stored)
+        return _Rounded(solved, branches, weights)
+
+    def _put_in_place(self, group: Group, stats: LayerStats | None, rounded: _Rounded, tokens: int) -> None:
+        """Puts stand-ins in the place of a group's layers."""
+        solved, branches, weights = rounded.weights, rounded.branches, rounded.wanted
         for member, name in zip(group.members, group.names, strict=True):
             original = self.block.get_submodule(name)
             dense = solved[member.name].dequantize(original.weight.dtype)  # type: ignore[arg-type]
@@ -355,7 +454,7 @@ class BlockWork:
         self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
     ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]], LayerStats | None]:
         """Each weight's rest to be rounded, and its branch. Both together correct the inputs' drift."""
-        seen = stats if group.unrounded is None else group.unrounded.stats()
+        seen = stats if group.unrounded is None else group.unrounded
         assert stats is not None and seen is not None and seen.second_moment is not None
         factor = factorize(seen.second_moment)
         left, branches = {}, {}
@@ -385,7 +484,7 @@ class BlockWork:
             # Stand-ins beside the learned layers must no longer remember their outputs.
             stand_in.keeps = False
             stand_in.outputs.clear()
-        found = reconstruct_block(self.block, calls, outputs, layers, settings)
+        found = self._reconstructed(calls, outputs, layers, settings)
         if not math.isfinite(found.before):
             first = self.groups[0].members[0].name
             raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
@@ -393,40 +492,84 @@ class BlockWork:
             member, solved = self.solved[name]
             assert solved is not None
             note = f"block error {found.before:.3g} before autoround, {found.after:.3g} after"
+            weight = weight.to(self.device)
             self.solved[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
             self.stand_ins[name].dense = weight.dequantize(self.stand_ins[name].dense.dtype)
+
+    def _reconstructed(
+        self,
+        calls: Sequence[Call],
+        outputs: Sequence[torch.Tensor],
+        layers: dict[str, BlockLayer],
+        settings: Reconstruction,
+    ) -> Reconstructed:
+        """What the first rank learns from the rows of all ranks: steps of gradient descent follow each other."""
+        if rank_and_world()[1] == 1:
+            return reconstruct_block(self.block, calls, outputs, layers, settings)
+        cpu = torch.device("cpu")
+        own = [
+            (number_of(i), call.to(cpu), output.to(cpu))
+            for i, (call, output) in enumerate(zip(calls, outputs, strict=True))
+        ]
+        everywhere = at_first(own)
+
+        def learn() -> Reconstructed:
+            assert everywhere is not None
+            batches = sorted((batch for part in everywhere for batch in part), key=itemgetter(0))
+            found = reconstruct_block(
+                self.block,
+                [call.to(self.device) for _, call, _ in batches],
+                [output.to(self.device) for _, _, output in batches],
+                layers,
+                settings,
+            )
+            return replace(found, weights={name: weight.to(cpu) for name, weight in found.weights.items()})
+
+        return from_first(learn)
 
     def _observe_at_once(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """Solves all groups from one pass over the original inputs."""
         sums = {}
         keeps = self.settings.observer != "absmax"
 
-        def watch(group: Group, moment: MomentSum) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x = self._take_in(group, args[0], keep=keeps)
                 if len(x):
-                    moment.add(x)
+                    moments.add(self.clock[0], x)
 
             return hook
 
         hooks = {}
         for group in self.groups:
-            sums[group.names[0]] = MomentSum(group.weight_format.block[1] or None)
+            sums[group.names[0]] = Moments(group.weight_format.block[1] or None)
             hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
         siblings: dict[str, list[Group]] = {}
         for group in self.groups:
+            group.pool(self.device)
             group.fix_input_scale(self.settings.observer, self.stored)
             siblings.setdefault(group.pattern, []).append(group)
         for stage in siblings.values():
-            self._solve_collected(stage, [sums[group.names[0]].stats() for group in stage])
+            self._solve_collected(stage, stats_of([sums[group.names[0]] for group in stage], self.device))
         return outputs
 
     def _solve_experts(self, calls: Sequence[Call]) -> None:
         """Solves fused experts, with the rest of the block quantized."""
         for experts in self.experts:
-            experts.solve(partial(self._outputs, calls))
+            experts.solve(partial(self._outputs, calls), self.clock)
+
+
+def _has_branch(group: Group) -> bool:
+    """Whether a branch reads the group's inputs before they are rounded."""
+    return bool(group.pipeline.spec.rank and group.activation is not None)
+
+
+def _pair(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+    first, second = tensors
+    assert first is not None and second is not None
+    return first, second
 
 
 def _dots(name: str) -> list[int]:

@@ -13,6 +13,7 @@ from torch import nn
 from quant.calibration.blocks import removing
 from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
+from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.texts.rows import check_ids
 from quant.kernels.linear.modules import experts_forward
 
@@ -26,6 +27,8 @@ def collect_input_amax(
     device: torch.device | None = None,
 ) -> dict[str, torch.Tensor]:
     """Largest magnitude of the input of each named layer over `rows`, one forward pass a row.
+
+    Ranks share the rows, unless observers watch, which count what they have seen in its order.
 
     Args:
         model: called as `model(row)`.
@@ -57,10 +60,13 @@ def collect_input_amax(
 
     home = device_of(model)
     with torch.no_grad(), placed(model, device) as there, watch_inputs(model, names, observe):
-        for row_index, row in enumerate(rows.to(there)):
-            model(row[None])
+        rows = rows.to(there)
+        for row_index in range(len(rows)) if observers else own_batches(len(rows)):
+            model(rows[row_index : row_index + 1])
             if progress:
                 progress(row_index + 1, len(rows))
+    if not observers:
+        amax = _largest(amax)
     silent = sorted(set(names) - set(amax))
     if silent:
         raise ValueError(
@@ -69,6 +75,14 @@ def collect_input_amax(
         )
     found = {name: observers[name].amax() for name in amax} if observers else amax
     return {name: value.to(home) for name, value in found.items()}
+
+
+def _largest(own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The largest value of all ranks by name."""
+    found: dict[str, torch.Tensor] = {}
+    for part in gathered({name: value.cpu() for name, value in own.items()}):
+        found |= {name: torch.maximum(found.get(name, value), value) for name, value in part.items()}
+    return found
 
 
 @contextmanager

@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.ranks import rank_and_world
 from quant.calibration.solvers.gptq import Gptq
-from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.group import all_solved, solve_group
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
+from quant.calibration.statistics import LayerStats, round_activation
 from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.shared_moments import Moments, pooled, stats_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward
 from quant.recipes.plan import LayerPlan
@@ -55,6 +57,7 @@ class ExpertsWork:
         path = members[0].name.removeprefix(prefix).rpartition(".")[0]
         self.module = block.get_submodule(path)
         self.members, self.input_scales, self.settings, self.stored = members, input_scales, settings, stored
+        self.device = self.module.get_parameter(members[0].name.rpartition(".")[2]).device
         self.originals: dict[str, nn.Parameter] = {}
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
 
@@ -63,8 +66,9 @@ class ExpertsWork:
         """Of the first projection, in the model."""
         return self.members[0].name
 
-    def solve(self, run: Callable[[], Any]) -> None:
-        """Solves the projections; `run` runs the block on all calibration rows."""
+    def solve(self, run: Callable[[], Any], clock: list[int]) -> None:
+        """Solves the projections; `run` runs the block on this rank's calibration rows, `clock` tells their batch."""
+        self.clock = clock
         self.module.forward = partial(experts_forward, self.module)
         for member in self.members:
             projection = member.name.rpartition(".")[2]
@@ -98,19 +102,19 @@ class ExpertsWork:
         together = max(_BUDGET // (4 * columns * (width or columns)), 1)
         found: list[LayerStats | None] = []
         for first in range(0, count, together):
-            sums = {expert: MomentSum(width) for expert in range(first, min(first + together, count))}
+            sums = {expert: Moments(width) for expert in range(first, min(first + together, count))}
 
-            def observe(name: str, expert: int, x: torch.Tensor, sums: dict[int, MomentSum] = sums) -> None:
+            def observe(name: str, expert: int, x: torch.Tensor, sums: dict[int, Moments] = sums) -> None:
                 if name != projection or expert not in sums or len(x) == 0:
                     return
                 if not bool(torch.isfinite(x).all()):
                     raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
                 rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
-                sums[expert].add(rounded)
+                sums[expert].add(self.clock[0], rounded)
 
             self.module.forward = partial(experts_forward, self.module, observe=observe)
             run()
-            found += [moment.stats() for moment in sums.values()]
+            found += stats_of(list(sums.values()), self.device, [_owner(expert) for expert in sums])
         self.module.forward = partial(experts_forward, self.module)
         return found
 
@@ -121,22 +125,30 @@ class ExpertsWork:
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
         reached = [stats for stats in found if stats is not None]
-        pooled = pooled_stats(reached)
         silent = sum(stats is None for stats in found) if pipeline.needs_moment else 0
-        if silent and pooled is None:
+        others = pooled(found, self.device, list(map(_owner, range(len(found))))) if silent else None
+        if silent and others is None:
             raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
         if silent:
             notes.append(
                 f"no calibration token reached {silent} of {len(weight)} experts: solved on the pooled statistics of "
                 "the others"
             )
-        solved = [
-            solve_group({member.name: matrix}, {member.name: stats or pooled}, member.weight, pipeline.rounding,
-                        self.stored)[member.name]
-            for matrix, stats in zip(weight, found, strict=True)
-        ]  # fmt: skip
+        own = {
+            expert: solve_group({member.name: matrix}, {member.name: stats or others}, member.weight,
+                                pipeline.rounding, self.stored)
+            for expert, (matrix, stats) in enumerate(zip(weight, found, strict=True))
+            if _owner(expert) == rank_and_world()[0]
+        }  # fmt: skip
+        shapes = {member.name: tuple(weight.shape[1:])}
+        solved = [each[member.name] for each in all_solved(own, [(shapes, member.weight)] * len(weight), self.device)]
         tokens = sum(stats.tokens for stats in reached)
         return Solved(stacked(solved), RunTimeParts(), self.input_scales.get(member.name), tokens, tuple(notes))
+
+
+def _owner(expert: int) -> int:
+    """The rank that solves an expert."""
+    return expert % rank_and_world()[1]
 
 
 def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:

@@ -7,14 +7,15 @@ the members' weights are solved as one tall matrix where the format allows it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from quant.calibration.observers import get_observer
+from quant.calibration.ranks import gathered, in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
-from quant.calibration.statistics import MomentSum, round_activation, static_input_scale
+from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.calibration.walk.guard import Guard
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
@@ -78,14 +79,15 @@ class Group:
         members: as planned; the guard may change their formats.
         names: of the members within the block.
         pipeline: their solver.
-        kept: original inputs by batch, `[tokens, in]`.
+        kept: original inputs by batch of this rank, `[tokens, in]`, and `places` their numbers among those of all.
+        seen: largest magnitudes and sums of magnitudes of each batch, until they are pooled.
         calls: how often the group is called in one pass of the block.
         tokens: how many reached it in the original model.
         total: sum of magnitudes by channel, `[in]`.
         amax: largest magnitude by channel, `[in]`.
         divisor: what the input has been divided by, `[in]`, by itself or by a folded scale.
         parts, input_scale: see `Solved`; branches are the members' own.
-        unrounded: second moment of the inputs before rounding, where a branch reads them.
+        unrounded: statistics of the inputs before rounding, where a branch reads them.
         notes: for the plan.
     """
 
@@ -93,6 +95,8 @@ class Group:
     names: list[str]
     pipeline: Pipeline
     kept: list[torch.Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    seen: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
     calls: int = 0
     tokens: int = 0
     total: torch.Tensor | None = None
@@ -100,7 +104,7 @@ class Group:
     divisor: torch.Tensor | None = None
     parts: RunTimeParts = field(default_factory=RunTimeParts)
     input_scale: torch.Tensor | None = None
-    unrounded: MomentSum | None = None
+    unrounded: LayerStats | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -124,9 +128,29 @@ class Group:
         """The input as the quantized layer sees it, but for its rounding."""
         return self.parts.input(x)
 
+    def pool(self, device: torch.device) -> None:
+        """Puts together what all ranks have seen, batch by batch."""
+        for _, (amax, total) in in_order(self.seen, device):
+            assert amax is not None and total is not None
+            self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
+            self.total = total if self.total is None else self.total + total
+        self.seen.clear()
+        self.tokens = sum(gathered(self.tokens))
+
+    def kept_everywhere(self, every: int = 1) -> Iterator[torch.Tensor]:
+        """Every so-manieth of the inputs that ranks have kept, batch by batch."""
+        assert self.amax is not None
+        own = [(place, [x[::every]]) for place, x in zip(self.places, self.kept, strict=True)]
+        for _, (x,) in in_order(own, self.amax.device):
+            assert x is not None
+            yield x
+
     def original(self, batch: int) -> torch.Tensor:
         """The input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
-        x = self.kept[batch]
+        return self.scaled(self.kept[batch])
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """An original input, scaled and rotated as the quantized one is."""
         x = x if self.divisor is None else x / self.divisor.to(x)
         return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
@@ -143,8 +167,8 @@ class Group:
             amax = (self.amax if self.divisor is None else self.amax / self.divisor).amax()
         else:
             watching = get_observer(observer)(self.activation, name=self.members[0].name)
-            for batch in range(len(self.kept)):
-                watching.update(self.original(batch))
+            for x in self.kept_everywhere():
+                watching.update(self.scaled(x))
             amax = watching.amax()
         self.input_scale = static_input_scale(amax, self.activation, stored, self.members[0].name)
 

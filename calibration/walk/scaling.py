@@ -43,10 +43,11 @@ class InputScaling:
             return
         folds = self._find_folds(small)
         for group, found in zip(reversed(self.groups), reversed(folds), strict=True):
-            if not group.kept or not group.pipeline.transforms:
+            if not group.tokens or not group.pipeline.transforms:
                 continue
             assert group.total is not None and group.amax is not None
-            sample = torch.cat([x[:: max(group.tokens // SAMPLED_TOKENS, 1)].float() for x in group.kept])
+            every = max(group.tokens // SAMPLED_TOKENS, 1)
+            sample = torch.cat([x.float() for x in group.kept_everywhere(every)])
             for transform in group.pipeline.transforms:
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor

@@ -15,6 +15,9 @@ calibration rows at once:
 5. *Reconstruction*, where asked for, refines the whole block against the output of the original.
 6. The quantized block gives the hidden states for the next one.
 
+Ranks share the calibration rows: each keeps the hidden states of its own batches. Sums over rows, and what one rank
+solves for all, are put together in the order of one rank (`quant.calibration.ranks`).
+
 So memory holds one block, two sets of hidden states, one block's reference inputs and one second moment. A solved
 layer remembers its outputs while its block is worked on, because the passes of step 3 repeat each other's
 beginnings; a block costs three forward passes in all, one of them the reference.
@@ -42,6 +45,7 @@ from quant.calibration.blocks import (
 )
 from quant.calibration.carrier import brought
 from quant.calibration.placement import Loan, fits, placed, tensors_of
+from quant.calibration.ranks import own_batches
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import check_solvers, get_pipeline
 from quant.calibration.texts.rows import check_ids, few_of
@@ -164,7 +168,8 @@ class _Walk:
         self.done = 0
         self.merged: dict[str, str] = {}
         self.home = next(model.parameters()).device
-        self.batches = list(rows.split(settings.batch))
+        batches = rows.split(settings.batch)
+        self.batches = [batches[number] for number in own_batches(len(batches))]
         self.few = few_of(rows)
         self.stored = stored_dtype(model)
 

@@ -8,9 +8,11 @@ it had begun to write is removed, a line says what stands, and the exit code is 
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import threading
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,12 +21,15 @@ from typing import Any
 
 import click
 
+from quant.cli.ranks.launch import is_rank, launch, local_device
+from quant.cli.ranks.watch import Watch
 from quant.errors import UserError, printable
 from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
+_ARGUMENTS = "quant.arguments"
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEVICE = click.option(
@@ -32,6 +37,12 @@ DEVICE = click.option(
     default="auto",
     show_default=True,
     help="Where to compute: cpu, cuda, cuda:N, or auto, a GPU if any.",
+)
+DEVICES = click.option(
+    "--devices",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Share the work among N processes of this machine, each with a GPU of its own.",
 )
 ATTENTION = click.option(
     "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
@@ -92,33 +103,51 @@ class Command(click.Command):
         super().__init__(*args, **options)
         self.params.append(click.Option(["--debug"], is_flag=True, help="Show the traceback of an error."))
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parses the arguments, and keeps them as they were given."""
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
         debug = ctx.params.pop("debug")
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
         before = _identity(out)
-        _share_processor(quiet=bool(ctx.params.get("quiet")))
+        _share_processor(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank())
+        watch = None
         try:
-            with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet"))):
+            with _terminable(), _warnings_in_one_line(quiet=bool(ctx.params.get("quiet")) or _is_silent_rank()):
+                if "devices" in ctx.params:
+                    watch = _join_ranks(ctx)
                 if revision is not None:
                     _at_revision(ctx.params, revision)
-                return super().invoke(ctx)
+                result = super().invoke(ctx)
+                if watch is not None:
+                    watch.ends()
+                return result
         except KeyboardInterrupt as signalled:
             number = signal.SIGTERM if isinstance(signalled, Terminated) else signal.SIGINT
+            if watch is not None:
+                watch.fails(f"stopped by {number.name}", follows=True)
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else printable(f" {when} {out} was written")
             click.echo(f"error: stopped by {number.name}{what}", err=True)
             ctx.exit(128 + number)
         except (ValueError, OSError, MemoryError, RuntimeError) as error:
             memory, deep = _is_out_of_memory(error), isinstance(error, RecursionError)
-            if debug or (isinstance(error, RuntimeError) and not memory and not deep):
-                raise
+            unexpected = isinstance(error, RuntimeError) and not memory and not deep
             message = " ".join(str(error).split()) or type(error).__name__
             if deep:
                 message = "a file is nested too deeply to be read; --debug shows which"
             if memory:
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
+            if watch is not None:
+                if unexpected and watch.rank:
+                    traceback.print_exc()
+                watch.fails(message, follows=unexpected and _is_broken_connection(message))
+            if debug or unexpected:
+                raise
             click.echo(f"error: {printable(message)}", err=True)
             ctx.exit(2)
 
@@ -137,6 +166,47 @@ def _at_revision(params: dict[str, Any], revision: str) -> None:
     if params[place] is None:
         raise UserError(f"--revision {revision} needs --model")
     params[place] = with_revision(str(params[place]), revision)
+
+
+def command_line(ctx: click.Context) -> str:
+    """The command as it was given."""
+    return shlex.join([str(ctx.info_name), *ctx.meta[_ARGUMENTS]])
+
+
+def _is_silent_rank() -> bool:
+    return os.environ.get("RANK", "0") != "0"
+
+
+def _join_ranks(ctx: click.Context) -> Watch | None:
+    """Makes this process one of the ranks that a launcher has started, or starts them itself and ends with them."""
+    devices = ctx.params.pop("devices")
+    if not is_rank():
+        if devices in (None, 1):
+            return None
+        assert ctx.info_name is not None
+        ctx.exit(launch(ctx.info_name, ctx.meta[_ARGUMENTS], devices))
+    from quant.calibration.ranks import join
+
+    join()
+    resumes = ctx.params.get("out") is not None
+    watch = Watch(
+        "what is finished is kept, and the same command goes on behind it, on any number of ranks"
+        if resumes
+        else "run the same command again"
+    )
+    if watch.rank:
+        ctx.params |= {"quiet": True, "as_json": False}
+    try:
+        ctx.params["device"] = local_device(ctx.params["device"])
+    except ValueError as error:
+        watch.fails(str(error))
+        raise
+    return watch
+
+
+def _is_broken_connection(message: str) -> bool:
+    """Whether an error says that another rank does not answer."""
+    return any(word in message for word in ("gloo", "NCCL", "onnection closed", "onnection reset", "Broken pipe"))
 
 
 class Toolbox(click.Group):

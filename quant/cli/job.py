@@ -17,6 +17,7 @@ from quant.allocation.goal import Constraint, Goal
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration_data import lacks_data, solver_needs_data
+from quant.cli.ranks.same import check_same
 from quant.errors import UserError
 from quant.export.directory import check_apart, check_destination
 from quant.export.partial import Partial, fingerprints, is_finished, model_files
@@ -252,13 +253,15 @@ class Job:
         """
         assert self.out is not None
         files = model_files(source.path)
+        device = find_device(self.device)
+        check_same({"the plan": plan.digest()}, files, device)
         how = {key: str(plan.provenance.get(key)) for key in ("guard", "observer")}
         depends = {
             "the model's file": fingerprints(files),
             "the plan": {"digest": plan.digest(), **how},
             "the version of": versions(),
             "the seed": self.seed,
-            "the kind of device": (find_device(self.device) or torch.device("cpu")).type,
+            "the kind of device": (device or torch.device("cpu")).type,
         }
         return Partial(self.out, depends, files, restart=self.restart)
 

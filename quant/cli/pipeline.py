@@ -20,10 +20,12 @@ from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
 from quant.calibration.placement import describe, find_device
 from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import rank_and_world, wait_for_all
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
 from quant.cli.job import Job
+from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate
 from quant.export.compressed_tensors import check_plan, runtime_warnings
@@ -156,8 +158,9 @@ def _run_model(
     with job.partial(source, asked) as partial:
         if partial.is_complete:
             partial.finish()
+            wait_for_all()
             return Report.load(job.out / "report.json")
-        partial.expect("device", describe(device))  # each rounds sums in its own way
+        partial.expect("device", kind_of(device))  # each rounds sums in its own way
         report = _solve_and_write(job, source, model, asked, device, quiet, seconds, data, allocation, partial)
         partial.finish()
     return report
@@ -203,6 +206,8 @@ def _solve_and_write(
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
 
+    if rank_and_world()[0] > 0:
+        return report
     started = time.perf_counter()
 
     def finish(directory: Path, hashes: Mapping[str, str]) -> None:
@@ -238,6 +243,7 @@ def _rows(
     if found is not None:
         return found.tensors["rows"].clone()
     rows = _calibration(job, source, device, progress, plan)
+    check_same({f"the calibration text {job.calib}": tensor_hash(rows)}, device=device)
     if own:
         partial.put("calibration rows", {"rows": rows}, None)
     else:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import click
 
 from quant.calibration.sensitivity.table import METHODS
-from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
+from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, command_line, model_options, print_json
 
 
 @click.command("quantize", cls=Command)
@@ -45,6 +43,7 @@ from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_js
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
 @DEVICE
+@DEVICES
 # The fields of AllocationRequest:
 @click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted.")
 @click.option("--fit", metavar="SIZE", help="… so that weights and KV cache take at most SIZE, such as 24GB.")
@@ -85,7 +84,7 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     from quant.cli.pipeline import run
 
     request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
-    command = shlex.join(["quantize", *sys.argv[1:]])
+    command = command_line(click.get_current_context())
     outcome = run(Job(**options, request=request, command=command), quiet=quiet or as_json)
     if as_json:
         print_json(outcome)

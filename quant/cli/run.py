@@ -11,6 +11,7 @@ import click
 from quant.cli.base import (
     ATTENTION,
     DEVICE,
+    DEVICES,
     JSON,
     KV_CACHE,
     QUIET,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
 @DEVICE
+@DEVICES
 @ATTENTION
 @KV_CACHE
 @model_options

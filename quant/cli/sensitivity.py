@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from quant.calibration.sensitivity.table import METHODS
-from quant.cli.base import DEVICE, JSON, QUIET, Command, model_options, print_json
+from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, model_options, print_json
 from quant.cli.console import announce, announce_source, page, stages, status, table
 from quant.export.directory import check_apart
 from quant.models.files import find_model
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
 @click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
 @DEVICE
+@DEVICES
 @model_options
 @QUIET
 @JSON
@@ -56,23 +56,15 @@ def sensitivity_command(
 ) -> None:
     """Score what each fusion group of MODEL loses in each format.
 
-    Under torchrun the processes share the work; the scores do not depend on their number.
+    Ranks share the work; the scores do not depend on their number.
     """
-    import torch
-
     from quant.allocation.allocate import score
     from quant.calibration.placement import find_device
-    from quant.calibration.sensitivity.units import rank_and_world
     from quant.cli.inputs import open_original, read_calibration
 
     if out is not None:
         check_apart(out, find_model(model), calib)
-    if "WORLD_SIZE" in os.environ and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("gloo")
-    is_first = rank_and_world()[0] == 0
-    silent = quiet or as_json or not is_first
-    if device == "auto" and (gpus := torch.cuda.device_count()):
-        device = f"cuda:{int(os.environ.get('LOCAL_RANK', 0)) % gpus}"
+    silent = quiet or as_json
     there = find_device(device)
     announce(there, silent)
     with status(f"loading {model}", silent):
@@ -83,8 +75,6 @@ def sensitivity_command(
             source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress
         )
         found = score(module, rows[:samples], seed=seed, path=out, device=there, progress=progress, **options)
-    if not is_first:
-        return
     if as_json:
         print_json(found.to_dict())
     elif not quiet:

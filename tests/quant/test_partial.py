@@ -164,7 +164,7 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
 
     def watched() -> None:
         partial_module.write_tensor_file = counting(partial_module.write_tensor_file)  # type: ignore[attr-defined]
-        partial_module.Partial._append = counting(partial_module.Partial._append)  # type: ignore[method-assign]
+        partial_module._append = counting(partial_module._append)
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]
         Path.unlink = counting(Path.unlink)  # type: ignore[method-assign]
         work()

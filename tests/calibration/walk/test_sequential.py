@@ -401,7 +401,7 @@ def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch
     monkeypatch.setattr(LlamaAttention, "forward", counted)
     quick = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
     fewer, calls[0] = calls[0], 0
-    monkeypatch.setattr(BlockWork, "_remember_finished", lambda self, batches: None)
+    monkeypatch.setattr(BlockWork, "_remember_finished", lambda self: None)
     plain = _solve(_llama(), _plan(_llama(), "gptq"), rows, batch=2)
     assert fewer < calls[0]
     for name, solved in plain.items():

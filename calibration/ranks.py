@@ -1,0 +1,210 @@
+"""The ranks of a command share its work: one process for each GPU, started by torchrun or by `--devices`.
+
+Every rank runs the whole command on the same files and stands at the same place of it. What is slow is dealt out:
+calibration rows, blocks, experts, rows of a weight. Whatever is dealt out is put together again *in the order in which
+one rank would have come to it*, and never in the order of arrival. So sums of floating-point numbers are the same, to
+the bit, on any number of ranks. The functions here do that; with one rank they do nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+Entry = tuple[int, Sequence[torch.Tensor | None]]
+"""Tensors and their place in the order in which one rank would have come to them."""
+
+# Ranks find each other within minutes. Later `quant.cli.ranks.watch` sees whether all live, and one of them may take
+# long over a large file.
+_GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
+
+_sharing: ContextVar[bool] = ContextVar("sharing", default=False)
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's number and how many there are: (0, 1) outside torch.distributed."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def join() -> None:
+    """Joins the ranks that torchrun's environment variables name; tensors of GPUs go over NCCL, others over gloo."""
+    if dist.is_initialized():
+        return
+    from torch._C._distributed_c10d import PrefixStore  # some builds of PyTorch have none of this
+    from torch.distributed.rendezvous import rendezvous
+
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast of NVLink hangs where GPUs are handed out singly
+    store, rank, world = next(rendezvous("env://", timeout=_GATHERING))
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    dist.init_process_group(backend, store=PrefixStore("quant", store), rank=rank, world_size=world, timeout=_PATIENCE)
+
+
+def gathered(value: T) -> list[T]:
+    """The value of each rank, in their order; it is pickled on its way."""
+    _, world = rank_and_world()
+    if world == 1:
+        return [value]
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, value)
+    return found
+
+
+def from_first(make: Callable[[], T]) -> T:
+    """What `make` gives on the first rank, where alone it is called; it is pickled on its way to the others."""
+    rank, world = rank_and_world()
+    if world == 1:
+        return make()
+    box = [make() if rank == 0 else None]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]  # type: ignore[return-value]
+
+
+def at_first(value: T) -> list[T] | None:
+    """The value of each rank, in their order, on the first rank; it is pickled on its way."""
+    rank, world = rank_and_world()
+    if world == 1:
+        return [value]
+    found: list[Any] | None = [None] * world if rank == 0 else None
+    dist.gather_object(value, found, dst=0)
+    return found
+
+
+def wait_for_all() -> None:
+    """Returns when every rank has come here."""
+    gathered(None)
+
+
+def own_batches(count: int) -> range:
+    """The batches of calibration or evaluation rows that this rank runs: every so-manieth."""
+    rank, world = rank_and_world()
+    return range(rank, count, world)
+
+
+def number_of(batch: int) -> int:
+    """The number, among the batches of all ranks, of this rank's `batch`-th."""
+    rank, world = rank_and_world()
+    return rank + batch * world
+
+
+def dealt(sizes: Sequence[int], world: int | None = None) -> list[int]:
+    """The rank that does each of several jobs: the largest first, each to the rank with the least to do."""
+    world = rank_and_world()[1] if world is None else world
+    load, owners = [0] * world, [0] * len(sizes)
+    for job in sorted(range(len(sizes)), key=lambda job: -sizes[job]):
+        owners[job] = min(range(world), key=load.__getitem__)
+        load[owners[job]] += sizes[job]
+    return owners
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    """While open, all ranks solve the same weight, so that its rows may be dealt out (`shares_rows`)."""
+    token = _sharing.set(rank_and_world()[1] > 1)
+    try:
+        yield
+    finally:
+        _sharing.reset(token)
+
+
+def shares_rows() -> bool:
+    """Whether `sharing` is open and there are several ranks."""
+    return _sharing.get()
+
+
+def in_order(
+    own: Sequence[Entry], device: torch.device | None = None
+) -> Iterator[tuple[int, tuple[torch.Tensor | None, ...]]]:
+    """The entries of all ranks, in order; every rank must go through all of them.
+
+    Args:
+        own: this rank's; entries of one place stay in the order in which they are given.
+        device: where those of others are put, and where own ones are.
+    """
+    rank, world = rank_and_world()
+    if world == 1:
+        yield from ((place, tuple(tensors)) for place, tensors in sorted(own, key=lambda entry: entry[0]))
+        return
+    outlines = [(place, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for place, tensors in own]
+    schedule = sorted(
+        ((place, owner, index, outline) for owner, found in enumerate(gathered(outlines))
+         for index, (place, outline) in enumerate(found)),
+        key=lambda item: item[:3],
+    )  # fmt: skip
+    for place, owner, index, outline in schedule:
+        sent = own[index][1] if owner == rank else [None] * len(outline)
+        yield (
+            place,
+            tuple(
+                None if shape is None else _broadcast(tensor, *shape, owner, device)
+                for tensor, shape in zip(sent, outline, strict=True)
+            ),
+        )
+
+
+def _broadcast(
+    tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int, device: torch.device | None
+) -> torch.Tensor:
+    tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
+    if tensor.numel():
+        dist.broadcast(tensor.view(-1).view(torch.uint8), src=owner)
+    return tensor
+
+
+def sum_in_order(
+    places: Sequence[int], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
+) -> torch.Tensor:
+    """The sum of matrices that several ranks hold, in order, on every rank.
+
+    Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
+    one matrix of each rank, and the sum is the one that adding matrix after matrix gives.
+
+    Args:
+        places: of this rank's matrices, rising.
+        make: gives the matrix of an index into `places`; every one is asked for once.
+        shape: of the matrices, which are float32.
+        device: where they are.
+    """
+    rank, world = rank_and_world()
+    order = sorted((place, owner, index) for owner, found in enumerate(gathered(list(places)))
+                   for index, place in enumerate(found))  # fmt: skip
+    rows, rest = -(-shape[0] // world), shape[1:]
+    total: torch.Tensor | None = None
+    for turn in _turns([owner for _, owner, _ in order]):
+        owners = [order[i][1] for i in turn]
+        sends = rank in owners
+        mine = make(order[turn[owners.index(rank)]][2]) if sends else torch.empty(0, *rest, device=device)
+        if sends and len(mine) < rows * world:
+            mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *rest)])
+        slabs = mine.new_empty(rows * len(turn), *rest)
+        received = [rows if owner in owners else 0 for owner in range(world)]
+        dist.all_to_all_single(slabs, mine.contiguous(), received, [rows if sends else 0] * world)
+        by_owner = dict(zip(sorted(owners), slabs.split(rows), strict=True))
+        for owner in owners:
+            total = by_owner[owner].clone() if total is None else total.add_(by_owner[owner])
+    assert total is not None
+    whole = total.new_empty(rows * world, *rest)
+    dist.all_gather(list(whole.split(rows)), total)
+    return whole[: shape[0]]
+
+
+def _turns(owners: Iterable[int]) -> list[list[int]]:
+    """Runs of neighbouring positions in which no owner comes twice."""
+    turns: list[list[int]] = []
+    seen: set[int] = set()
+    for position, owner in enumerate(owners):
+        if owner in seen or not turns:
+            turns.append([])
+            seen = set()
+        turns[-1].append(position)
+        seen.add(owner)
+    return turns

@@ -1,0 +1,54 @@
+"""`solve_by_rows` solves a tall weight in parts of rows, which ranks share.
+
+The rows of a weight are independent in GPTQ and in `local_hessian`, but a product of other sizes may add up in another
+order. So the parts depend on the weight alone, and one rank solves the same parts as several do: the result does not
+depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from quant.calibration.ranks import dealt, in_order, rank_and_world, shares_rows
+from quant.calibration.solvers.block_search import search_threads
+from quant.formats.format import Format
+from quant.formats.parallel import bounds_of, run_parts
+from quant.formats.tensor import BlockScaledTensor
+
+# On a GPU: rows of a part at least, and parts at most.
+_LEAST, _MOST = 1024, 8
+
+
+def solve_by_rows(
+    solve: Callable[[torch.Tensor], BlockScaledTensor], weight: torch.Tensor, format: Format
+) -> BlockScaledTensor:
+    """Codes and scales of a weight; where ranks share it, each solves some of the parts.
+
+    Args:
+        solve: gives them for some rows of `weight`.
+        weight: `[out, in]`.
+        format: the target. A weight whose scales span rows is solved in one part.
+    """
+    rows = len(weight)
+    count = min(rows // _LEAST, _MOST) if weight.is_cuda else search_threads(rows)
+    parts = bounds_of(rows, count) if format.block[0] == 1 else []
+    if len(parts) < 2:
+        return solve(weight)
+    owners = dealt([stop - start for start, stop in parts]) if shares_rows() else [rank_and_world()[0]] * len(parts)
+    own_parts = [part for part, owner in zip(parts, owners, strict=True) if owner == rank_and_world()[0]]
+    solved: dict[int, BlockScaledTensor] = {}
+
+    def solve_part(start: int, stop: int) -> None:
+        solved[start] = solve(weight[start:stop])
+
+    if weight.is_cuda:
+        for part in own_parts:
+            solve_part(*part)
+    else:
+        run_parts(solve_part, own_parts)
+    own = [(start, [part.codes, part.scale, part.global_scale]) for start, part in sorted(solved.items())]
+    found = [part for _, part in in_order(own, weight.device)] if shares_rows() else [part for _, part in own]
+    codes, scales, seconds = zip(*found, strict=True)
+    return BlockScaledTensor(torch.cat(codes), torch.cat(scales), format, tuple(weight.shape), seconds[0])

@@ -1,0 +1,127 @@
+"""`Moments` adds up second moments of inputs that lie on several ranks, batch by batch in the order of the rows.
+
+There are two ways, and both give the sum of one rank to the bit.
+
+*Together.* Each rank multiplies out its own batches, and the matrices [in, in] are added up in slabs of rows, each slab
+by one rank (`ranks.sum_in_order`). All ranks get the sum. This is for a layer that every token passes.
+
+*By owners.* The inputs themselves go to the rank that will solve the layer, which adds them up alone. This is for
+experts: there are many, each gets few tokens, and each is solved by one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world, sum_in_order
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
+
+Waiting = tuple[int, torch.Tensor, torch.Tensor | None]
+
+
+class Moments:
+    """A `MomentSum` over the batches of all ranks.
+
+    Args:
+        width: as of `MomentSum`.
+    """
+
+    def __init__(self, width: int | None = None) -> None:
+        self.sum = MomentSum(width)
+        self.waiting: list[Waiting] = []
+
+    def add(self, batch: int, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+        """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
+        if rank_and_world()[1] == 1:
+            self.sum.add(x, drift)
+        else:
+            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x)))
+
+
+def stats_of(
+    moments: Sequence[Moments], device: torch.device, owners: Sequence[int] | None = None
+) -> list[LayerStats | None]:
+    """The means of several sums over all ranks; None where no token came. All ranks must ask together.
+
+    Args:
+        moments: the sums.
+        device: where the inputs are.
+        owners: the rank that alone gets second moment and drift of each sum; None where all ranks get all.
+    """
+    if rank_and_world()[1] > 1:
+        with fast_matmul():
+            if owners is None:
+                for each in moments:
+                    _add_together(each, device)
+            else:
+                _add_at_owners(moments, device, owners)
+    return [each.sum.stats() for each in moments]
+
+
+def pooled(found: Sequence[LayerStats | None], device: torch.device, owners: Sequence[int] | None) -> LayerStats | None:
+    """The statistics of all tokens together, from sums of which each has its second moment at its owner."""
+    there = [stats for stats in found if stats is not None]
+    if owners is None or rank_and_world()[1] == 1:
+        return pooled_stats(there)
+    rank = rank_and_world()[0]
+    own = [
+        (index, [stats.second_moment, stats.block_moments])
+        for index, (stats, owner) in enumerate(zip(found, owners, strict=True))
+        if stats is not None and owner == rank
+    ]
+    whole = (tensors for _, tensors in in_order(own, device))
+    return pooled_stats([replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(there, whole, strict=True)])
+
+
+def _add_together(moments: Moments, device: torch.device) -> None:
+    total, waiting = moments.sum, moments.waiting
+    moments.waiting = []
+    outlines = [
+        found for part in gathered([(x.shape[1], drift is not None) for _, x, drift in waiting]) for found in part
+    ]
+    if not outlines:
+        return
+    places, (columns, drifts) = [place for place, _, _ in waiting], outlines[0]
+    means = [MomentSum(total.width) for _ in waiting]
+    for part, (_, x, drift) in zip(means, waiting, strict=True):
+        part.add_means(x, drift)
+    vectors = [(place, [part.first, part.shift]) for place, part in zip(places, means, strict=True)]
+    for _, (first, shift) in in_order(vectors, device):
+        total.first = first if total.first is None or first is None else total.first.add_(first)
+        total.shift = shift if total.shift is None or shift is None else total.shift.add_(shift)
+    total.tokens = sum(gathered(sum(len(x) for _, x, _ in waiting)))
+
+    def second(index: int) -> torch.Tensor:
+        part = MomentSum(total.width)
+        part.add(waiting[index][1])
+        assert part.second is not None
+        return part.second
+
+    def cross(index: int) -> torch.Tensor:
+        _, x, drift = waiting[index]
+        assert drift is not None
+        return (drift.t() @ x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
+
+    width = total.width
+    shape = (columns, columns) if width is None else (-(-columns // width), width, width)
+    total.second = sum_in_order(places, second, shape, device)
+    if drifts and width is None:
+        total.cross = sum_in_order(places, cross, shape, device)
+
+
+def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Sequence[int]) -> None:
+    rank, most = rank_and_world()[0], 1 << 32
+    own = [(index * most + place, [x, drift]) for index, each in enumerate(moments) for place, x, drift in each.waiting]
+    for each in moments:
+        each.waiting = []
+    for place, (x, drift) in in_order(own, device):
+        index = place // most
+        assert x is not None
+        if owners[index] == rank:
+            moments[index].sum.add(x, drift)
+        else:
+            moments[index].sum.add_means(x, drift)

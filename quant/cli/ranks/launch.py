@@ -1,0 +1,118 @@
+"""`launch` starts a command as several ranks of this machine, as torchrun does; `local_device` gives each its GPU.
+
+`--devices N` starts N processes of the same command with the environment variables that torchrun sets. Under torchrun
+itself they are there already. Only the first rank prints.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+
+from quant.errors import UserError, counted, printable
+from quant.kernels.processor import cores
+
+_FAREWELL = 10.0  # seconds that ranks have to end by themselves
+
+
+def is_rank() -> bool:
+    """Whether a launcher has started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def local_device(asked: str) -> str:
+    """The device of this rank, which takes the GPU of its number on its machine.
+
+    Raises:
+        UserError: a single GPU is named for all ranks, or there are fewer than ranks.
+    """
+    import torch
+
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if asked.startswith("cuda:"):
+        raise UserError(f"--device {asked} is one GPU, and there are several ranks; pass cuda, and each takes its own")
+    if asked not in ("auto", "cuda") or (asked == "auto" and not gpus):
+        return asked
+    if gpus < ranks:
+        fewer = f"--devices {gpus}, or " if gpus > 1 else ""
+        raise UserError(
+            f"{ranks} ranks on a machine where PyTorch sees {counted(gpus, 'GPU')}: pass {fewer}--device cpu"
+        )
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    return f"cuda:{torch.cuda.current_device()}"
+
+
+def launch(command: str, arguments: Sequence[str], count: int) -> int:
+    """Runs a command of the toolbox as `count` ranks of this machine, and gives its exit code.
+
+    What the first rank prints is printed. What others say on standard error is shown where the command fails.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; a quota has been seen to
+    common = os.environ | {
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": str(max(threads // count, 1)),
+    }  # fmt: skip
+    program = [sys.executable, "-m", "quant", command, *arguments]
+    said = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 -- closed below
+    ranks: list[subprocess.Popen[bytes]] = []
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        for rank, errors in enumerate(said):
+            out, err = (subprocess.DEVNULL, errors) if rank else (None, None)
+            environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            ranks.append(subprocess.Popen(program, env=environment, stdout=out, stderr=err))
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to the ranks, too
+        code = _exit_code(ranks)
+    except KeyboardInterrupt:  # SIGTERM, which the ranks get here
+        _end(ranks)
+        code = 128 + signal.SIGTERM
+    finally:
+        _end(ranks)
+        signal.signal(signal.SIGINT, before)
+    for rank, file in enumerate(said):
+        with file:
+            file.seek(0)
+            text = file.read().decode(errors="replace").rstrip()
+        if text and code:
+            sys.stderr.write(f"rank {rank}: {printable(text)}\n")
+    return code
+
+
+def _exit_code(ranks: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Waits for the first rank, or for any that fails while the first does not notice; what shells make of its end."""
+    deadline: float | None = None
+    while ranks[0].poll() is None and (deadline is None or time.monotonic() < deadline):
+        if deadline is None and any(rank.poll() for rank in ranks):
+            deadline = time.monotonic() + _FAREWELL
+        time.sleep(0.02)
+    ended = [(rank, process.returncode) for rank, process in enumerate(ranks) if process.poll()]
+    if ranks[0].returncode in (None, -signal.SIGKILL) and ended:
+        rank, code = ended[0]
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with code {code}"
+        sys.stderr.write(f"error: rank {rank} {how}; run the same command again\n")
+    code = next((code for _, code in ended), 0)
+    return 128 - code if code < 0 else code
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends ranks that still run, gently at first."""
+    for rank in ranks:
+        if rank.poll() is None:
+            rank.terminate()
+    deadline = time.monotonic() + _FAREWELL
+    for rank in ranks:
+        try:
+            rank.wait(max(deadline - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()

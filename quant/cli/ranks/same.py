@@ -1,0 +1,68 @@
+"""The ranks of a command must work on the same files: `check_same` compares them before anything is computed.
+
+Machines that do not share a file system may hold different copies. Of a large file some places are compared, evenly
+spread over it: enough to tell another model or revision, not a flipped bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from quant.calibration.ranks import gathered, rank_and_world
+from quant.errors import UserError
+from quant.extras import versions
+
+_PLACES, _BYTES = 64, 1 << 20
+
+
+def check_same(what: Mapping[str, str], files: Sequence[Path] = (), device: torch.device | None = None) -> None:
+    """Checks that all ranks have the same things.
+
+    Args:
+        what: hashes or names of what the result depends on, by what errors call it.
+        files: of the model.
+        device: of this rank; GPUs of different kinds would round differently.
+
+    Raises:
+        UserError: they differ; the first rank and thing that do are named.
+    """
+    if rank_and_world()[1] == 1:
+        return
+    own = {f"the file {file.name}": _spot_hash(file) for file in files}
+    own["the kind of device"] = kind_of(device)
+    own |= {f"the version of {name}": version for name, version in versions().items()} | dict(what)
+    everywhere = gathered((platform.node(), own))
+    first = everywhere[0][1]
+    for rank, (machine, found) in enumerate(everywhere):
+        for name in dict.fromkeys((*first, *found)):
+            if found.get(name) != first.get(name):
+                here, there = (values.get(name, "none") for values in (found, first))
+                how = "" if len(here + there) > 80 else f" ({here}; rank 0 has {there})"
+                raise UserError(
+                    f"rank {rank} on {machine} differs from rank 0 in {name}{how}; all ranks need the same files, "
+                    "options, versions and GPUs"
+                )
+
+
+def kind_of(device: torch.device | None) -> str:
+    """The kind of a device."""
+    return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else "cpu"
+
+
+def _spot_hash(file: Path) -> str:
+    size = file.stat().st_size
+    found = hashlib.sha256(str(size).encode())
+    with file.open("rb") as opened:
+        if size <= _PLACES * _BYTES:
+            found.update(opened.read())
+        else:
+            found.update(opened.read(_BYTES))  # the header, with the names and shapes
+            for place in range(1, _PLACES):
+                opened.seek(place * (size - 4096) // (_PLACES - 1))
+                found.update(opened.read(4096))
+    return found.hexdigest()
