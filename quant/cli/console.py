@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -39,6 +41,7 @@ class _Console(Console):
 CONSOLE = _Console(stderr=True, markup=False)
 _PIPE_WIDTH = 240  # columns
 _SECONDS_A_LINE = 10
+_SECONDS_OF_SPEED = 60  # the last ones, which speed is the mean of
 _STAGES = {
     "generate": "writing text",
     "calibrate": "calibrating",
@@ -86,27 +89,112 @@ def announce_source(source: Any, quiet: bool) -> None:
         CONSOLE.print(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
 
 
+class Stages:
+    """The progress of a command's stages; is called as `progress(stage, done, total)`."""
+
+    def __init__(self, bars: Progress) -> None:
+        self.bars = bars
+        self.tasks: dict[str, TaskID] = {}
+        self.steps: dict[str, tuple[Sequence[str], list[float], str]] = {}
+        self.reports: deque[tuple[float, float]] = deque()  # of the stage that runs: time, work done so far
+        self.stage: str | None = None
+
+    def expect(self, stage: str, names: Sequence[str], amounts: Sequence[float], unit: str) -> None:
+        """Begins a stage of which more is known.
+
+        Args:
+            stage: its name.
+            names: what its steps work on.
+            amounts: how much work each is.
+            unit: of the amounts.
+        """
+        self.steps[stage] = names, [0, *accumulate(amounts)], unit
+        self(stage, 0, len(names))
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Notes that `done` steps of `total` are finished."""
+        if stage not in self.tasks:
+            self.tasks[stage] = self.bars.add_task(_STAGES.get(stage, stage), total=total, facts="")
+        if stage != self.stage:
+            self.stage = stage
+            self.reports.clear()
+        names, work, unit = self.steps.get(stage, ((), [], ""))
+        facts = []
+        if done < len(names):
+            facts.append(names[done])
+        if len(names) == total:
+            self.reports.append((time.monotonic(), work[done]))
+            while len(self.reports) > 2 and self.reports[-1][0] - self.reports[1][0] > _SECONDS_OF_SPEED:
+                self.reports.popleft()
+            (before, less), (now, more) = self.reports[0], self.reports[-1]
+            if more > less:
+                facts.append(f"{(more - less) / max(now - before, 1e-9):,.0f} {unit}/s")
+        self.bars.update(self.tasks[stage], completed=done, total=total, facts=", ".join((*facts, _memory())))
+
+    def line(self) -> str | None:
+        """The stage that runs in one line; None while none does."""
+        if self.stage is None:
+            return None
+        task = self.bars.tasks[self.tasks[self.stage]]
+        if task.finished:
+            return None
+        left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+        elapsed = f"{task.elapsed or 0:.0f} s{left}"
+        return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
+
+
 @contextmanager
-def stages(quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A progress bar for each stage, in a pipe a line every ten seconds; gives `advance(stage, done, total)`."""
-    columns = TextColumn("{task.description:<12}"), BarColumn(), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[memory]}")
-    with Progress(*columns, *times, console=CONSOLE, disable=quiet) as progress:
-        tasks: dict[str, TaskID] = {}
-        told = time.monotonic()
+def stages(quiet: bool) -> Iterator[Stages]:
+    """A progress bar for each stage, or in a pipe a line every ten seconds."""
+    columns = TextColumn("{task.description:<12}"), BarColumn(20), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[facts]}")
+    with Progress(*columns, *times, console=CONSOLE, disable=quiet) as bars:
+        found = Stages(bars)
+        with nullcontext() if quiet or CONSOLE.is_terminal else _told_now_and_then(found):
+            yield found
 
-        def advance(stage: str, done: int, total: int) -> None:
-            nonlocal told
-            if stage not in tasks:
-                tasks[stage] = progress.add_task(_STAGES.get(stage, stage), total=total, memory="")
-            progress.update(tasks[stage], completed=done, total=total, memory=_memory())
-            task = progress.tasks[tasks[stage]]
-            if not quiet and not CONSOLE.is_terminal and done < total and time.monotonic() - told >= _SECONDS_A_LINE:
-                told = time.monotonic()
-                left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
-                CONSOLE.print(f"{task.description} {done}/{total}, {task.elapsed or 0:.0f} s{left}; {_memory()}")
 
-        yield advance
+@contextmanager
+def _told_now_and_then(found: Stages) -> Iterator[None]:
+    """Prints the line of the stage that runs every ten seconds, whether or not a step ends in them."""
+    over = threading.Event()
+
+    def tell() -> None:
+        while not over.wait(_SECONDS_A_LINE):
+            line = found.line()
+            if line is not None:
+                CONSOLE.print(line, soft_wrap=True)
+
+    teller = threading.Thread(target=tell, name="progress", daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join()
+
+
+def solving_steps(model: Any, plan: Plan, data: Any) -> tuple[list[str], list[float], str]:
+    """The layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
+
+    With calibration text the work is its tokens, and each layer has the share of its weights; a model's worth of layers
+    has taken all tokens. Without, it is the megabytes that are read.
+    """
+    from quant.calibration.blocks import block_names
+    from quant.calibration_data import by_input, solver_needs_data
+
+    blocks = block_names(model)
+    layers = [layer for group in by_input(plan.quantized) for layer in group]
+    calibrated = plan.provenance.get("guard") is not None or any(solver_needs_data(layer) for layer in layers)
+    if calibrated and data is not None:
+        layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+        tokens, weights = data.shape[:2].numel(), sum(layer.numel for layer in layers)
+        amounts = [tokens * layer.numel / weights for layer in layers]
+    else:
+        width = next(model.parameters()).element_size()
+        amounts = [layer.numel * width / 1e6 for layer in layers]
+    names = [next((b for b in blocks if layer.name.startswith(f"{b}.")), layer.name) for layer in layers]
+    return names, amounts, "tokens" if calibrated and data is not None else "MB"
 
 
 def _memory() -> str:

@@ -187,6 +187,8 @@ def _solve_and_write(
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
             data = _rows(job, source, asked, partial, device, progress)
+        if ready is None:
+            progress.expect("solve", *console.solving_steps(model, asked, data))
         with partial.solving():
             quantized = ready or solve_plan(
                 model, asked, data, device=device, progress=progress, partial=partial, memory=job.memory_bytes()

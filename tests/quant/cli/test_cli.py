@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -481,11 +482,44 @@ def test_the_package_runs_as_a_module() -> None:
 def test_progress_in_a_pipe_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    clock = iter(range(0, 1000, 4))
-    monkeypatch.setattr(console.time, "monotonic", lambda: next(clock))
+    """Also while a single step takes long, and with the work of the last minute as its speed."""
+    clock = [0.0]
+    monkeypatch.setattr(console, "_SECONDS_A_LINE", 0.02)
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+
+    def lines(wanted: str) -> list[str]:
+        found: list[str] = []
+        for _ in range(500):
+            time.sleep(0.02)
+            found += capsys.readouterr().err.splitlines()
+            if sum(wanted in line for line in found) > 1:
+                break
+        return [line for line in found if wanted in line]
+
     with console.stages(quiet=False) as advance:
-        for done in range(1, 9):
-            advance("solve", done, 8)
-    lines = [line for line in capsys.readouterr().err.splitlines() if "/8, " in line]
-    assert 1 < len(lines) < 8
-    assert all(re.match(r"quantizing \d/8, \d+ s.*; .* of memory$", line) for line in lines)
+        advance.expect("solve", ["layers.0", "layers.0", "layers.1", "layers.2"], [100, 300, 1000, 50], "tokens")
+        first = lines("0/4")
+        clock[0] = 20
+        advance("solve", 2, 4)
+        second = lines("2/4")
+        clock[0] = 120
+        advance("solve", 3, 4)
+        third = lines("3/4")
+        advance("solve", 4, 4)
+    assert len(first) > 1 and len(second) > 1 and len(third) > 1
+    assert re.fullmatch(r"quantizing 0/4, 0 s; layers.0, [\d.]+ .B of memory", first[0])
+    assert re.match(r"quantizing 2/4, \d+ s.*; layers.1, 20 tokens/s, [\d.]+ .B of memory", second[0])
+    assert re.match(r"quantizing 3/4, \d+ s.*; layers.2, 10 tokens/s, ", third[0])
+    assert not capsys.readouterr().err.strip().endswith("4/4")
+
+
+def test_the_work_of_solving() -> None:
+    """Calibrated layers share the tokens by their weights; others are megabytes of the stored dtype."""
+    model = open_model(BASE).model
+    rows = torch.zeros(3, 10, dtype=torch.int64)
+    for solver, unit, amount in (("gptq", "tokens", 30.0), ("rtn", "MB", None)):
+        plan = make_plan(model, "nvfp4", solver=solver)
+        names, amounts, found = console.solving_steps(model, plan, rows)
+        assert found == unit and names == ["model.layers.0"] * 7 + ["model.layers.1"] * 7
+        assert sum(amounts) == pytest.approx(amount or sum(2 * layer.numel for layer in plan.quantized) / 1e6)
+        assert amounts[4] / amounts[0] == pytest.approx(plan.quantized[4].numel / plan.quantized[0].numel)
