@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import TypeVar
 
@@ -41,17 +41,11 @@ class Carrier:
             A function that waits for them and gives them in order, to be called on the thread that uses them. What is
             there already is given as it is.
         """
-        coming: Future[None] | Future[tuple[list[torch.Tensor], torch.cuda.Event]]
         if self.device is not None and self.device.type == "cuda":
             carried = self._thread.submit(self._to_gpu, tensors)
             return lambda: _handed_over(*carried.result())
-        coming = self._thread.submit(_populate_all, tensors)
-
-        def take() -> list[torch.Tensor]:
-            coming.result()
-            return [tensor.detach().to(self.device) for tensor in tensors]
-
-        return take
+        coming = self._thread.submit(_populated, tensors)
+        return lambda: [tensor.to(self.device) for tensor in coming.result()]
 
     def close(self) -> None:
         """Ends the thread."""
@@ -62,7 +56,7 @@ class Carrier:
         with torch.cuda.device(self.device):
             self._lane = lane = self._lane or _Lane(self.device)
             with torch.cuda.stream(lane.stream):
-                return [lane.copy(tensor.detach()) for tensor in tensors], lane.stream.record_event()
+                return [lane.copy(value_of(tensor)) for tensor in tensors], lane.stream.record_event()
 
 
 class _Lane:
@@ -114,15 +108,27 @@ def brought(
             tensors = coming.pop()()
             coming += [carrier.fetch(tensors_of(following)) for following in steps[place : place + 1]]
             yield step, tensors
-            del tensors
+            tensors.clear()  # the caller's name for it lives until the next step, whose tensors are here by then
     finally:
         carrier.close()
 
 
-def _populate_all(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if type(tensor.data) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
-            populate(tensor.detach().flatten().view(torch.uint8))
+def value_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without its history; a parameter that is read when it is needed (`stored_weights`) is read here."""
+    stored = getattr(tensor, "stored", None)
+    if stored is None:
+        return tensor.detach()
+    read: torch.Tensor = stored.tensor()
+    return read
+
+
+def _populated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    found = []
+    for tensor in map(value_of, tensors):
+        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+            populate(tensor.flatten().view(torch.uint8))
+        found.append(tensor)
+    return found
 
 
 def populate(part: torch.Tensor) -> None:

@@ -225,6 +225,8 @@ class Loan:
                     module._buffers[name] = buffer
                 else:  # the module has put another tensor there, such as frequencies of longer texts
                     module._buffers[name] = now.to(buffer.device)
+        self.kept.clear()
+        self.copies.clear()
 
 
 def _moved(value: Any, device: torch.device) -> Any:

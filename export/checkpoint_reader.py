@@ -85,6 +85,23 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """What stands below each module: `weight` and `bias` of `model.norm`, for example."""
         return _below(self)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor."""
+        handle, stored, _ = self._where[name]
+        return tuple(handle.get_slice(stored).get_shape())
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor."""
+        return self[name].dtype
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether reading a tensor takes no memory."""
+        return name in self._where
+
+    def matrix(self, name: str, index: int) -> torch.Tensor:
+        """One matrix of a stack."""
+        return self[name][index]
+
     def stored_name(self, name: str) -> str:
         """The name that a tensor has in its file."""
         return self._where[name][1]

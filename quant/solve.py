@@ -24,7 +24,7 @@ from quant.calibration.ranks import dealt, from_first, rank_and_world, wait_for_
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
-from quant.calibration.solvers.solver import check_solvers, get_solver
+from quant.calibration.solvers.solver import check_solvers, get_pipeline, get_solver
 from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
@@ -42,7 +42,7 @@ from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.stored_experts import StoredExperts
+from quant.stored_weights import StoredWeight, read_stored, stored_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,6 +86,7 @@ def solve_plan(
                 f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
                 "quant.make_plan plans without"
             )
+    read_stored(model, _needed_throughout(model, plan))
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
@@ -105,6 +106,15 @@ def solve_plan(
         install_kv_scales(model, kv_scale_tensors(scales, stored_dtype(model)))
     protect(model)
     return quantized
+
+
+def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
+    """Parameters in their files that are not read for their own layer alone: those that may stay, or be changed."""
+    unread = stored_in(model)
+    if plan.provenance.get("guard") or any(get_pipeline(layer.solver).spec.merge for layer in plan.quantized):
+        return list(unread)
+    quantized = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    return [name for name in unread if name not in quantized]
 
 
 def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
@@ -161,8 +171,8 @@ def apply_plan(
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
         if partial is not None and _step(members) in partial:
             return []
-        found = [_weight_of(model, member) for member in members]
-        return [weight for weight in found if isinstance(weight, torch.Tensor)]
+        found = [(member, _parameter_of(model, member)) for member in members]
+        return [weight for member, weight in found if member.kind != "experts" or not hasattr(weight, "stored")]
 
     with torch.no_grad():
         for members, weights in brought(own, weights_of, there):
@@ -263,7 +273,7 @@ def _solve(
     """Codes and scales by name. Experts that are read one by one are solved so on `device`, and kept at home."""
     first = members[0]
     assert first.weight is not None
-    if first.kind == "experts" and isinstance(whole := weights[first.name], StoredExperts):
+    if first.kind == "experts" and isinstance(whole := weights[first.name], StoredWeight):
         one_by_one = [
             solve_group({first.name: whole[index].to(device)}, {}, first.weight, get_solver(first.solver))[
                 first.name
@@ -275,12 +285,15 @@ def _solve(
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    if layer.kind == "experts":
-        parameter = model.get_parameter(layer.name)
-        return getattr(parameter, "stored", None) or parameter.detach()
-    weight = model.get_submodule(layer.name).weight
+    """The weight of a layer; for one that is still in its files, what reads it."""
+    weight = _parameter_of(model, layer)
+    return getattr(weight, "stored", None) or weight.detach()
+
+
+def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    weight = model.get_parameter(layer.name) if layer.kind == "experts" else model.get_submodule(layer.name).weight
     assert isinstance(weight, torch.Tensor)
-    return weight.detach()
+    return weight
 
 
 def _solve_at_once(

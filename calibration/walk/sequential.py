@@ -43,7 +43,7 @@ from quant.calibration.blocks import (
     stored_dtype,
     without_hidden,
 )
-from quant.calibration.carrier import brought
+from quant.calibration.carrier import brought, value_of
 from quant.calibration.placement import Loan, fits, placed, tensors_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.solvers.rotation_merge import merge_rotations
@@ -252,7 +252,7 @@ class _Walk:
         self.keeper.begin("")
         there, modules = self._whole(), list(self.model.modules())
         tensors = tensors_of(modules)
-        loan = Loan(modules, [t.detach().to(there) for t in tensors], there, None)
+        loan = Loan(modules, [value_of(t).to(there) for t in tensors], there, None)
         work = self._work(self.model, members, "")
         calls = [Call((batch.to(there),), {}, 0) for batch in self.batches]
         work.solve(calls, calls, Call((self.few.to(there),), {}, 0), needs_output=False)

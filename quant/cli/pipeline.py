@@ -42,7 +42,7 @@ from quant.planning import fusion_warnings
 from quant.recipes.plan import Plan
 from quant.runtime.attention import quantized_attention
 from quant.solve import solve_plan, solve_state_dict
-from quant.stored_experts import stored_in
+from quant.stored_weights import read_stored, stored_in
 
 # Servers prepare images and sounds with these files; quantizing changes nothing in them.
 _PROCESSOR_FILES = (
@@ -94,8 +94,6 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
             if not quiet:
                 console.print_plan(plan)
             return plan.to_dict()
-        if source.model is not None and not _can_stream(source.model, plan):
-            source = open_model(job.model, **how)
         if source.model is None:
             report = _run_state_dict(job, source, plan, device, quiet, seconds)
         else:
@@ -104,12 +102,6 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
         print_summary(report, console.CONSOLE)
         console.CONSOLE.print(f"written to {job.out}")
     return report.to_dict()
-
-
-def _can_stream(model: nn.Module, plan: Plan) -> bool:
-    """Whether a model of which experts are still in their files can be quantized so: all of them, without data."""
-    unread = stored_in(model)
-    return not unread or (not lacks_data(plan) and all(plan.by_name[name].weight is not None for name in unread))
 
 
 def _run_allocated(
@@ -244,6 +236,9 @@ def _rows(
     found = partial.get("calibration rows") if own else None
     if found is not None:
         return found.tensors["rows"].clone()
+    if own and source.model is not None and (device is None or device.type == "cpu"):
+        # Each token would read every weight again.
+        read_stored(source.model, stored_in(source.model))
     rows = _calibration(job, source, device, progress, plan)
     check_same({f"the calibration text {job.calib}": tensor_hash(rows)}, device=device)
     if own:

@@ -21,12 +21,20 @@ import torch
 from torch import nn
 
 from quant.errors import UserError, listed
+from quant.export.checkpoint_reader import TensorFiles
+from quant.export.names import stored_names
 from quant.extras import require
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
-from quant.models.quantized_sources import Quantization, QuantizedTensors, quantization_of, refuse_packed
+from quant.models.quantized_sources import (
+    Quantization,
+    QuantizedTensors,
+    Renamed,
+    quantization_of,
+    refuse_packed,
+)
 from quant.models.state_dict import open_safetensors
-from quant.stored_experts import open_stored
+from quant.stored_weights import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
@@ -41,7 +49,7 @@ def load(
         path: the directory.
         dtype: of the weights; None takes the config's, or else the first shard's.
         meta: builds on the meta device from the config, reading no weights.
-        stream: leaves experts that are stored one by one where they are; see `stored_experts`.
+        stream: leaves weights in the files that are no tensors there as they are; see `stored_weights`.
 
     Raises:
         UserError: a file is missing or damaged, the model is quantized in a way that cannot be read, or transformers
@@ -59,6 +67,8 @@ def load(
         if quantization is not None:
             tensors = QuantizedTensors(shards, quantization, dtype or config.dtype or torch.bfloat16)
             if tensors.packed:
+                if stream and (model := _open_streamed(cls, config, tensors.dtype, path, tensors)) is not None:
+                    return model, quantization
                 return build(cls, config, tensors.dtype, meta, path, tensors), quantization
             warnings.warn(f"{path}: the config says {quantization}, and no tensor is quantized", stacklevel=2)
         dtype = dtype or config.dtype or _first_dtype(shards[0])
@@ -88,12 +98,23 @@ def _are_stored_apart(shards: list[Path]) -> bool:
     return any(_EXPERT.search(name) for file in files for name in file.keys())  # noqa: SIM118
 
 
-def _open_streamed(cls: Any, config: Any, dtype: torch.dtype, path: Path) -> nn.Module | None:
-    """The model with its experts where they are stored; None where only transformers can read it."""
+def _open_streamed(
+    cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None
+) -> nn.Module | None:
+    """The model with weights where they are stored; None where only transformers can read it."""
     with require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: nn.Module = cls._from_config(config, dtype=dtype)
     _read_generation_config(model, path)
-    return model.eval() if open_stored(model, path) else None
+    if tensors is not None:
+        _name(model, path)
+    of_model = stored_names(model).of_model
+    files = TensorFiles(path, of_model) if tensors is None else Renamed(tensors, of_model)
+    return model.eval() if open_stored(model, files) else None
+
+
+def _name(model: Any, path: Path) -> None:
+    """Notes where a model came from, as transformers does."""
+    model.name_or_path = model.config._name_or_path = str(path)
 
 
 def _read_generation_config(model: nn.Module, path: Path) -> None:
@@ -161,7 +182,7 @@ def build(
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}; left out", stacklevel=2)
     if tensors is not None:  # what transformers would have found in the directory
         _read_generation_config(model, path)
-        model.name_or_path = model.config._name_or_path = str(path)
+        _name(model, path)
     return model  # type: ignore[no-any-return]
 
 

@@ -209,6 +209,10 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
             out[index] = self.matrix(name, index)
         return out
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for that."""
+        return self.packed[name].shape if name in self.packed else self.stored_shape(name)
+
     def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
         """A packed matrix, or one of a packed stack."""
         packed = self.packed[name]
@@ -250,6 +254,35 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
     def deferred(self) -> dict[str, Any]:
         """All tensors as transformers' loader takes them: each is read when it is indexed with `...`."""
         return {name: _Deferred(self, name) for name in self}
+
+
+class Renamed:
+    """The tensors of a quantized checkpoint under the names that they have in a model; see `stored_weights.Files`."""
+
+    def __init__(self, tensors: QuantizedTensors, rename: Callable[[str], str]) -> None:
+        self.tensors = tensors
+        self.names = {rename(name): name for name in tensors}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.tensors[self.names[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.tensors.shape(self.names[name])
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors.dtype if not self.is_mapped(name) else self[name].dtype
+
+    def is_mapped(self, name: str) -> bool:
+        return self.names[name] not in self.tensors.packed
+
+    def matrix(self, name: str, index: int) -> torch.Tensor:
+        return self.tensors.matrix(self.names[name], index)
 
 
 @dataclass(frozen=True)

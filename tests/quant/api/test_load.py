@@ -39,5 +39,5 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.models.state_dict",
         "quant.models.unpacking",
         "quant.plan_check",
-        "quant.stored_experts",
+        "quant.stored_weights",
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,9 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.models.open import open_model
+from quant.models.quantized_sources import QuantizedTensors
 from quant.planning import make_plan
+from quant.stored_weights import read_stored, stored_in
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 
@@ -145,15 +148,16 @@ def test_fp8_with_one_scale_or_one_a_row(scale: str, tmp_path: Path) -> None:
 # --- MXFP4
 
 
-def test_mxfp4_experts_are_what_transformers_converts(tmp_path: Path) -> None:
+def gpt_oss(folder: Path) -> tuple[nn.Module, Tensors]:
+    """Saves a model with experts in MXFP4; gives it, and what transformers makes of its experts."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2}
     fields = {**sizes, **heads, "vocab_size": 64, "layer_types": ["sliding_attention", "full_attention"]}
     model = tiny_models.build("GptOss", "ForCausalLM", fields, dtype=torch.bfloat16, gain=2.0)
-    model.save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
     tensors, expected = load_file(file), {}
     for name in [n for n in tensors if n.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
@@ -161,14 +165,18 @@ def test_mxfp4_experts_are_what_transformers_converts(tmp_path: Path) -> None:
         scales = torch.randint(110, 125, (experts, outputs, inputs // 32), dtype=torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         expected[name] = convert_moe_packed_tensors(blocks, scales)
-    assert len(expected) == 4
     save_file(tensors, file, {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return model, expected
+
+
+def test_mxfp4_experts_are_what_transformers_converts(tmp_path: Path) -> None:
+    _, expected = gpt_oss(tmp_path)
     source = open_model(tmp_path)
-    assert source.quantization == "MXFP4" and source.model is not None
-    found = source.model.state_dict()
+    assert source.quantization == "MXFP4" and source.model is not None and len(expected) == 4
+    found, tensors = source.model.state_dict(), load_file(tmp_path / "model.safetensors")
     for name, tensor in {**expected, **{n: t for n, t in tensors.items() if n in found}}.items():
         assert torch.equal(found[name], tensor), name
 
@@ -472,28 +480,103 @@ def test_scales_that_are_parameters_of_a_model_pass(tmp_path: Path) -> None:
 # --- commands
 
 
-def test_a_quantized_source_is_quantized_like_its_dequantized_form(tmp_path: Path) -> None:
+def quantized(model: Path, out: Path, *options: str) -> tuple[Tensors, dict[str, Any], str]:
+    """What `quantize` writes: tensors, plan, and what the terminal says."""
+    arguments = [str(model), *options, "--out", str(out), "--device", "cpu"]
+    done = CliRunner().invoke(quantize_command, arguments, catch_exceptions=False)
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stderr.split())
+    return load_file(out / "model.safetensors"), json.loads((out / "plan.json").read_text()), said
+
+
+SOLVED = {
+    "rtn": ("nvfp4a16",),
+    "kept layers": ("nvfp4a16", "--exclude", "*.down_proj"),
+    "static scales": ("nvfp4", "--calib", "IDS"),
+    "own text": ("fp8",),
+    "gptq": ("nvfp4a16", "--solver", "awq+gptq", "--calib", "IDS", "--exclude", "*.0.*.v_proj"),
+    "merged": ("nvfp4a16", "--solver", "rotation:merge", "--calib", "IDS"),
+    "guard": ("nvfp4", "--guard", "0.08 fp8_channel keep", "--calib", "IDS"),
+}
+
+
+@pytest.mark.parametrize("how", SOLVED)
+def test_a_quantized_source_is_quantized_like_its_dequantized_form(how: str, tmp_path: Path) -> None:
     model = tiny_models.llama(dtype=torch.bfloat16, gain=2.0, hidden_size=128, intermediate_size=256)
     released(model, tmp_path / "fp8", fp8_blocks, FP8)
     opened = open_model(tmp_path / "fp8").model
     assert opened is not None
     opened.save_pretrained(tmp_path / "bf16")
-    for name in ("fp8", "bf16"):
-        arguments = [str(tmp_path / name), "--format", "nvfp4a16", "--out", str(tmp_path / f"{name}.out")]
-        done = CliRunner().invoke(quantize_command, arguments, catch_exceptions=False)
-        assert done.exit_code == 0
-        said = "the source is quantized (FP8 in blocks of 128x128); its weights are dequantized to bfloat16"
-        assert (said in " ".join(done.stderr.split())) == (name == "fp8")
-    made, expected = (load_file(tmp_path / f"{name}.out" / "model.safetensors") for name in ("fp8", "bf16"))
+    ids = tmp_path / "ids.safetensors"
+    save_file({"ids": torch.randint(0, 60, (8, 16))}, ids)
+    options = ["--format", *(str(ids) if option == "IDS" else option for option in SOLVED[how])]
+    options += ["--calib-samples", "8", "--seqlen", "16"]
+    made, plan, said = quantized(tmp_path / "fp8", tmp_path / "fp8.out", *options)
+    expected, plain, silent = quantized(tmp_path / "bf16", tmp_path / "bf16.out", *options)
     assert set(made) == set(expected) and all(torch.equal(made[name], expected[name]) for name in made)
+    note = "the source is quantized (FP8 in blocks of 128x128); its weights are dequantized to bfloat16"
+    assert note in said and note not in silent
     config = json.loads((tmp_path / "fp8.out" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
-    plans = [json.loads((tmp_path / f"{name}.out" / "plan.json").read_text()) for name in ("fp8", "bf16")]
-    assert [plan["provenance"].get("source_format") for plan in plans] == ["FP8 in blocks of 128x128", None]
-    again = ["--plan", str(tmp_path / "bf16.out" / "plan.json"), "--out", str(tmp_path / "again")]
-    done = CliRunner().invoke(quantize_command, [str(tmp_path / "fp8"), *again], catch_exceptions=False)
-    assert done.exit_code == 0
-    assert json.loads((tmp_path / "again" / "plan.json").read_text())["provenance"]["source_format"].startswith("FP8")
+    formats = [found["provenance"].get("source_format") for found in (plan, plain)]
+    assert formats == ["FP8 in blocks of 128x128", None]
+
+
+def test_a_plan_file_does_not_hide_what_the_source_was(tmp_path: Path) -> None:
+    released(tiny_models.llama(dtype=torch.bfloat16), tmp_path / "fp8", fp8_blocks, FP8)
+    make_plan(open_model(tmp_path / "fp8", meta=True).model, "fp8_channel").save(tmp_path / "plan.json")
+    _, plan, _ = quantized(tmp_path / "fp8", tmp_path / "out", "--plan", str(tmp_path / "plan.json"))
+    assert plan["provenance"]["source_format"] == "FP8 in blocks of 128x128"
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_no_more_is_dequantized_than_is_worked_on(solver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most two fusion groups, or two blocks, are alive at a time, however many layers there are."""
+    model = tiny_models.llama(dtype=torch.bfloat16, num_hidden_layers=6)
+    released(model, tmp_path / "fp8", fp8_blocks, FP8)
+    ids = tmp_path / "ids.safetensors"
+    save_file({"ids": torch.randint(0, 60, (4, 16))}, ids)
+    alive: dict[int, int] = {}
+    peaks = []
+    read = QuantizedTensors.matrix
+
+    def counted(self: QuantizedTensors, name: str, index: int | None = None) -> torch.Tensor:
+        found = read(self, name, index)
+        alive[id(found)] = found.nbytes
+        weakref.finalize(found.untyped_storage(), alive.pop, id(found))
+        peaks.append(sum(alive.values()))
+        return found
+
+    monkeypatch.setattr(QuantizedTensors, "matrix", counted)
+    options = ["--format", "nvfp4a16", "--solver", solver, "--seqlen", "16", "--calib-samples", "4"]
+    options += ["--calib", str(ids)] if solver == "gptq" else []
+    quantized(tmp_path / "fp8", tmp_path / "out", *options)
+    block = sum(p.nbytes for p in model.model.layers[0].parameters() if p.dim() == 2)
+    largest = sum(p.nbytes for name, p in model.model.layers[0].named_parameters() if "gate" in name or "up_" in name)
+    assert len(peaks) >= 6 * 7 and 0 < max(peaks) <= 2 * (block if solver == "gptq" else largest)
+
+
+@pytest.mark.parametrize("kind", ["fp8 experts", "gpt-oss"])
+def test_experts_are_read_one_by_one_and_in_a_forward_pass(kind: str, tmp_path: Path) -> None:
+    if kind == "gpt-oss":
+        model, _ = gpt_oss(tmp_path)
+    else:
+        model = tiny_models.qwen3_moe(dtype=torch.bfloat16, gain=2.0, hidden_size=192)
+        released(model, tmp_path, fp8_blocks, FP8)
+    whole, streamed = open_model(tmp_path).model, open_model(tmp_path, stream=True).model
+    assert whole is not None and streamed is not None
+    unread, expected = stored_in(streamed), whole.state_dict()
+    experts = [name for name, stored in unread.items() if stored.dim() == 3]
+    assert len(experts) == 4
+    for name, stored in unread.items():
+        assert torch.equal(stored.tensor(), expected[name]) and stored.shape == expected[name].shape
+        assert name not in experts or all(torch.equal(stored[i], expected[name][i]) for i in (1, 0, 3))
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        assert torch.equal(streamed(ids).logits, whole(ids).logits)
+    assert {name for name, p in streamed.named_parameters() if p.is_meta} == set(unread)
+    read_stored(streamed, list(unread))
+    assert not stored_in(streamed) and all(torch.equal(t, expected[n]) for n, t in streamed.state_dict().items())
 
 
 def test_a_source_that_does_not_run_as_it_is_runs_dequantized(tmp_path: Path) -> None:

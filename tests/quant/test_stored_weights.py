@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quant.models.open import open_model
-from quant.stored_experts import stored_in
+from quant.stored_weights import stored_in
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
