@@ -8,6 +8,7 @@ as `rtn` does, and `export_hf_checkpoint`, each timed.
 
     python benchmarks/scale.py                                     on a GPU: the 8B shape, beside ModelOpt
     python benchmarks/scale.py --layers 8,16,32 --hidden 2048      on a CPU: memory and time over the depth
+    python benchmarks/scale.py --devices 1,2,4                     on 1, 2 and 4 GPUs: the speed-up, and the same bytes
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def sampled(command: list[str], threads: int) -> dict[str, Any]:
 
     def watch() -> None:
         while not done.wait(_SAMPLE_SECONDS):
-            peak[0] = max(peak[0], _anonymous_bytes(process.pid))
+            peak[0] = max(peak[0], sum(map(_anonymous_bytes, [process.pid, *_children(process.pid)])))
             if torch.cuda.is_available():
                 busy.append(torch.cuda.utilization())
 
@@ -119,6 +120,13 @@ def sampled(command: list[str], threads: int) -> dict[str, Any]:
         raise click.ClickException(f"{' '.join(command)} failed:\n{errors}")
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "bytes": peak[0], "busy": sum(busy) / len(busy) if busy else None, "output": out}
+
+
+def _children(process: int) -> list[int]:
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split()))
+    except OSError:
+        return []
 
 
 def _anonymous_bytes(process: int) -> int:
@@ -147,20 +155,25 @@ def ours(arguments: list[str], profile: bool) -> None:
         print(device.key_averages().table(sort_by="self_cuda_time_total", row_limit=_PROFILE_LINES))
 
 
-def quantize(model: Path, solver: str, rows: tuple[int, int], threads: int, profile: bool = False) -> dict[str, Any]:
-    """Our run, disk to disk; its stages come from its report."""
+def quantize(
+    model: Path, solver: str, rows: tuple[int, int], threads: int, profile: bool = False, devices: int | None = None
+) -> dict[str, Any]:
+    """Our run, disk to disk; its stages and the hashes of its files come from its report."""
     out = model.parent / "out"
     text = model.parent / "rows.safetensors"
     vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     ids = torch.randint(2, vocabulary, rows, generator=torch.Generator().manual_seed(1))
     save_file({"input_ids": ids}, text)
     command = [sys.executable, __file__, *(["--profiled"] if profile else []), "--ours", str(model)]
+    if devices is not None:
+        command = [sys.executable, "-m", "quant", "quantize", f"--devices={devices}", str(model)]
     command += ["--format=nvfp4a16", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
     found = sampled(command, threads)
     if profile:
         click.echo(found["output"])
-    found["stages"] = json.loads((out / "report.json").read_text(encoding="utf-8"))["seconds"]
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    found["stages"], found["files"] = report["seconds"], report["files"]
     shutil.rmtree(out)
     return found
 
@@ -206,8 +219,22 @@ def table_row(run: str, layers: int, nbytes: int, found: dict[str, Any]) -> dict
     }
 
 
+def with_speed_up(
+    row: dict[str, object], found: dict[str, Any], one: dict[str, Any], devices: int
+) -> dict[str, object]:
+    """A row of several GPUs beside the run on one."""
+    return {
+        "run": row.pop("run"),
+        "GPUs": devices,
+        "speed-up": one["seconds"] / found["seconds"],
+        "of solve": one["stages"]["solve"] / found["stages"]["solve"],
+        "same bytes": found["files"] == one["files"],
+        **row,
+    }
+
+
 def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [int(part) for part in text.split(",") if part]
 
 
 @click.command(help=__doc__)
@@ -220,11 +247,12 @@ def _sizes(text: str) -> list[int]:
 @click.option("--directory", type=click.Path(path_type=Path), help="Where models are written.  [default: a temporary]")
 @click.option("--plot", type=click.Path(path_type=Path), help="Also draw memory and seconds over the layers here.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+@click.option("--devices", help="Numbers of GPUs, such as 1,2,4: each run on so many, the first number for comparison.")
 @click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
 @click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
 def main(
     layers: str, hidden: int, shards: int, solvers: str, rows: str, threads: int, directory: Path | None,
-    plot: Path | None, json_path: Path | None, profile: bool, peer: Path | None,
+    plot: Path | None, json_path: Path | None, devices: str | None, profile: bool, peer: Path | None,
 ) -> None:  # fmt: skip
     if peer:
         print(json_text(modelopt(peer)))
@@ -236,13 +264,22 @@ def main(
         for depth in _sizes(layers):
             model = Path(home) / "model"
             nbytes = write_model(model, depth, hidden, shards)
-            if has_modelopt and torch.cuda.is_available():  # its NVFP4 is a CUDA kernel
+            if has_modelopt and torch.cuda.is_available() and devices is None:  # its NVFP4 is a CUDA kernel
                 found = sampled([sys.executable, __file__, f"--peer={model}"], threads)
                 found["stages"] = json.loads(found["output"].splitlines()[-1])
                 table.append(table_row("ModelOpt", depth, nbytes, found))
             for solver in solvers.split(","):
                 for samples, seqlen in sizes[:1] if solver == "rtn" else sizes:
                     name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
+                    one = None
+                    for count in _sizes(devices or ""):
+                        found = quantize(model, solver, (samples, seqlen), threads, profile, count)
+                        one = one or found
+                        row = table_row(name, depth, nbytes, found)
+                        table.append(with_speed_up(row, found, one, count))
+                        click.echo(f"{name} on {count}: {found['seconds']:.1f} s, {found['stages']}", err=True)
+                    if devices:
+                        continue
                     table.append(
                         table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads, profile))
                     )
