@@ -13,15 +13,17 @@ from pathlib import Path
 
 import torch
 
+from quant.kernels.processor import describe_processor
 from quant.recipes.json_text import json_text
 
 Row = Mapping[str, object]
 
 
 def machine(threads: int | None = None) -> dict[str, str]:
-    """The processor, the threads in use, the memory and, where there is one, the GPU."""
+    """The processor and its vector units, the threads in use, the memory and, where there is one, the GPU."""
     threads = threads or torch.get_num_threads()
-    facts = {"cpu": f"{_cpu_name()}, {threads} of {os.cpu_count()} cores", "memory": f"{_memory_gib():.0f} GiB"}
+    cpu = f"{describe_processor()}, {threads} of {os.cpu_count()} cores"
+    facts = {"cpu": cpu, "memory": f"{_memory_gib():.0f} GiB"}
     if torch.cuda.is_available():
         facts["gpu"] = torch.cuda.get_device_name()
     return facts
@@ -85,15 +87,6 @@ def _text(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
     return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _memory_gib() -> float:

@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
+from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import Device, device_of, find_device
 from quant.calibration.prepared import prepared
 from quant.calibration.ranks import gathered, own_batches
@@ -105,7 +106,7 @@ def evaluate(
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad(), prepared(models, dtype, find_device(device)):
+    with torch.no_grad(), fast_matmul(), prepared(models, dtype, find_device(device)):
         if _has_no_predictions(model, rows[:1, :2]):
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)

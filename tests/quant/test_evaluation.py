@@ -49,6 +49,7 @@ def plain(model: Any, rows: torch.Tensor) -> torch.Tensor:
         return copy.deepcopy(model).float().eval()(rows).logits[:, :-1].flatten(0, 1)
 
 
+@pytest.mark.usefixtures("products")
 def test_matches_a_plain_computation(base: Any, quantized: Any, rows: torch.Tensor) -> None:
     found = evaluate(quantized, rows, base)
     before, after = plain(base, rows).double(), plain(quantized, rows).double()

@@ -59,6 +59,7 @@ def scores(model: nn.Module, rows: torch.Tensor, method: str) -> dict[str, float
     return {group.name: group.scores["fp8_channel"] for group in table.groups}
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("make", [vectors, images, texts])
 def test_kl_of_the_classes_is_that_of_quantizing_for_real(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
@@ -78,6 +79,7 @@ def _members(group: str) -> list[str]:
     return [f"{stem}{tail}" for tail in tails.rstrip(")").split("|")] if bracket else [group]
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("make", [vectors, images, texts])
 def test_fisher_estimates_it(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     model, rows = make()

@@ -79,6 +79,7 @@ def test_a_group_alone_loses_what_it_loses_for_real(solver: str, formats: str) -
     assert better >= 4  # of 6 or 12: the solver's own weights, and no others
 
 
+@pytest.mark.usefixtures("products")
 def test_parts_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     model = _llama()
     seen: list[tuple[int, int]] = []
@@ -98,6 +99,7 @@ def test_parts_give_what_one_pass_gives(monkeypatch: pytest.MonkeyPatch) -> None
     assert digest_of(other) != digest_of(whole)
 
 
+@pytest.mark.usefixtures("products")
 def test_products_are_those_of_the_scaled_layer() -> None:
     """Q(x / s) s times Q(W s) / s, as a switchable model has it, against Q(x / s) times Q(W s)."""
     model = _llama()

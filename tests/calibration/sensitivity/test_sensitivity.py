@@ -81,6 +81,7 @@ def _really_quantized(model: nn.Module, members: list[LayerPlan], preset: str, r
     return model
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("make", [_llama, _experts])
 def test_kl_is_that_of_quantizing_one_group_for_real(make: Any) -> None:
     model = make()
@@ -146,6 +147,7 @@ def _keeper(name: str, seen: dict[str, Any]) -> Any:
 
 
 # A gradient does not see a router change its mind, which is a jump; the order of the groups survives it.
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(("make", "least"), [(_llama, 0.8), (_bert, 0.8), (_experts, 0.3)])
 def test_fisher_estimates_kl(make: Any, least: float) -> None:
     """Errors of eight bits are small enough for the second order; what is left is the noise of what is drawn."""
@@ -394,6 +396,7 @@ def test_a_switchable_model_in_16_bit_is_the_model() -> None:
             assert torch.allclose(model(rows).logits, expected, atol=1e-5)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("make", [_llama, _experts, _bert])
 @pytest.mark.parametrize("budget", [1 << 30, 20_000])
 def test_a_remembered_run_changes_no_loss(make: Any, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,6 +165,7 @@ def test_calls_of_equal_batches_share_their_arguments() -> None:
     assert not torch.equal(calls[0][names[0]].hidden, calls[2][names[0]].hidden)
 
 
+@pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq"])
 def test_transforms_change_nothing_before_rounding(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With rounding replaced by the identity, the scaled and folded model is the old one."""
@@ -224,6 +225,7 @@ def test_the_search_takes_the_power_with_the_smallest_error() -> None:
     torch.testing.assert_close(scale, channel_scale(magnitude, weight, best, 0.0, None))
 
 
+@pytest.mark.usefixtures("products")
 def test_the_walk_gives_what_solving_by_hand_gives() -> None:
     """Weight-only GPTQ, first block, first group: the second moment of the embedded rows behind the first norm."""
     model = _llama(seed=3)
@@ -239,6 +241,7 @@ def test_the_walk_gives_what_solving_by_hand_gives() -> None:
     assert float((found != expected).float().mean()) < 0.02  # the sums are in another order
 
 
+@pytest.mark.usefixtures("products")
 def test_later_layers_see_earlier_ones_quantized() -> None:
     """The second block's statistics come from the quantized first block: with it kept, the result is another."""
     model = _llama(seed=4)
@@ -385,6 +388,7 @@ def test_quick_products_are_exact_and_put_back() -> None:
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
+@pytest.mark.usefixtures("products")
 def test_parts_that_are_solved_are_not_run_again_and_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
