@@ -25,7 +25,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,13 +58,49 @@ class Step:
     record: Any
 
 
+class WatchedFiles:
+    """The files that a model is read from, as they are at this moment.
+
+    Args:
+        path: the model's directory or file; None for a model that is in memory alone.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.files = [path] if path is not None else []
+        if path is not None and path.is_dir():
+            of_model = (file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
+            self.files = sorted(of_model)
+        self._stamps = {file: _stamp(file) for file in self.files}
+
+    def fingerprints(self) -> dict[str, str]:
+        """Size, time of the last change and a hash of the header of each file, by name.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        self.check()
+        return {file.name: f"{stamp} {_header(file)}" for file, stamp in self._stamps.items()}
+
+    def changed(self) -> Path | None:
+        """The first file that is not what it was; None where all are."""
+        return next((file for file, stamp in self._stamps.items() if _stamp(file) != stamp), None)
+
+    def check(self) -> None:
+        """Raises ValueError, which names the file, where one is not what it was."""
+        if (file := self.changed()) is not None:
+            what = "changed" if file.exists() else "disappeared"
+            raise ValueError(
+                f"{file}: this file of the model {what} while it was read; put it back, and run the command again"
+            )
+
+
 class Partial:
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     Args:
         out: where the checkpoint will be.
         depends: what the result depends on, by name, JSON-ready: the model's files, the plan, versions, options.
-        sources: files that must not change while the run reads them.
+        sources: the model's files, which must not change while the run reads them.
         restart: deletes what an earlier run left.
 
     Raises:
@@ -73,13 +109,13 @@ class Partial:
     """
 
     def __init__(
-        self, out: Path, depends: Mapping[str, Any], sources: Sequence[Path] = (), *, restart: bool = False
+        self, out: Path, depends: Mapping[str, Any], sources: WatchedFiles | None = None, *, restart: bool = False
     ) -> None:
         self.out, self.path = out.resolve(), partial_path(out)
         self.rank = rank_and_world()[0]
         own = f"-{self.rank}" if self.rank else ""
         self._journal, self._suffix = self.path / f"journal{own}.jsonl", f"{own}.safetensors"
-        self._sources = {file: _stamp(file) for file in sources}
+        self.sources = sources or WatchedFiles(None)
         self._steps: dict[str, dict[str, Any]] = {}
         self._verified: set[str] = set()
         self._awaited: list[tuple[str, Then]] = []
@@ -168,7 +204,7 @@ class Partial:
         try:
             yield
         except ValueError:
-            self._hopeless = self._changed_source() is None
+            self._hopeless = self.sources.changed() is None
             raise
 
     def __contains__(self, step: str) -> bool:
@@ -212,7 +248,7 @@ class Partial:
             ValueError: a file of the model changed meanwhile.
             OSError: an earlier step could not be written.
         """
-        self.check_sources()
+        self.sources.check()
         if self.rank and not alone:
             if then is not None:
                 self._awaited.append((step, then))
@@ -263,17 +299,6 @@ class Partial:
     def seconds_to_write(self, nbytes: int) -> float:
         """Seconds that so many bytes took to write when it was last measured."""
         return nbytes / self._bytes_per_second
-
-    def check_sources(self) -> None:
-        """Raises ValueError where a file of the model is not what it was when the run began."""
-        if (file := self._changed_source()) is not None:
-            what = "changed" if file.exists() else "disappeared"
-            raise ValueError(
-                f"{file}: this file of the model {what} while it was read; put it back, and run the command again"
-            )
-
-    def _changed_source(self) -> Path | None:
-        return next((file for file, stamp in self._sources.items() if _stamp(file) != stamp), None)
 
     def flush(self) -> None:
         """Waits until everything is written, by other ranks too where this one waits for it."""
@@ -332,18 +357,6 @@ def partial_path(out: Path) -> Path:
 def is_finished(out: Path) -> bool:
     """Whether an earlier run to `out` got as far as a whole checkpoint, and not to its own end."""
     return (partial_path(out) / COMPLETE).exists()
-
-
-def model_files(path: Path | None) -> list[Path]:
-    """The files that a model is read from."""
-    if path is None or not path.is_dir():
-        return [] if path is None else [path]
-    return sorted(file for file in path.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
-
-
-def fingerprints(files: Sequence[Path]) -> dict[str, str]:
-    """Size, time of the last change and a hash of the header of each file, by name."""
-    return {file.name: f"{_stamp(file)} {_header(file)}" for file in files}
 
 
 def tensor_hash(tensor: torch.Tensor) -> str:

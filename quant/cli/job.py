@@ -20,7 +20,7 @@ from quant.calibration_data import lacks_data, solver_needs_data
 from quant.cli.ranks.same import check_same
 from quant.errors import UserError
 from quant.export.directory import check_apart, check_destination
-from quant.export.partial import Partial, fingerprints, is_finished, model_files
+from quant.export.partial import Partial, is_finished
 from quant.extras import versions
 from quant.models.files import find_model
 from quant.models.open import Source
@@ -252,18 +252,17 @@ class Job:
             UserError: an earlier run of something else left it.
         """
         assert self.out is not None
-        files = model_files(source.path)
         device = find_device(self.device)
-        check_same({"the plan": plan.digest()}, files, device)
+        check_same({"the plan": plan.digest()}, source.files.files, device)
         how = {key: str(plan.provenance.get(key)) for key in ("guard", "observer")}
         depends = {
-            "the model's file": fingerprints(files),
+            "the model's file": source.files.fingerprints(),
             "the plan": {"digest": plan.digest(), **how},
             "the version of": versions(),
             "the seed": self.seed,
             "the kind of device": (device or torch.device("cpu")).type,
         }
-        return Partial(self.out, depends, files, restart=self.restart)
+        return Partial(self.out, depends, source.files, restart=self.restart)
 
     def provenance(self, source: Source, **more: str) -> dict[str, Any]:
         """Where a plan comes from, as it is written into it."""

@@ -207,7 +207,7 @@ def _solve_and_write(
     def finish(directory: Path, hashes: Mapping[str, str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
         _finish_directory(source, report, plan, directory, hashes)
-        partial.check_sources()
+        source.files.check()
 
     write_model(
         model,
@@ -259,13 +259,18 @@ def _run_state_dict(
     bytes_before = sum(tensor.nbytes for tensor in source.state_dict.values())
     seconds["solve"] = time.perf_counter() - started
     report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
+
+    def finish(directory: Path, hashes: Mapping[str, str]) -> None:
+        _finish_directory(source, report, plan, directory, hashes)
+        source.files.check()
+
     save_state_dict(
         source.state_dict,
         solved,
         plan,
         job.out,
         overwrite=job.overwrite,
-        finish=lambda directory, hashes: _finish_directory(source, report, plan, directory, hashes),
+        finish=finish,
     )
     return report
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
+from quant.export.partial import WatchedFiles
 from quant.models import gguf, huggingface, state_dict, torch_files
 from quant.models.files import find_model, with_revision
 from quant.models.hub import commit_of
@@ -47,6 +48,7 @@ class Source:
         state_dict: the bare state dict, whose tensors are read when asked for; None where there is a model.
         path: directory or file it came from, where that is known.
         dtype: that most of the weights have.
+        files: that it is read from, as they were before.
         quantization: the format in which the files hold weights that were dequantized; None for others.
     """
 
@@ -56,6 +58,7 @@ class Source:
     state_dict: Mapping[str, torch.Tensor] | None
     path: Path | None = None
     dtype: torch.dtype
+    files: WatchedFiles = field(default_factory=lambda: WatchedFiles(None))
     quantization: str | None = None
 
     @property
@@ -140,6 +143,7 @@ def open_model(
         return _open_module(source, wanted)
     name = str(source) if revision is None else with_revision(str(source), revision)
     path = find_model(name)
+    files = WatchedFiles(path)
     kind = "huggingface" if path.is_dir() else state_dict.sniff(path)
     if kind not in ("safetensors", "torch"):
         _refuse_factory(model_factory, f"{path} ({kind})")
@@ -165,6 +169,7 @@ def open_model(
         state_dict=tensors,
         path=path,
         dtype=found,
+        files=files,
         quantization=None if quantization is None else str(quantization),
     )
 

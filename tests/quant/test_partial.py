@@ -19,7 +19,7 @@ from samples import BASE
 import quant
 from quant.calibration.walk.sequential import States
 from quant.cli import pipeline
-from quant.cli.job import Job
+from quant.cli.job import AllocationRequest, Job
 from quant.export import partial as partial_module
 from quant.export.partial import partial_path
 from quant.finished_layers import BlockKeeper
@@ -279,6 +279,31 @@ def test_a_weight_file_that_changes_during_the_run(
     what = "disappeared" if vanishes else "changed"
     with pytest.raises(ValueError, match=rf"model\.safetensors: this file of the model {what} while it was read"):
         pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16"), quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["state dict", "allocation"])
+def test_a_weight_file_that_changes_before_anything_is_kept(
+    kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny_models.llama(dtype=torch.bfloat16).save_pretrained(model)
+    shard = model / "model.safetensors"
+    step = "allocate" if kind == "allocation" else "solve_state_dict"
+    real = getattr(pipeline, step)
+
+    def meddle(*args: Any, **options: Any) -> Any:
+        found = real(*args, **options)
+        shard.unlink()
+        return found
+
+    monkeypatch.setattr(pipeline, step, meddle)
+    if kind == "allocation":
+        ours = job(model, tmp_path / "out", text, request=AllocationRequest(bits=8.0, formats="nvfp4,fp8"))
+    else:
+        ours = job(shard, tmp_path / "out", text, format_name="nvfp4a16", calib=None)
+    with pytest.raises(ValueError, match=r"model\.safetensors: this file of the model disappeared while it was read"):
+        pipeline.run(ours, quiet=True)
     assert not (tmp_path / "out").exists()
 
 
