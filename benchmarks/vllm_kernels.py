@@ -59,7 +59,8 @@ def packed_parameter(tensor: torch.Tensor, packed: bool) -> Any:
     from vllm.model_executor import parameter
 
     options = {"data": tensor.cuda(), "input_dim": 1, "output_dim": 0, "weight_loader": lambda *args: None}
-    with patch.object(parameter, "get_tensor_model_parallel_rank", lambda: 0):
+    ranks = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
+    with patch.multiple(parameter, **ranks):
         if packed:
             return parameter.PackedvLLMParameter(packed_factor=8, packed_dim=1, **options)
         return parameter.GroupQuantScaleParameter(**options)

@@ -25,6 +25,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ PRESETS = (
 )  # fmt: skip
 # Also written: FP8 weights with inputs in 16 bit, FP8 KV caches, and a rotation that the weights absorb.
 VARIANTS = ("fp8_channel weights", "fp8 + kv", "nvfp4a16 + kv", "nvfp4a16 rotated")
+# Not written: the checkpoint with an FP8 cache, served with an NVFP4 cache.
+NVFP4_KV = "nvfp4a16 + nvfp4 kv"
 BY_FOLDER = {preset.replace(" ", "_"): preset for preset in (*PRESETS, *VARIANTS)}
-PLUGIN = ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp8", "int4a16", "fp8_channel weights")
-EXPERTS_IN_MODELOPT = ("nvfp4a16", "fp8", "mxfp8")
-PLUGIN_EXPERTS = ("nvfp4a16", "nvfp4", *PLUGIN[2:6])
+PLUGIN = ("nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp8", "int4a16", "fp8_channel weights", NVFP4_KV)
+OF_EXPERTS = ("nvfp4a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16")
+EXPERTS_IN_MODELOPT = ("nvfp4a16", "fp8")
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "moe_intermediate_size": 128, "head_dim": 64, "norm_topk_prob": True}),
@@ -59,22 +62,24 @@ def main() -> None:
     parser.add_argument("--presets", nargs="*", default=[*PRESETS, *VARIANTS])
     parser.add_argument("--families", nargs="*", default=list(FAMILIES))
     parser.add_argument("--out", type=Path, default=Path("vllm-presets"))
-    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=600.0, help="after which what is not done is left out")
     parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--do", choices=("all", "make", "ours", "serve"), default="all")
-    parser.add_argument("--name", help="of the one model that a process makes or evaluates")
+    parser.add_argument("--do", choices=("all", "make", "serve", "table"), default="all")
+    parser.add_argument("--name", help="of the one model that a process makes")
     parser.add_argument("--jobs", help="checkpoints that a process loads in vLLM, as JSON")
     args = parser.parse_args()
     args.families = [name for name in args.families if name]
+    args.out.mkdir(parents=True, exist_ok=True)
     if args.do == "make":
         make(args)
-    elif args.do == "ours":
-        ours(args)
     elif args.do == "serve":
-        serve(json.loads(args.jobs), args.out)
+        serve(args, json.loads(args.jobs))
     else:
-        run_all(args)
+        if args.do == "all":
+            run_all(args)
+        show_table(args)
 
 
 def make(args: argparse.Namespace) -> None:
@@ -92,10 +97,13 @@ def make(args: argparse.Namespace) -> None:
     rows, evaluation = token_rows(args.name)
     original = open_model(args.model).model if args.name == DENSE else trained(args)
     model = copy.deepcopy(original).to(args.device)
-    report(args, "bf16", "16 bit", perplexity=evaluate(model, evaluation, dtype=None, batch_size=8).perplexity)
+    report(
+        args,
+        preset="bf16",
+        layout="16 bit",
+        perplexity=evaluate(model, evaluation, dtype=None, batch_size=8).perplexity,
+    )
     for preset in args.presets:
-        if args.name != DENSE and preset in VARIANTS:
-            continue
         name, _, what = preset.partition(" ")
         out = args.out / args.name / preset.replace(" ", "_")
         try:
@@ -108,15 +116,17 @@ def make(args: argparse.Namespace) -> None:
                 plan = replace(plan, kv_cache=FORMATS["fp8"])
             done = quantize(model, plan, rows[:8])
             save(done.model, done.plan, out / "compressed-tensors")
+            own = evaluate(done.model, evaluation, dtype=None, batch_size=8).perplexity
+            report(args, preset=preset, layout="ours", perplexity=own)
         except Exception as error:
-            report(args, preset, "compressed-tensors", error=f"not written: {last_line(error)}")
+            report(args, preset=preset, layout="compressed-tensors", error=f"not written: {last_line(error)}")
             continue
         if args.name != DENSE and preset not in EXPERTS_IN_MODELOPT:
             continue
         try:
             convert(out / "compressed-tensors", out / "modelopt", to="modelopt")
         except Exception as error:
-            report(args, preset, "modelopt", error=f"not written: {last_line(error)}")
+            report(args, preset=preset, layout="modelopt", error=f"not written: {last_line(error)}")
         del model
         torch.cuda.empty_cache()
 
@@ -161,23 +171,7 @@ def trained(args: argparse.Namespace) -> Any:
     return model
 
 
-def ours(args: argparse.Namespace) -> None:
-    """Evaluates the compressed-tensors checkpoints of one model with our own kernels."""
-    from quant.api.load import load
-    from quant.evaluation import evaluate
-
-    _, evaluation = token_rows(args.name)
-    for path in sorted((args.out / args.name).glob("*/compressed-tensors")):
-        preset = BY_FOLDER[path.parent.name]
-        try:
-            model = load(path, device=args.device)
-            found = {"perplexity": evaluate(model, evaluation, dtype=None, batch_size=8).perplexity}
-        except Exception as error:
-            found = {"error": last_line(error)}
-        report(args, preset, "ours", **found)
-
-
-def serve(jobs: list[dict[str, Any]], out: Path) -> None:
+def serve(args: argparse.Namespace, jobs: list[dict[str, Any]]) -> None:
     """Loads checkpoints in vLLM, one after the other, and reports each."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, so that its modules can be read
     import torch
@@ -189,11 +183,14 @@ def serve(jobs: list[dict[str, Any]], out: Path) -> None:
 
         register()  # by hand, for a checkout that is not installed has no entry points
     for job in jobs:
-        rows = token_rows(job["name"])[1].tolist()
+        rows, cache = token_rows(job["name"])[1].tolist(), job["preset"].endswith(" kv")
         start = time.time()
         try:
             llm = LLM(
-                model=job["path"], enforce_eager=True, max_model_len=576, max_num_batched_tokens=4608, seed=0,
+                model=job["path"], enforce_eager=True, max_model_len=576, max_num_seqs=8, seed=0,
+                # A later chunk of a prompt reads the cache; in one chunk nothing would.
+                max_num_batched_tokens=128 if cache else 4608,
+                **({"kv_cache_dtype": "nvfp4"} if job["preset"] == NVFP4_KV else {}),
                 kv_cache_memory_bytes=1 << 29, gpu_memory_utilization=0.06, enable_prefix_caching=False,
                 disable_log_stats=True, skip_tokenizer_init=True,
             )  # fmt: skip
@@ -211,7 +208,7 @@ def serve(jobs: list[dict[str, Any]], out: Path) -> None:
             found = {"error": last_line(error)}
         cleanup_dist_env_and_memory()
         torch.cuda.empty_cache()
-        print("RESULT " + json.dumps({**job, **found, "seconds": round(time.time() - start, 1)}), flush=True)
+        report(args, **{**job, **found, "seconds": round(time.time() - start, 1)})
     os._exit(0)  # the results are out: the engine's teardown would only cost time
 
 
@@ -233,8 +230,10 @@ def kernels(llm: Any) -> str:
     return ", ".join(name for name, _ in count.most_common()) or "16 bit"
 
 
-def report(args: argparse.Namespace, preset: str, layout: str, **found: Any) -> None:
-    print("RESULT " + json.dumps({"name": args.name, "preset": preset, "layout": layout, **found}), flush=True)
+def report(args: argparse.Namespace, **found: Any) -> None:
+    """Appends a result to the file of results: one line, so that processes can share it."""
+    with (args.out / "results.jsonl").open("a") as file:
+        file.write(json.dumps({"name": args.name, **found}) + "\n")
 
 
 def last_line(error: BaseException) -> str:
@@ -246,39 +245,39 @@ def last_line(error: BaseException) -> str:
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Starts a process for each part and prints the table."""
+    """Makes the checkpoints and loads them, in `--processes` processes at once, until the time is over."""
+    started = time.time()
+    shared = ["--model", args.model, "--out", str(args.out), "--steps", str(args.steps), "--device", args.device]
+
+    def start(label: str, *options: str, **environment: str) -> None:
+        left = args.seconds - (time.time() - started)
+        if left < 1:
+            return
+        with (args.out / f"{label}.log").open("w") as log, suppress(subprocess.TimeoutExpired):
+            subprocess.run([sys.executable, __file__, *shared, *options], stdout=log, stderr=log, timeout=left,
+                           env={**os.environ, **environment})  # fmt: skip
+
+    parts = [(name, [p for p in OF_EXPERTS if p in args.presets]) for name in args.families]
+    parts += [(DENSE, args.presets[i::4]) for i in range(4)]
+    with ThreadPoolExecutor(args.processes) as pool:
+        for index, (name, presets) in enumerate(part for part in parts if part[1]):
+            pool.submit(start, f"make-{name}-{index}", "--do", "make", "--name", name, "--presets", *presets)
+    print(f"made after {time.time() - started:.0f} s", file=sys.stderr, flush=True)
+    with ThreadPoolExecutor(args.processes) as pool:
+        for index, (jobs, switch) in enumerate(shares(args, [DENSE, *args.families])):
+            pool.submit(start, f"vllm-{index}", "--do", "serve", "--jobs", json.dumps(jobs), BLOCKSCALE_VLLM=switch)
+    print(f"done after {time.time() - started:.0f} s", file=sys.stderr, flush=True)
+
+
+def show_table(args: argparse.Namespace) -> None:
+    """Prints the tables of what the file of results holds."""
     from _table import machine, markdown, versions
 
-    args.out.mkdir(parents=True, exist_ok=True)
-    names = [DENSE, *args.families]
-    shared = ["--model", args.model, "--out", str(args.out), "--steps", str(args.steps), "--device", args.device,
-              "--presets", *args.presets]  # fmt: skip
-
-    def start(label: str, *options: str, **environment: str) -> list[dict[str, Any]]:
-        log = args.out / f"{label}.log"
-        with log.open("w") as file:
-            done = subprocess.run([sys.executable, __file__, *shared, *options], stdout=subprocess.PIPE, stderr=file,
-                                  env={**os.environ, **environment}, text=True)  # fmt: skip
-        lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if done.returncode:
-            print(f"{label} ended with {done.returncode}: {log.read_text()[-600:]}", file=sys.stderr)
-        return [json.loads(line.removeprefix("RESULT ")) for line in lines]
-
-    with ThreadPoolExecutor(64) as pool:
-        made = pool.map(lambda name: start(f"make-{name}", "--do", "make", "--name", name), names)
-        results = [found for part in made for found in part]
-        print(f"made after {time.process_time():.0f} s of this process", file=sys.stderr)
-        parts = list(shares(args, names))
-        evaluated = [pool.submit(start, f"ours-{name}", "--do", "ours", "--name", name) for name in names]
-        served = [
-            pool.submit(start, f"vllm-{i}", "--do", "serve", "--jobs", json.dumps(jobs), BLOCKSCALE_VLLM=switch)
-            for i, (jobs, switch) in enumerate(parts)
-        ]
-        results += [found for future in (*evaluated, *served) for found in future.result()]
-    (args.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    results = [json.loads(line) for line in (args.out / "results.jsonl").read_text().splitlines()]
     print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
-    for name in names:
-        print(f"### {name}\n\n{markdown(list(table(name, results)))}\n")
+    for name in (DENSE, *args.families):
+        if rows := list(table(name, results)):
+            print(f"### {name}\n\n{markdown(rows)}\n")
 
 
 def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[dict[str, Any]], str]]:
@@ -289,8 +288,10 @@ def shares(args: argparse.Namespace, names: list[str]) -> Iterator[tuple[list[di
             layout, preset = path.parent.name, BY_FOLDER[path.parent.parent.name]
             job = {"name": name, "preset": preset, "layout": layout, "path": str(path.parent)}
             jobs["0"].append({**job, "plugin": False})
-            if preset in (PLUGIN if name == DENSE else PLUGIN_EXPERTS):
+            if layout == "compressed-tensors" and preset in (PLUGIN if name == DENSE else PLUGIN[:1]):
                 jobs["1"].append({**job, "plugin": True})
+            if layout == "compressed-tensors" and preset == "nvfp4a16 + kv":
+                jobs["1"].append({**job, "preset": NVFP4_KV, "plugin": True})
     whole = sum(map(len, jobs.values()))
     for switch, some in jobs.items():
         count = max(round(args.processes * len(some) / max(whole, 1)), 1)
@@ -306,14 +307,15 @@ def table(name: str, results: list[dict[str, Any]]) -> Iterator[dict[str, object
     """One row for each preset and layout of a model."""
     mine = [found for found in results if found["name"] == name]
     base = next((r.get("perplexity") for r in mine if r["preset"] == "bf16"), None)
-    for preset in (*PRESETS, *VARIANTS):
+    for preset in (*PRESETS, *VARIANTS, NVFP4_KV):
         own = next((r for r in mine if r["preset"] == preset and r["layout"] == "ours"), {})
         for layout in ("compressed-tensors", "modelopt"):
             found = [r for r in mine if r["preset"] == preset and r["layout"] == layout]
             plain = next((r for r in found if not r.get("plugin")), None)
-            if plain is None:
-                continue
             with_plugin = next((r for r in found if r.get("plugin")), {})
+            if plain is None and not with_plugin:
+                continue
+            plain = plain or {"error": "needs the plug-in"}
             yield {
                 "preset": preset, "layout": layout,
                 "loads": "yes" if "perplexity" in plain else f"no: {plain.get('error')}",

@@ -5,10 +5,14 @@
 
 Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. Two engines
 are ready at the same time in two processes, and one measures while the other waits. A step is the difference between
-two generations of 2 and of 66 tokens, divided by 64, so prefill and set-up cancel out: it holds attention, norms, the
-scheduler and the sampler. Prefill is the time to the first token of one prompt. Each figure is the least of its rounds.
+two generations of 2 and of 66 tokens, divided by 64, so set-up cancels out: it holds attention, norms, the scheduler
+and the sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each
+figure is the least of its rounds. "On the GPU" is the time in which any kernel of a step ran, by the profiler.
 
-vLLM must be importable. Both engines together take about 45 GB (8B) or 70 GB (30B).
+    python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
+        --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
+
+compares KV caches. vLLM must be importable. Both engines together take about 30 GB (8B) or 50 GB (30B).
 """
 
 from __future__ import annotations
@@ -110,8 +114,8 @@ def engine(args: argparse.Namespace) -> None:
         register()  # by hand, for a checkout that is not installed has no entry points
     settings = {
         "load_format": random_loader(), "skip_tokenizer_init": True, "max_model_len": 4608, "seed": 0,
-        "max_num_seqs": max(args.batch), "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.4,
-        "kv_cache_memory_bytes": int(args.kv_gib * 2**30), "enable_prefix_caching": False, "disable_log_stats": True,
+        "max_num_seqs": max(args.batch), "max_num_batched_tokens": 8192, "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": int(args.kv_gib * 2**30), "enable_prefix_caching": True, "disable_log_stats": True,
         "compilation_config": {},
     }  # fmt: skip
     settings |= args.engine
@@ -137,19 +141,29 @@ def engine(args: argparse.Namespace) -> None:
         what, count, length = line.split()
         rows = prompts(int(count), int(length))
         if what == "decode":
-            # What the GPU needs for its first token varies more than its steps do.
+            first = seconds(rows, 1)
             short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
-            say({"ms": (long - short) / (LONG - SHORT) * 1e3})
+            say({"ms": (long - short) / (LONG - SHORT) * 1e3, "first_s": first})
+        elif what == "profile":
+            seconds(rows, 1)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+                seconds(rows, 9)
+            times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
+            most = sorted(times.items(), key=lambda pair: -pair[1])[:12]
+            ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
+            say({"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}})
         elif what == "prefill":
-            say({"ms": min(seconds(rows, 1) for _ in range(3)) * 1e3})
-        else:
-            output = llm.generate(
-                [{"prompt_token_ids": row} for row in rows],
-                SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False),
-                use_tqdm=False,
-            )
-            say({"tokens": [list(o.outputs[0].token_ids) for o in output]})
+            say({"ms": min(seconds(prompts(int(count), int(length)), 1) for _ in range(3)) * 1e3})
     os._exit(0)
+
+
+def busy(ranges: list[Any]) -> float:
+    """Microseconds in which any of the ranges is under way: kernels that overlap count once."""
+    total, end = 0.0, float("-inf")
+    for each in sorted(ranges, key=lambda r: r.start):
+        total += max(each.end - max(each.start, end), 0.0)
+        end = max(end, each.end)
+    return total
 
 
 def say(found: dict[str, Any]) -> None:
@@ -159,10 +173,10 @@ def say(found: dict[str, Any]) -> None:
 class Engine:
     """One engine in a process of its own."""
 
-    def __init__(self, args: argparse.Namespace, label: str, switch: str) -> None:
-        self.log = args.out / f"{args.shape}-{label}.log"
-        options = ["--engine", json.dumps(args.engine), "--kv-gib", str(args.kv_gib), "--folder", str(args.folder),
-                   "--out", str(args.out), "--batch", *map(str, args.batch)]  # fmt: skip
+    def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
+        self.log = args.out / f"{args.label}-{label}.log"
+        options = ["--engine", json.dumps(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
+                   "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=self.log.open("w"), env={**os.environ, "BLOCKSCALE_VLLM": switch}, text=True,
@@ -192,6 +206,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a trial")
     parser.add_argument("--kv-gib", type=float, default=10.0)
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
+    parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
+    parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
+    parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
     parser.add_argument("--folder", help="of a config.json: makes this process an engine")
     args = parser.parse_args()
@@ -199,28 +216,30 @@ def main() -> None:
         return engine(args)
     from _table import machine, markdown, versions
 
-    args.folder = write_config(args.shape, args.layers, args.out)
-    engines = {"vLLM": Engine(args, "vllm", "0"), "plug-in": Engine(args, "plugin", "1")}
+    args.label = args.label or args.shape
+    args.folder = write_config(args.shape, args.layers, args.out / args.label)
+    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs), "plug-in": Engine(args, "plugin", "1", args.ours)}
     ready = {label: each.answer() for label, each in engines.items()}
     print(f"ready after {ready}", file=sys.stderr, flush=True)
-    tokens = {label: each.ask(f"tokens 4 {args.context}")["tokens"] for label, each in engines.items()}
-    same = sum(a == b for x, y in zip(*tokens.values(), strict=True) for a, b in zip(x, y, strict=True))
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
-    asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
-    times: dict[str, dict[str, list[float]]] = {what: {label: [] for label in engines} for what in asks}
-    for _ in range(args.rounds):
+    if args.prefill:
+        asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
+    asks[f"batch {args.batch[0]}, on the GPU"] = f"profile {args.batch[0]} {args.context}"
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {what: {label: [] for label in engines} for what in asks}
+    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
+    for number in range(args.rounds):
         for what, line in asks.items():
             for label, each in engines.items():
-                times[what][label].append(each.ask(line)["ms"])
-    rows = []
-    for what, by_label in times.items():
-        best = {label: min(values) for label, values in by_label.items()}
-        rows.append({args.shape: what, **{f"{label}, ms": round(ms, 3) for label, ms in best.items()},
-                     "speed-up": round(best["vLLM"] / best["plug-in"], 3)})  # fmt: skip
-    print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
-    print(markdown(rows))
-    print(f"\n{same} of 32 greedy tokens alike, after prompts of random tokens; engine {json.dumps(args.engine)}")
-    (args.out / f"{args.shape}.json").write_text(json.dumps({"times": times, "tokens": tokens}, indent=1) + "\n")
+                if not (number and line.startswith("profile")):
+                    found[what][label].append(each.ask(line))
+        rows = []
+        for what, by_label in found.items():
+            best = {label: min(each["ms"] for each in answers) for label, answers in by_label.items()}
+            rows.append({args.label: what, **{f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()},
+                         "speed-up": f"{best['vLLM'] / best['plug-in']:.3f}"})  # fmt: skip
+        print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
+        (args.out / f"{args.label}.json").write_text(json.dumps(found, indent=1) + "\n")
+    print(f"Engine: {json.dumps(args.engine)}, {json.dumps(args.theirs)} and {json.dumps(args.ours)}")
     for each in engines.values():
         each.process.kill()
 

@@ -47,6 +47,8 @@ MAY_LOAD = {
     "kernels/portable": "triton",
     "kernels/hopper": "triton",
     "quant/runtime/kv_cache.py": "transformers",
+    "quant/vllm_plugin/attention.py": "vllm",
+    "quant/vllm_plugin/between.py": "vllm",
     "quant/vllm_plugin/linear.py": "vllm",
     "quant/vllm_plugin/experts.py": "vllm",
 }

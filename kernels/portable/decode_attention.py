@@ -297,13 +297,14 @@ def reduce_kernel(
         part = first + tl.arange(0, at_once)
         there = part < splits
         lse = tl.load(lses + line + part * rows, mask=there, other=float("-inf"))
-        weight = tl.math.exp2((lse - top) * 1.4426950408889634)
+        # A sequence without tokens has seen nothing in any split: its output is 0, not NaN.
+        weight = tl.math.exp2((lse - tl.maximum(top, -3.0e38)) * 1.4426950408889634)
         total += tl.sum(weight, 0)
         at = (line + part * rows)[:, None] * dim + column[None, :]
         values = tl.load(parts + at, mask=there[:, None] & (column < dim)[None, :], other=0.0)
         value += tl.sum(weight[:, None] * values, 0)
     at = (batch.to(tl.int64) * rows + row) * dim + column
-    tl.store(out + at, (value / total).to(out.dtype.element_ty), mask=column < dim)
+    tl.store(out + at, (value / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=column < dim)
 
 
 def launch(

@@ -3,6 +3,8 @@
     write   program (tokens, KV head, sequence):   K [tokens, dim] ─▶ amax ─▶ scale ─▶ codes in their page; V likewise
     read    program (tokens, KV head, sequence):   codes, block scales ─▶ code · block scale · scale ─▶ [tokens, dim]
 
+`write_slots` does as `write` for a server's batch, where each token has a slot of its own.
+
 The codes are equal to those of `quant.kernels.pages.encode_kv`, bit for bit.
 """
 
@@ -115,6 +117,41 @@ def write(pages: KVPages, table: torch.Tensor, first: torch.Tensor, k: torch.Ten
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
         tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["kv_heads", "count"])
+def write_slots_kernel(
+    k, v, k_codes, v_codes, k_scale, v_scale, k_blocks, v_blocks, slots, k_token, k_head, v_token, v_head, kv_heads,
+    count, kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, page: tl.constexpr,
+    tokens: tl.constexpr,
+):  # fmt: skip
+    """See the module docstring. A token whose slot is negative is written nowhere."""
+    token = (tl.program_id(0) * tokens + tl.arange(0, tokens)).to(tl.int64)
+    kv_head = tl.program_id(1)
+    column = tl.arange(0, width)
+    slot = tl.load(slots + token, mask=token < count, other=-1).to(tl.int64)
+    inside = slot >= 0
+    line = (slot // page * kv_heads + kv_head) * page + slot % page
+    mask = inside[:, None] & (column < dim)[None, :]
+    x = tl.load(k + token[:, None] * k_token + kv_head * k_head + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), k_codes, k_scale, k_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+    x = tl.load(v + token[:, None] * v_token + kv_head * v_head + column[None, :], mask=mask, other=0.0)
+    _write(x.to(tl.float32), v_codes, v_scale, v_blocks, line, inside, kv_head, kind, per_token, dim, width, tokens)
+
+
+def write_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Writes k and v `[tokens, kv_heads, dim]` to slots `[tokens]`: page · page_size + place, below 0 for nowhere."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    count, kv_heads, dim = k.shape
+    scales = [x if x is not None else slots for x in (pages.k_scale, pages.v_scale)]
+    blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
+    tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(count // 128, 1)))
+    if count:
+        write_slots_kernel[triton.cdiv(count, tokens), kv_heads](
+            k, v, pages.k, pages.v, *scales, *blocks, slots, *k.stride()[:2], *v.stride()[:2], kv_heads, count,
+            kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim),
+            page=pages.page_size, tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])

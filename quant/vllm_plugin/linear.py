@@ -37,6 +37,12 @@ from quant.vllm_plugin import weights
 logger = init_logger("vllm.blockscale")
 Layer = Any
 """A layer of vLLM: a module with parameters and facts as attributes, which its class does not declare."""
+_taken: set[str] = set()
+
+
+def taken() -> bool:
+    """Whether a linear layer of this process has taken our kernels."""
+    return bool(_taken)
 
 
 def refuses(dtype: torch.dtype) -> str:
@@ -53,6 +59,7 @@ def take(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None
         parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
     layer.blockscale_format = weight.format.name
+    _taken.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 

@@ -64,7 +64,7 @@ def install() -> str:
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.platforms import PlatformEnum
 
-    from quant.vllm_plugin import experts, linear
+    from quant.vllm_plugin import attention, between, experts, linear
 
     places = (
         (lists._POSSIBLE_NVFP4_KERNELS, linear.BlockscaleNvFp4LinearKernel),
@@ -81,5 +81,10 @@ def install() -> str:
     lists.MarlinNvFp4LinearKernel = linear.BlockscaleNvFp4LinearKernel
     modelopt.MarlinNvFp4LinearKernel = linear.weight_only_nvfp4
     experts.install()
+    attention.install()
+    between.install()
     envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
-    return "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, and experts in NVFP4, may take our kernels"
+    return (
+        "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, experts in NVFP4 and NVFP4 KV caches may take "
+        "our kernels"
+    )

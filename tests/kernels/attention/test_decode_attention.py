@@ -112,6 +112,17 @@ def test_kernel_against_float64(name: str | None, dim: int, heads: int, new: int
     assert error(out, expected) < TOLERANCE[name]
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_a_sequence_without_tokens_gives_zeros(splits: int) -> None:
+    """A server pads the batches of its CUDA graphs with such sequences."""
+    pages, table, lengths = filled("nvfp4", [70, 1])
+    lengths[1] = 0
+    q = torch.randn(2, 4, 1, 64).to(torch.bfloat16)
+    out = kernel(q, pages, table, lengths, DecodeTiles(8, 32, 4, 3, splits))
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert error(out[:1], exact(q[:1], pages, table[:1], lengths[:1], softmax_scale=0.125)) < TOLERANCE["nvfp4"]
+
+
 @pytest.mark.parametrize("name", ["fp8", "fp8_token", "nvfp4"])
 def test_queries_in_float32_lose_what_fp16_does(name: str) -> None:
     """Three bits less than BF16: a float32 model gets sums and outputs as they are."""

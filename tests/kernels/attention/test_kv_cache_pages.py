@@ -201,6 +201,26 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
     assert bool(ours._pools["k"].view(torch.uint8).any())
 
 
+@pytest.mark.parametrize("name", FORMAT_NAMES)
+def test_slots_are_written_as_by_the_oracle(name: str | None) -> None:
+    pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
+    from quant.kernels.portable.kv_cache import write_slots
+
+    ours, theirs = cache_of(name, pages=8, layers=1), cache_of(name, pages=8, layers=1)
+    ours._scales = theirs._scales
+    slots = [5 * 16 + 14, 5 * 16 + 15, 2 * 16, -1, 0, 7 * 16 + 9]
+    qkv = torch.randn(len(slots), 3, 2, 32).to(torch.bfloat16)  # strided, as a merged projection leaves it
+    k, v = qkv[:, 1], qkv[:, 2]
+    with interpreted():
+        write_slots(ours.layer(0), torch.tensor(slots), k, v)
+    for token, slot in enumerate(slots):
+        if slot >= 0:
+            table, first = torch.tensor([[slot // 16]], dtype=torch.int32), torch.tensor([slot % 16], dtype=torch.int32)
+            write_reference(theirs.layer(0), table, first, k[token, None, :, None], v[token, None, :, None])
+    for part, pool in ours._pools.items():
+        assert torch.equal(pool.view(torch.uint8), theirs._pools[part].view(torch.uint8)), part
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -173,7 +173,7 @@ def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.Mon
     assert seen == [layer] and layer.weight.dtype is torch.uint8
 
 
-def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_add_up_to_the_oracles_sum(vllm: Any) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -193,11 +193,6 @@ def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.Monkey
     kernel.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (count, 2 * inner)
 
-    def silu_and_mul(activation: object, out: torch.Tensor, both: torch.Tensor) -> None:
-        gate, up = both.float().chunk(2, -1)
-        out.copy_(torch.nn.functional.silu(gate) * up)
-
-    monkeypatch.setattr(kernel, "activation", silu_and_mul)
     x = torch.randn(tokens, hidden).bfloat16()
     weights, index = torch.rand(tokens, count).topk(2)
     out = torch.empty_like(x)
@@ -211,3 +206,46 @@ def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.Monkey
             middle = torch.nn.functional.silu(gate) * up
             expected[token] += weights[token, slot].double() * (dense["w2"][expert] @ middle)
     assert float((out.double() - expected).norm() / expected.norm()) < 2**-7
+
+
+def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from interpreter import interpreted
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor import custom_op
+    from vllm.model_executor.layers.activation import SiluAndMul
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from quant.vllm_plugin import between
+
+    monkeypatch.setattr(custom_op, "op_registry_oot", custom_op.op_registry_oot)
+    between.install()
+    with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
+        norm, gate = RMSNorm(64, dtype=torch.bfloat16), SiluAndMul()
+    assert type(norm) is between.BlockscaleRMSNorm and type(gate) is between.BlockscaleSiluAndMul
+    torch.manual_seed(0)
+    norm.weight.data.uniform_(0.5, 2)
+    x, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
+    h = (x + residual).float()
+    normed = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
+    calls: list[str] = []
+    monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
+    monkeypatch.setattr(between, "takes", lambda rows: calls.append("asked") or rows.is_contiguous())
+    with interpreted(), torch.no_grad():
+        y, hidden = norm(x, residual)
+        assert torch.equal(hidden, x + residual)
+        torch.testing.assert_close(y, normed, rtol=2**-7, atol=0)
+        torch.testing.assert_close(norm(x + residual), normed, rtol=2**-7, atol=0)
+        both = torch.randn(3, 64).bfloat16()
+        expected = torch.nn.functional.silu(both[:, :32].float()).bfloat16() * both[:, 32:]
+        torch.testing.assert_close(gate(both), expected, rtol=2**-7, atol=1e-6)
+    assert calls
+
+
+def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quant.vllm_plugin import between
+
+    x = torch.randn(3, 64).bfloat16()
+    monkeypatch.setattr(vllm.linear, "_taken", set())
+    assert not between.takes(x)
+    monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
+    assert between.takes(x) and not between.takes(x.float()) and not between.takes(x[:, ::2])

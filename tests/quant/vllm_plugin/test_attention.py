@@ -1,0 +1,168 @@
+"""An NVFP4 KV cache in vLLM's buffers equals the oracle's pages: written by slots, decoded, and read in chunks.
+
+The tests run against the real vLLM (its Python files are enough). FlashAttention and the decoding kernel, which need a
+GPU, are replaced by references in float32; the kernels that write and read pages are interpreted.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="pip install vllm==0.26.0; its Python files are enough")
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from interpreter import interpreted
+
+from quant.kernels.attention.decode import paged_reference
+from quant.kernels.pages import round_kv
+from quant.vllm_plugin.attention import NVFP4, Batch, BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, Builder
+
+HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
+
+
+def flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> torch.Tensor:
+    """FlashAttention over sequences one after the other, causal, aligned at their ends."""
+    out = torch.empty_like(q)
+    at_q, at_k = given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()
+    for i in range(len(at_q) - 1):
+        rows, keys = slice(at_q[i], at_q[i + 1]), slice(at_k[i], at_k[i + 1])
+        x, y, z = (t.transpose(0, 1).float() for t in (q[rows], k[keys], v[keys]))
+        seen = torch.ones(x.shape[1], y.shape[1], dtype=torch.bool).tril(y.shape[1] - x.shape[1])
+        out[rows] = torch.nn.functional.scaled_dot_product_attention(
+            x, y, z, attn_mask=seen, enable_gqa=True, scale=DIM**-0.5
+        ).transpose(0, 1)
+    return out
+
+
+def decode(q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return paged_reference(q, pages, table, lengths)
+
+
+@pytest.fixture
+def attention() -> Any:
+    """One layer's attention and vLLM's buffer for its cache, on the CPU."""
+    impl = BlockscaleNvFp4Attention.__new__(BlockscaleNvFp4Attention)
+    impl.num_heads, impl.num_kv_heads, impl.head_size = HEADS, KV_HEADS, DIM
+    impl.shares_cache, impl._pages, impl.flash, impl.options = False, {}, flash, None
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.6), _v_scale=torch.tensor(0.3))
+    shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(BLOCKS, PAGE, KV_HEADS, DIM)
+    cache = torch.randint(0, 255, shape, dtype=torch.uint8)
+    properties = SimpleNamespace(multi_processor_count=132)
+
+    def step(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype)
+        with (
+            patch("quant.kernels.portable.decode_attention.launch", decode),
+            patch("torch.cuda.get_device_properties", lambda device: properties),
+            interpreted(),
+        ):
+            impl.forward(layer, q, k, v, cache, batch, out)
+        return out.view(-1, HEADS, DIM)
+
+    return step
+
+
+def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(count, heads, DIM).bfloat16() for heads in (HEADS, KV_HEADS, KV_HEADS))  # type: ignore[return-value]
+
+
+def test_a_page_takes_the_bytes_that_vllm_plans() -> None:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    spec = FullAttentionSpec(
+        block_size=PAGE, num_kv_heads=KV_HEADS, head_size=DIM, dtype=torch.uint8,
+        kv_quant_mode=get_kv_quant_mode("nvfp4"),
+    )  # fmt: skip
+    shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(BLOCKS, PAGE, KV_HEADS, DIM, "nvfp4")
+    assert torch.Size(shape).numel() == BLOCKS * spec.page_size_bytes
+
+
+def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) -> None:
+    torch.manual_seed(0)
+    table = torch.tensor([[3, 7, 1], [0, 5, 2], [9, 4, 8]], dtype=torch.int32)
+    history: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {0: [], 1: [], 2: []}
+
+    def run(counts: dict[int, int], padding: int = 0) -> None:
+        """One step: so many new tokens of each sequence, decoding ones first; compared with attention in float32."""
+        order = sorted(counts, key=lambda s: counts[s])
+        q, k, v = tokens(sum(counts.values()) + padding)
+        slots, chunks, at, decodes, lengths = [], [], 0, 0, []
+        before = {s: sum(len(part[0]) for part in history[s]) for s in order}
+        for row, s in enumerate(order):
+            length = before[s] + counts[s]
+            places = range(before[s], length)
+            slots += [int(table[s, p // PAGE]) * PAGE + p % PAGE for p in places]
+            lengths.append(length)
+            if counts[s] == 1:
+                decodes += 1
+            else:
+                chunks.append((row, at, at + counts[s], length))
+            at += counts[s]
+        starts = torch.tensor([0, *[stop - chunks[0][1] for _, _, stop, _ in chunks]] if chunks else [0])
+        batch = Batch(
+            torch.tensor(slots + [-1] * padding), table[order], torch.tensor(lengths, dtype=torch.int32), at, decodes,
+            max(lengths), chunks, starts.int(),
+        )  # fmt: skip
+        y = attention(batch, q, k, v)
+        first_only = chunks and all(length == stop - first for _, first, stop, length in chunks)
+        at = 0
+        for s in order:
+            new = slice(at, at + counts[s])
+            history[s].append((k[new], v[new]))
+            is_decode = counts[s] == 1
+            parts = [list(pair) for pair in history[s]]
+            for index, pair in enumerate(parts):
+                if is_decode or index < len(parts) - 1:
+                    parts[index] = [
+                        round_kv(x.transpose(0, 1).float(), NVFP4, torch.full((KV_HEADS,), amax / 6)).transpose(0, 1)
+                        for x, amax in zip(pair, (0.6, 0.3), strict=True)
+                    ]
+            assert not (first_only and len(parts) > 1 and not is_decode)
+            keys, values = (torch.cat([part[i].float() for part in parts]) for i in (0, 1))
+            ends = [torch.tensor([0, n]) for n in (counts[s], len(keys))]
+            expected = flash(q[new].float(), keys, values, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+            torch.testing.assert_close(y[new].float(), expected, rtol=2**-6, atol=2**-7)
+            at += counts[s]
+
+    run({0: 5, 1: 17})  # first chunks only
+    run({0: 1, 1: 12, 2: 20})  # decoding, a later chunk over a cached prefix, and a first chunk
+    run({0: 1, 1: 1, 2: 1}, padding=3)  # decoding in a padded batch
+    run({0: 30, 1: 1})
+
+
+def test_a_batch_is_read_from_vllms_metadata() -> None:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    starts = torch.tensor([0, 1, 2, 7, 16], dtype=torch.int32)
+    lengths = torch.tensor([9, 30, 5, 40], dtype=torch.int32)
+    common = CommonAttentionMetadata(
+        query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths, num_reqs=4, num_actual_tokens=16,
+        max_query_len=9, max_seq_len=40, block_table_tensor=torch.zeros(4, 3, dtype=torch.int32),
+        slot_mapping=torch.arange(16), seq_lens_cpu_upper_bound=lengths,
+    )  # fmt: skip
+    builder = Builder.__new__(Builder)
+    builder.reorder_batch_threshold = 1
+    batch = builder.build(0, common)
+    assert (batch.decodes, batch.tokens, batch.longest) == (2, 16, 40)
+    assert batch.chunks == [(2, 2, 7, 5), (3, 7, 16, 40)]
+    assert batch.starts.tolist() == [0, 5, 14]
+
+
+def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
+    from vllm.platforms import cuda
+    from vllm.platforms.interface import DeviceCapability
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from quant.vllm_plugin.attention import install
+
+    install()
+    install()
+    hopper, custom = DeviceCapability(9, 0), AttentionBackendEnum.CUSTOM
+    assert custom.get_class() is BlockscaleNvFp4AttentionBackend
+    chosen = cuda._get_backend_priorities(False, hopper, 32, "nvfp4", False)
+    assert chosen[0] is custom and chosen.count(custom) == 1
+    assert custom not in cuda._get_backend_priorities(False, hopper, 32, "fp8", False)
+    assert custom not in cuda._get_backend_priorities(True, hopper, 32, "nvfp4")
