@@ -7,7 +7,7 @@ Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only co
 are ready at the same time in two processes, and one measures while the other waits. A step is the difference between
 two generations of 2 and of 66 tokens, divided by 64, so set-up cancels out: it holds attention, norms, the scheduler
 and the sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each
-figure is the least of its rounds. "On the GPU" is the time in which any kernel of a step ran, by the profiler.
+figure is the least of its rounds. `--profile` adds the time in which any kernel of a step ran, by PyTorch's profiler.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
@@ -208,6 +208,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
+    parser.add_argument("--profile", action="store_true", help="also the time of a step on the GPU")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
     parser.add_argument("--folder", help="of a config.json: makes this process an engine")
@@ -224,7 +225,8 @@ def main() -> None:
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
     if args.prefill:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
-    asks[f"batch {args.batch[0]}, on the GPU"] = f"profile {args.batch[0]} {args.context}"
+    if args.profile:
+        asks[f"batch {args.batch[0]}, on the GPU"] = f"profile {args.batch[0]} {args.context}"
     found: dict[str, dict[str, list[dict[str, Any]]]] = {what: {label: [] for label in engines} for what in asks}
     print("; ".join(f"{k} {v}" for k, v in {**machine(), **versions("vllm", "triton")}.items()) + "\n")
     for number in range(args.rounds):
