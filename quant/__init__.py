@@ -18,6 +18,7 @@ _PUBLIC = {
     "quant.api.load": ("load",),
     "quant.api.quantize": ("quantize",),
     "quant.api.save": ("save",),
+    "quant.api.verify": ("Verification", "verify"),
     "quant.runtime.attention": ("quantized_attention",),
     "quant.calibration_data": ("calibrate",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),

@@ -41,6 +41,8 @@ from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
 
 T = TypeVar("T")
+# Tokens of a fingerprint, the logits that it keeps, and the share of their deviation that they may be apart.
+_PROMPT, _KEPT, _SAME = 16, 8, 0.25
 
 
 @dataclass(frozen=True)
@@ -157,6 +159,74 @@ def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
             return logits_of(model, probe.to(device_of(model)))
     except Exception as error:  # the model's own code, which may fail in any way on what it is not made for
         raise ValueError(f"it does not run on token ids ({' '.join(str(error).split())})") from error
+
+
+@dataclass(frozen=True)
+class Fingerprint(JsonData):
+    """What a model says to fixed token ids, to know it again: its largest logits behind the last of them.
+
+    Attributes:
+        columns: of those logits, the largest first.
+        logits: their values.
+        deviation: standard deviation of all logits there.
+    """
+
+    columns: tuple[int, ...]
+    logits: tuple[float, ...]
+    deviation: float
+
+
+def fingerprint(model: nn.Module) -> Fingerprint:
+    """The fingerprint of a model.
+
+    Raises:
+        TypeError: it does not run on token ids.
+        ValueError: its logits hold NaN or infinity.
+    """
+    logits = _last_logits(model)
+    values, columns = logits.topk(min(_KEPT, len(logits)))
+    return Fingerprint(tuple(columns.tolist()), tuple(values.tolist()), float(logits.std(correction=0)))
+
+
+def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str | None:
+    """Whether a model is not the one of a fingerprint, or gives NaN; None is none to compare with.
+
+    Machines sum in another order, and quantized inputs widen that: the same logits are those within a quarter of the
+    standard deviation.
+
+    Raises:
+        TypeError: it does not run on token ids.
+    """
+    try:
+        logits = _last_logits(model)
+    except ValueError as error:
+        return str(error)
+    if expected is None:
+        return None
+    if max(expected.columns, default=0) >= len(logits):
+        return f"the model has {len(logits):,} logits, and the fingerprint is of more"
+    apart = (logits[list(expected.columns)] - torch.tensor(expected.logits)).abs().max()
+    if float(apart) <= _SAME * expected.deviation:
+        return None
+    return (
+        f"the logits of a forward pass are up to {float(apart):.3g} away from those of the model that was written, and "
+        f"their standard deviation is {expected.deviation:.3g}"
+    )
+
+
+def _last_logits(model: nn.Module) -> torch.Tensor:
+    """Logits behind fixed token ids, float32 `[vocabulary]`."""
+    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    vocabulary = getattr(embeddings, "num_embeddings", 0) or 16
+    ids = (torch.arange(_PROMPT) * vocabulary // _PROMPT)[None]
+    try:
+        logits = run_probe(model, ids)
+    except ValueError as error:
+        raise TypeError(str(error).removeprefix("it ")) from None
+    last = logits[0, -1].float().cpu() if logits.dim() == 3 else logits.float().cpu().flatten()
+    if not bool(last.isfinite().all()):
+        raise ValueError("a forward pass gives NaN or infinity")
+    return last
 
 
 def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:

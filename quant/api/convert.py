@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import Checkpoint, check_dtypes, check_suspects, kv_scales, outline
+from quant.api.load import (
+    KV_SCALES,
+    Checkpoint,
+    dtype_problems,
+    kv_scale_problems,
+    outline,
+    refuse,
+    suspect_problems,
+)
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
 from quant.export import compressed_tensors as layout
@@ -121,11 +129,12 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tupl
         for part, matrix in layer_weights(layer.name, weight).items():
             for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
-    scales, rest = kv_scales(tensors), {name: tensors[name] for name in tensors if name not in owned}
-    check_dtypes(opened.model, rest, tensors)
-    check_suspects(opened.model, Scan(weight_files(opened.directory)), tensors)
+    rest = {name: tensors[name] for name in tensors if name not in owned}
+    refuse(kv_scale_problems(tensors))
+    refuse(dtype_problems(opened.model, rest, tensors))
+    refuse(suspect_problems(opened.model, Scan(weight_files(opened.directory)), tensors))
     for name in rest:
-        if name in scales:
+        if name.endswith(KV_SCALES):
             yield _kv_scale(name, tensors[name], names, dtype, to)
         else:
             yield names.stored(name), tensors[name]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -93,11 +93,12 @@ def load(
             install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
             owned.update(layer_tensor_names(tensors, layer))
         if plan.kv_cache is not None:
-            install_kv_scales(model, kv_scales(tensors))
+            refuse(kv_scale_problems(tensors))
+            install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
         rest = {name: tensors[name] for name in tensors if name not in owned}
-        check_dtypes(model, rest, tensors)
+        refuse(dtype_problems(model, rest, tensors))
         _assign(model, rest, directory, assign=built)
-        check_suspects(model, scan, tensors)
+        refuse(suspect_problems(model, scan, tensors))
     finally:
         scan.stop()
     use_expert_modules(model, plan)
@@ -200,6 +201,16 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
     return None
 
 
+def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
+    """What each config file of a checkpoint says, by its name; None for a config.json that says nothing."""
+    found = {}
+    if (directory / "config.json").is_file():
+        found["config.json"] = _config_in(directory / "config.json", "quantization_config")
+    if (directory / modelopt.CONFIG_FILE).is_file():
+        found[modelopt.CONFIG_FILE] = _config_in(directory / modelopt.CONFIG_FILE, "quantization")
+    return found if any(found.values()) else dict.fromkeys(found)
+
+
 def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     """Plan and saved report (None without one) of a checkpoint, read without building the model.
 
@@ -217,25 +228,20 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None
 
 
-def kv_scales(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The scales of the KV cache in a checkpoint, by name.
-
-    Raises:
-        UserError: one is not positive and finite, or K has one and V has none.
-    """
+def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The scales of a KV cache that are not positive and finite, or that K has and V has not."""
     found = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
     for name, scale in found.items():
         if problem := scale_problem(scale):
-            raise UserError(f"{place(tensors, name)} {problem}; calibrate the KV cache again")
+            yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
         attention, _, operand = name.rpartition(".")
         other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
         if other not in found:
-            raise UserError(f"{place(tensors, other)} is missing, beside {name}; calibrate the KV cache again")
-    return found
+            yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
 
 
-def check_suspects(model: nn.Module, scan: Scan, tensors: TensorFiles) -> None:
-    """Raises UserError for a tensor that holds NaN or infinity.
+def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
+    """The tensors that hold NaN or infinity.
 
     Args:
         model: the checkpoint's.
@@ -247,14 +253,16 @@ def check_suspects(model: nn.Module, scan: Scan, tensors: TensorFiles) -> None:
         return
     buffers = {name for name, _ in model.named_buffers()}
     for name in tensors:
-        if tensors.stored_name(name) not in suspects:
-            continue
-        if problem := value_problem(tensors[name], is_buffer=name in buffers):
-            raise UserError(f"{place(tensors, name)} {problem}; repair the model, or download it again")
+        if tensors.stored_name(name) in suspects and (
+            problem := value_problem(tensors[name], is_buffer=name in buffers)
+        ):
+            yield f"{place(tensors, name)} {problem}; repair the model, or download it again"
 
 
-def check_dtypes(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]) -> None:
-    """Raises UserError for a tensor that holds integers where the model has floats, or the other way round.
+def dtype_problems(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """The tensors that hold integers where the model has floats, or the other way round.
 
     Args:
         model: that they are for.
@@ -265,10 +273,16 @@ def check_dtypes(model: nn.Module, tensors: Mapping[str, torch.Tensor], source: 
     for name, tensor in tensors.items():
         there = held.get(name)
         if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
-            raise UserError(
+            yield (
                 f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
                 f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
             )
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises UserError with the first of `problems`."""
+    for problem in problems:
+        raise UserError(problem)
 
 
 def _is_wide_float(tensor: torch.Tensor) -> bool:

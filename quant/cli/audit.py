@@ -1,4 +1,4 @@
-"""The command `quant audit` compares the precision in which a built engine runs each layer with its plan."""
+"""The commands `quant verify` and `audit` check what was written: a checkpoint, and the precisions of an engine."""
 
 from __future__ import annotations
 
@@ -9,11 +9,46 @@ from typing import Any
 
 import click
 
-from quant.cli.base import JSON, QUIET, Command, print_json
-from quant.cli.console import page, table
-from quant.errors import UserError
+from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
+from quant.cli.console import page, status, table
+from quant.errors import UserError, counted, printable
 from quant.export.engine.audit import UNPLANNED, Finding, audit, failures, fallback_message, receipt_path
 from quant.recipes.plan import Plan
+
+
+@click.command("verify", cls=Command)
+@click.argument("directory")
+@click.option(
+    "--model-factory",
+    metavar="PACKAGE.MODULE:FUNCTION",
+    help="Function that builds the module of a checkpoint without config.json.",
+)
+@TRUST
+@REVISION
+@QUIET
+@JSON
+@click.pass_context
+def verify_command(ctx: click.Context, directory: str, model_factory: str | None, quiet: bool, as_json: bool) -> None:
+    """Check a quantized checkpoint: hashes, plan, tensors, shared scales, and a forward pass.
+
+    Each finding is one line. If there is any, the command ends with exit code 2.
+    """
+    from quant.api.verify import verify
+    from quant.models.state_dict import call_factory
+
+    with status(f"verifying {directory}", quiet or as_json):
+        result = verify(directory, call_factory(model_factory) if model_factory else None)
+    if as_json:
+        print_json({"passed": not result.findings, **result.to_dict()})
+    else:
+        for finding in result.findings:
+            click.echo(printable(f"{finding.check}: {finding.what}"))
+        if not quiet:
+            for name, why in result.skipped.items():
+                click.echo(printable(f"{name}: not checked, {why}"), err=True)
+            click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
+    if result.findings:
+        ctx.exit(2)
 
 
 @click.command("audit", cls=Command)

@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": ("quant.cli.run:evaluate_command", "Measure perplexity, and KL to a baseline."),
     "generate": ("quant.cli.run:generate_command", "Continue a prompt."),
     "export": ("quant.cli.export:export_command", "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts."),
+    "verify": ("quant.cli.audit:verify_command", "Check the files, the plan and the tensors of a checkpoint."),
     "audit": ("quant.cli.audit:audit_command", "Check in which precision the layers of an engine run."),
     "bench": ("quant.cli.bench:bench_command", "Time the quantized matmuls of a model on this GPU."),
     "tune": ("quant.cli.bench:tune_command", "Find and keep the fastest kernel launches for a model."),

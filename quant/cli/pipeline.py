@@ -18,7 +18,7 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
-from quant.calibration.placement import describe, find_device
+from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import rank_and_world, wait_for_all
 from quant.calibration_data import lacks_data
@@ -27,7 +27,7 @@ from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
-from quant.evaluation import Evaluation, check_evaluable, evaluate
+from quant.evaluation import Evaluation, check_evaluable, evaluate, fingerprint
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
@@ -175,7 +175,7 @@ def _solve_and_write(
     eval_rows = _eval_rows(job, source, model)
     bytes_before = sum(p.nbytes for p in model.parameters())
     baseline = _another(job, source, model) if eval_rows is not None and ready is None else model
-    evaluation = None
+    evaluation, print_of_logits = None, None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
             data = _rows(job, source, asked, partial, device, progress)
@@ -192,10 +192,13 @@ def _solve_and_write(
             with quantized_attention(model, **plan.run_time):
                 report_rows = reporter(progress, "evaluate")
                 evaluation = evaluate(model, eval_rows, baseline, device=device, progress=report_rows)
+                with placed(model, device):
+                    print_of_logits = fingerprint(model)
     del baseline
     seconds |= quantized.seconds | ({"evaluate": evaluation.seconds} if evaluation else {})
     names = stored_names(source.model)
     report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation, device)
+    report.fingerprint = print_of_logits
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record

@@ -17,7 +17,7 @@ from quant.allocation_record import AllocationRecord
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
-from quant.evaluation import Evaluation
+from quant.evaluation import Evaluation, Fingerprint
 from quant.formats.atomic import write_atomically
 from quant.layer_result import LayerResult
 from quant.recipes.json_data import JsonData
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache")
+_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class Report(JsonData):
         allocation: what was asked for, predicted and measured, where formats were allocated.
         receipt: the layers compared at each stage of an export, where there was one.
         kv_cache: size of the KV cache, where the model has one and its config says.
+        fingerprint: of the quantized model's logits, where it was evaluated; `quant verify` compares.
     """
 
     model: str
@@ -144,6 +145,7 @@ class Report(JsonData):
     allocation: AllocationRecord | None = None
     receipt: Receipt | None = None
     kv_cache: KVCache | None = None
+    fingerprint: Fingerprint | None = None
 
     @property
     def ratio(self) -> float:
