@@ -33,6 +33,7 @@ from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
 from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
+from quant.export.checkpoint_check import value_problem
 from quant.export.partial import Partial
 from quant.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.formats.tensor import BlockScaledTensor
@@ -76,7 +77,8 @@ def solve_plan(
             much of it go to a file of `partial`.
 
     Raises:
-        ValueError: the plan does not fit the model, or it needs data and there is none.
+        ValueError: the plan does not fit the model, or it needs data and there is none, or a tensor holds NaN or
+            infinity; the message names it.
     """
     check_plan_fits(plan, find_layers(model))
     check_solvers(plan)
@@ -87,6 +89,7 @@ def solve_plan(
                 "quant.make_plan plans without"
             )
     read_stored(model, _needed_throughout(model, plan))
+    _check_finite(model, plan)
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
@@ -115,6 +118,15 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
         return list(unread)
     quantized = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
     return [name for name in unread if name not in quantized]
+
+
+def _check_finite(model: nn.Module, plan: Plan) -> None:
+    """Raises UserError where what is not quantized holds NaN or infinity; weights that are, are checked then."""
+    read_later = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
+        for name, tensor in tensors:
+            if name not in read_later and (problem := value_problem(tensor.detach(), is_buffer=is_buffer)):
+                raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
 
 
 def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
@@ -252,6 +264,11 @@ def solve_state_dict(
     """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
     there = find_device(device)
     solved, results = {}, []
+    read_later = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    for name in tensors.keys() - read_later:
+        # Without a module, masks cannot be told from weights.
+        if problem := value_problem(tensors[name], is_buffer=True):
+            raise UserError(f"{name} {list(tensors[name].shape)} {problem}; repair the model, or download it again")
     for done, layer in enumerate(plan.layers, 1):
         key = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
         weight = tensors[key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import stored_dtype
+from quant.errors import UserError
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import checkpoint_tensors, layer_weights, plan_of_model, write_config, write_tensors
+from quant.export.checkpoint_check import value_problem
 from quant.export.directory import new_directory
 from quant.export.names import StoredNames, stored_names
 from quant.formats.tensor import BlockScaledTensor
@@ -44,7 +46,7 @@ def save(
         SHA-256 of each weight file, by name.
 
     Raises:
-        ValueError: the layout cannot store a format of the plan.
+        ValueError: the layout cannot store a format of the plan, or a tensor holds NaN or infinity.
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
@@ -71,8 +73,10 @@ def write_model(
     `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`.
     """
     plan = plan_of_model(model, plan)
+    tensors = checkpoint_tensors(model, stored_dtype(model), names)
+    _check_finite(tensors, {names.stored(name) for name, _ in model.named_buffers()})
     with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
-        hashes = write_tensors(temporary, checkpoint_tensors(model, stored_dtype(model), names))
+        hashes = write_tensors(temporary, tensors)
         plan.save(temporary / PLAN_FILE)
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             write_config(temporary, model, plan, names)
@@ -83,6 +87,13 @@ def write_model(
         if finish is not None:
             finish(temporary, hashes)
     return hashes
+
+
+def _check_finite(tensors: Mapping[str, torch.Tensor], buffers: Collection[str]) -> None:
+    """Raises UserError where what would be written holds NaN or infinity."""
+    for name, tensor in tensors.items():
+        if problem := value_problem(tensor, is_buffer=name in buffers):
+            raise UserError(f"{name} {list(tensor.shape)} {problem}; nothing was written: repair the model")
 
 
 def save_state_dict(
@@ -111,6 +122,7 @@ def save_state_dict(
         for part, weight in layer_weights(layer, solved[layer]).items():
             for suffix, stored in layout.compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
+    _check_finite(out, out.keys() - {f"{layer.name}.weight" for layer in plan.layers})
     with new_directory(Path(directory), overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, out)
         plan.save(temporary / PLAN_FILE)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch import nn
 
 from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
+from quant.export.checkpoint_check import value_problem
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
@@ -91,7 +93,8 @@ def generate(
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
 
     Raises:
-        UserError: an empty prompt, too many tokens for the model, or a device that is not there.
+        UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
+            with the tensor named that it comes from.
     """
     there = find_device(device) or device_of(model)
     ids = torch.tensor([tokenizer(prompt)["input_ids"]])
@@ -115,6 +118,7 @@ def generate(
             top_p=None,
             top_k=None,
             pad_token_id=_pad_token(model, tokenizer),
+            logits_processor=[partial(_check_logits, model)],
         )
     tokens = out[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - started
@@ -130,6 +134,21 @@ def generate(
         "16bit" if is_16bit(attention) else str(attention),
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
+    )
+
+
+def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """The logits as they are; transformers calls this before it chooses a token, and would choose one of NaN, too."""
+    if bool((logits < torch.inf).all()):  # a token that must not come has -infinity
+        return logits
+    named = [(False, model.named_parameters()), (True, model.named_buffers())]
+    for is_buffer, tensors in named:
+        for name, tensor in tensors:
+            if problem := value_problem(tensor.detach(), is_buffer=is_buffer):
+                raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
+    raise UserError(
+        f"{type(model).__name__} gives NaN or infinite logits behind token {ids.shape[1]}, and its weights hold "
+        "neither: what it computes overflows; generate in another --dtype, or with 16-bit attention and KV cache"
     )
 
 
