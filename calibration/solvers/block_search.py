@@ -22,13 +22,15 @@ from quant.formats.rounding import round_to
 from quant.formats.scaling import SCALE_RULES, candidate_scales
 
 
-def search_threads(rows: int) -> int:
-    """How many threads a search over `rows` rows of a weight is worth: n where there are 1024 n².
+def search_threads(rows: int, inputs: int) -> int:
+    """How many threads a search over a weight `[rows, inputs]` is worth, a power of two.
 
-    What Python does takes as long for a few rows as for many, and is not shared. Measured on two cores, GPTQ of 1536
-    rows is slower in two threads, of 4096 a tenth faster, and of 14336 1.8 times as fast.
+    What Python does takes as long for a few rows as for many, and is not shared, so n threads need n² times the work:
+    some for each weight, and products that grow with `inputs`. Measured on two cores, GPTQ of 1536 × 576 takes twice as
+    long in two threads, of 4096 × 1024 nine tenths, and of 14336 × 512 less than six tenths.
     """
-    return math.isqrt(rows // 1024)
+    count = math.isqrt(rows * (3000 + inputs) // 3_700_000)
+    return 1 << (max(count, 1).bit_length() - 1)
 
 
 def round_with_feedback(

@@ -190,7 +190,8 @@ def gptq(
         for _ in range(sweeps):
             _descend(target[:, rows], values[:, rows], found, factor, width, window)
 
-    in_parts(solve_rows, len(weight), search_threads(len(weight)), weight.device)
+    # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
+    in_parts(solve_rows, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape), weight.device)
     if scales is not None:
         scale = scales.t().contiguous()
     assert scale is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quant.calibration.solvers.base import required_stats
-from quant.calibration.solvers.block_search import search_block, search_threads
+from quant.calibration.solvers.block_search import search_block
 from quant.calibration.solvers.gptq import block_factors
 from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats
@@ -79,5 +79,5 @@ def local_hessian(weight: Tensor, moments: Tensor, format: Format, global_scale:
             upper = uppers[index, : len(block), : len(block)]
             block[:], _, scales[index, rows] = search_block(block, upper, format, second, _SHORTLIST)
 
-    in_parts(search_rows, len(weight), search_threads(len(weight)), weight.device)
+    in_parts(search_rows, len(weight), 1, weight.device)
     return quantize_with_scale(target.t().contiguous(), format, scales.t().contiguous(), global_scale)

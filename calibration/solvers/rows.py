@@ -32,7 +32,7 @@ def solve_by_rows(
         format: the target. A weight whose scales span rows is solved in one part.
     """
     rows = len(weight)
-    count = min(rows // _LEAST, _MOST) if weight.is_cuda else search_threads(rows)
+    count = min(rows // _LEAST, _MOST) if weight.is_cuda else search_threads(*weight.shape)
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
         return solve(weight)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from quant.calibration.solvers.gptq import factorize, gptq
-from quant.calibration.solvers.local_hessian import local_hessian
+from quant.calibration.solvers import gptq, rows
+from quant.calibration.solvers.solver import get_solver
+from quant.calibration.statistics import LayerStats
 from quant.formats import tensor
 from quant.formats.format import FORMATS
 from quant.formats.parallel import in_parts
@@ -78,24 +79,18 @@ def test_parts_are_in_the_modes_of_their_caller() -> None:
 @pytest.mark.parametrize("solver", ["mse", "gptq", "local_hessian"])
 def test_neither_threads_nor_parts_change_a_bit(name: str, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor, "_PART_ELEMENTS", 1000)
-    module = "quant.calibration.solvers." + ("gptq" if solver == "gptq" else "local_hessian")
-    monkeypatch.setattr(f"{module}.search_threads", lambda rows: 3)
+    monkeypatch.setattr(gptq, "search_threads", lambda rows, inputs: 3)
+    monkeypatch.setattr(rows, "search_threads", lambda rows, inputs: 3)
     format = FORMATS[name]
     if solver == "local_hessian" and (format.block[0] != 1 or not 0 < format.block[1] <= 32):
         pytest.skip("local_hessian is for blocks within a row")
     torch.manual_seed(0)
     weight, x = torch.randn(200, 144), torch.randn(300, 144)
     second = global_scale_of(weight.abs().amax(), format, "mse") if format.global_scale else None
-    moment = x.T @ x / 300
+    stats = LayerStats(300, x.T @ x / 300)
 
     def solve() -> tensor.BlockScaledTensor:
-        if solver == "mse":
-            return tensor.quantize(weight, format, rule="mse")
-        if solver == "gptq":
-            return gptq(weight, factorize(moment), format, second)
-        width = format.block[1]
-        blocks = torch.stack([moment[i : i + width, i : i + width] for i in range(0, 128, width)])
-        return local_hessian(weight[:, :128], blocks, format, second)
+        return get_solver(solver)(weight, stats, format, global_scale=second, name="layer")
 
     shared = solve()
     torch.set_num_threads(1)
