@@ -27,10 +27,11 @@ class Carrier:
 
     Args:
         device: with its index; None stands for where each tensor is.
+        whole: reads parameters that are still in their files, also experts that can be run one by one from there.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device = device
+    def __init__(self, device: torch.device | None, *, whole: bool = True) -> None:
+        self.device, self.whole = device, whole
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="carrier")
         self._lane: _Lane | None = None
 
@@ -39,13 +40,13 @@ class Carrier:
 
         Returns:
             A function that waits for them and gives them in order, to be called on the thread that uses them. What is
-            there already is given as it is.
+            there already is given as it is, and so are parameters that stay in their files.
         """
         if self.device is not None and self.device.type == "cuda":
             carried = self._thread.submit(self._to_gpu, tensors)
             return lambda: _handed_over(*carried.result())
-        coming = self._thread.submit(_populated, tensors)
-        return lambda: [tensor.to(self.device) for tensor in coming.result()]
+        coming = self._thread.submit(self._populated, tensors)
+        return lambda: [t if t.is_meta else t.to(self.device) for t in coming.result()]
 
     def close(self) -> None:
         """Ends the thread."""
@@ -56,7 +57,17 @@ class Carrier:
         with torch.cuda.device(self.device):
             self._lane = lane = self._lane or _Lane(self.device)
             with torch.cuda.stream(lane.stream):
-                return [lane.copy(value_of(tensor)) for tensor in tensors], lane.stream.record_event()
+                values = (value_of(tensor, whole=self.whole) for tensor in tensors)
+                return [t if t.is_meta else lane.copy(t) for t in values], lane.stream.record_event()
+
+    def _populated(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        found = []
+        for tensor in tensors:
+            value = value_of(tensor, whole=self.whole)
+            if type(value) is torch.Tensor and value.device.type == "cpu" and value.is_contiguous():
+                populate(value.flatten().view(torch.uint8))
+            found.append(value)
+        return found
 
 
 class _Lane:
@@ -88,7 +99,7 @@ class _Lane:
 
 def _handed_over(copies: list[torch.Tensor], ready: torch.cuda.Event) -> list[torch.Tensor]:
     """The copies, for work on the current stream."""
-    for copy in copies:
+    for copy in (copy for copy in copies if copy.is_cuda):
         stream = torch.cuda.current_stream(copy.device)
         stream.wait_event(ready)
         copy.record_stream(stream)
@@ -99,9 +110,14 @@ def brought(
     steps: Sequence[Step],
     tensors_of: Callable[[Step], Sequence[torch.Tensor]],
     device: torch.device | None,
+    *,
+    whole: bool = True,
 ) -> Iterator[tuple[Step, list[torch.Tensor]]]:
-    """Gives each step with its tensors on `device`, and has those of the next one brought meanwhile."""
-    carrier = Carrier(device)
+    """Gives each step with its tensors on `device`, and has those of the next one brought meanwhile.
+
+    `whole` is as of `Carrier`.
+    """
+    carrier = Carrier(device, whole=whole)
     try:
         coming = [carrier.fetch(tensors_of(step)) for step in steps[:1]]
         for place, step in enumerate(steps, 1):
@@ -113,22 +129,16 @@ def brought(
         carrier.close()
 
 
-def value_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without its history; a parameter that is read when it is needed (`stored_weights`) is read here."""
+def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
+    """A tensor without its history. A parameter that is still in its files (`stored_weights`) is read here.
+
+    `whole` is as of `Carrier`.
+    """
     stored = getattr(tensor, "stored", None)
-    if stored is None:
+    if stored is None or (stored.runs_alone and not whole):
         return tensor.detach()
     read: torch.Tensor = stored.tensor()
     return read
-
-
-def _populated(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    found = []
-    for tensor in map(value_of, tensors):
-        if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
-            populate(tensor.flatten().view(torch.uint8))
-        found.append(tensor)
-    return found
 
 
 def populate(part: torch.Tensor) -> None:

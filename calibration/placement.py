@@ -86,9 +86,9 @@ def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | N
     parts = [[module for module in model.modules() if id(module) not in inside], *(list(b.modules()) for b in blocks)]
     whole = fits(model, device, dtype)
     loans: dict[int, Loan] = {}
-    carrier = Carrier(device)
+    carrier = Carrier(device, whole=whole)
     try:
-        for place, (part, copies) in enumerate(brought(parts if whole else parts[:1], tensors_of, device)):
+        for place, (part, copies) in enumerate(brought(parts if whole else parts[:1], tensors_of, device, whole=whole)):
             loans[place] = Loan(part, copies, device, dtype)
         with _visiting({} if whole else dict(enumerate(blocks, 1)), parts, loans, carrier, dtype):
             yield device
@@ -175,6 +175,8 @@ class Loan:
         def lent(t: torch.Tensor) -> torch.Tensor:
             # A tensor of two modules is on the device when it is met again.
             copy = self.copies.get(id(t), t) if t.device != device else t
+            if copy.is_meta:  # experts that are still in their files
+                return t
             return copy.to(device, dtype if t.dtype in narrow else None)
 
         self.kept = []
@@ -209,7 +211,7 @@ class Loan:
         for module, parameters, _, _ in self.kept:
             for name, (parameter, data) in parameters.items():
                 live = module._parameters[name]
-                if id(parameter) not in seen and live is not None:
+                if id(parameter) not in seen and live is not None and not live.is_meta:
                     yield live, parameter, data
                 seen.add(id(parameter))
 

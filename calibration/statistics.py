@@ -16,7 +16,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 
 import torch
 from torch.nn.functional import pad
@@ -64,19 +63,28 @@ def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
     return matrix.reshape(count, width, count, width).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
 
 
-def pooled_stats(found: Sequence[LayerStats]) -> LayerStats | None:
-    """The statistics of all tokens together, without the drift."""
-    if not found:
-        return None
-    tokens = sum(stats.tokens for stats in found)
+def pooled_stats(
+    found: Sequence[LayerStats], tokens: int | None = None, before: LayerStats | None = None
+) -> LayerStats | None:
+    """The statistics of all tokens together, without the drift.
 
-    def mean(tensors: list[torch.Tensor | None]) -> torch.Tensor | None:
-        if tensors[0] is None:
-            return None
-        weighted = (t * (s.tokens / tokens) for t, s in zip(tensors, found, strict=True) if t is not None)
-        return reduce(torch.add, weighted)
+    Args:
+        found: some statistics.
+        tokens: of these and of all others that are pooled with them; None where there are no others.
+        before: what was pooled so far.
+    """
+    tokens = sum(stats.tokens for stats in found) if tokens is None else tokens
+    second, blocks = (None, None) if before is None else (before.second_moment, before.block_moments)
+    for stats in found:
+        second = _plus(second, stats.second_moment, stats.tokens / tokens)
+        blocks = _plus(blocks, stats.block_moments, stats.tokens / tokens)
+    return before if second is None and blocks is None else LayerStats(tokens, second, None, blocks)
 
-    return LayerStats(tokens, mean([s.second_moment for s in found]), None, mean([s.block_moments for s in found]))
+
+def _plus(total: torch.Tensor | None, tensor: torch.Tensor | None, share: float) -> torch.Tensor | None:
+    if tensor is None:
+        return total
+    return tensor * share if total is None else total + tensor * share
 
 
 class MomentSum:

@@ -71,8 +71,12 @@ def install_kv_scales(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> 
 
 def use_expert_modules(model: nn.Module, plan: Plan) -> None:
     """Tells a transformers model to call its experts as modules, so that activation formats apply to them too."""
-    if not any(layer.kind == "experts" for layer in plan.quantized):
-        return
+    if any(layer.kind == "experts" for layer in plan.quantized):
+        run_experts_alone(model)
+
+
+def run_experts_alone(model: nn.Module) -> None:
+    """Has a transformers model run its experts with `experts_forward`."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "_experts_implementation"):
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS

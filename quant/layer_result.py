@@ -94,7 +94,7 @@ def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float
     for index in range(len(weight)) if weight.dim() > 2 else [...]:
         matrix = quantized if index is ... else quantized.matrix(index)
         for rows, part in matrix.row_chunks(elements):
-            w = weight[index][rows].double().flatten()
+            w = weight[index][rows].to(part.codes.device).double().flatten()
             signal += float(w.dot(w))
-            noise += float(w.sub_(part.dequantize().to(w.device).flatten()).dot(w))
+            noise += float(w.sub_(part.dequantize().flatten()).dot(w))
     return signal, noise

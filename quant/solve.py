@@ -287,17 +287,16 @@ def solve_state_dict(
 def _solve(
     members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], device: torch.device | None
 ) -> dict[str, BlockScaledTensor]:
-    """Codes and scales by name. Experts that are read one by one are solved so on `device`, and kept at home."""
+    """Codes and scales by name. Experts that are read one by one are solved so on `device`."""
     first = members[0]
     assert first.weight is not None
     if first.kind == "experts" and isinstance(whole := weights[first.name], StoredWeight):
-        one_by_one = [
-            solve_group({first.name: whole[index].to(device)}, {}, first.weight, get_solver(first.solver))[
-                first.name
-            ].to(whole.device)
+        format, solver = first.weight, get_solver(first.solver)
+        matrices = (
+            solve_group({first.name: whole[index].to(device)}, {}, format, solver)[first.name]
             for index in range(len(whole))
-        ]
-        return {first.name: stacked(one_by_one)}
+        )
+        return {first.name: stacked(matrices, len(whole))}
     return solve_group(weights, {}, first.weight, get_solver(first.solver))
 
 

@@ -3,8 +3,9 @@
 There are two kinds. transformers joins the matrices of all experts to one parameter `[experts, out, in]` where a
 checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized.
 In memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
-attribute `stored`. Their module reads them for a forward pass and drops them behind; a solver that looks at weights
-alone reads one weight, or one expert, at a time. Everything else of the model is mapped from the files.
+attribute `stored`. Their module reads them for a forward pass and drops them behind, or, where `experts_forward` can run
+it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a time.
+Everything else of the model is mapped from the files.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from quant.export.names import expert_names
+from quant.install import run_experts_alone
+from quant.kernels.linear.modules import runs_experts_alone
 
 
 class Files(Protocol):
@@ -52,6 +55,8 @@ class StoredWeight:
 
     is_meta = False
     device = torch.device("cpu")
+    runs_alone = False
+    """Whether its module runs one expert at a time, and reads it for that."""
 
     def __init__(self, files: Files, name: str) -> None:
         self.files, self.name, self.shape = files, name, torch.Size(files.shape(name))
@@ -152,6 +157,10 @@ def open_stored(model: nn.Module, files: Files) -> bool:
         path, _, last = name.rpartition(".")
         module = model.get_submodule(path)
         module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
+        if len(stored.shape) > 2 and runs_experts_alone(module):
+            stored.runs_alone = True
+            run_experts_alone(model)
+            continue
         module.register_forward_pre_hook(partial(_read, last), with_kwargs=True)
         module.register_forward_hook(partial(_drop, last), always_call=True)
     return True

@@ -259,10 +259,8 @@ class BlockWork:
         moments = zip(sums, unrounded, strict=True)
         hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, moments, pairs, strict=True)}
         if judged or any(group.pipeline.needs_moment for group in stage):
-            with fast_matmul(), _hooks(self.block, hooks):
-                for self.clock[0], call in enumerate(calls):
-                    with suppress(Stop):
-                        self.block(*call.args, **call.kwargs)
+            with _hooks(self.block, hooks):
+                self._run_until_stopped(calls)
         owners = self._owners(stage)
         if any(_has_branch(group) for group in stage):
             for group, stats in zip(stage, stats_of(unrounded, self.device, owners), strict=True):
@@ -558,7 +556,13 @@ class BlockWork:
     def _solve_experts(self, calls: Sequence[Call]) -> None:
         """Solves fused experts, with the rest of the block quantized."""
         for experts in self.experts:
-            experts.solve(partial(self._outputs, calls), self.clock)
+            experts.solve(partial(self._run_until_stopped, calls))
+
+    def _run_until_stopped(self, calls: Sequence[Call]) -> None:
+        with fast_matmul():
+            for self.clock[0], call in enumerate(calls):
+                with suppress(Stop):
+                    self.block(*call.args, **call.kwargs)
 
 
 def _has_branch(group: Group) -> bool:

@@ -1,8 +1,11 @@
-"""`ExpertsWork` solves fused experts: each expert on the tokens that reach it.
+"""`ExpertsWork` solves fused experts, one after the other, each on the tokens that reach it.
 
 A projection is one parameter `[experts, out, in]`. A router sends each expert different tokens, so each has a second
-moment of its own. An expert that no calibration token reached gets the pooled statistics of the others, and the plan
-says so. Projections are solved in the order in which tokens pass them, with the quantized ones before in place.
+moment of its own. One pass over the block keeps what the experts are called with; from there an expert's inputs are
+computed when it is its turn, with its quantized projections before in place. So beside the codes a few second moments
+and one expert are in memory, whatever the number of experts, which may be in their files until then.
+
+An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
 
 Scaling, rotation and branches belong to linear layers, because no runtime applies them expert by expert. Where a
 solver's name has such parts, experts get its rounding alone, and the plan says that too.
@@ -10,14 +13,16 @@ solver's name has such parts, experts get its rounding alone, and the plan says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.ranks import rank_and_world
+from quant.calibration.blocks import Stop
+from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.ranks import gathered, rank_and_world
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_group
 from quant.calibration.solvers.local_hessian import LocalHessian
@@ -29,7 +34,7 @@ from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward
 from quant.recipes.plan import LayerPlan
 
-# Bytes of second moments that are held at a time; more experts than fit take more passes.
+# Bytes of second moments that are held at a time.
 _BUDGET = 1 << 29
 
 
@@ -57,7 +62,8 @@ class ExpertsWork:
         path = members[0].name.removeprefix(prefix).rpartition(".")[0]
         self.module = block.get_submodule(path)
         self.members, self.input_scales, self.settings, self.stored = members, input_scales, settings, stored
-        self.device = self.module.get_parameter(members[0].name.rpartition(".")[2]).device
+        self.device = next(p.device for p in block.parameters() if not p.is_meta)
+        self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.originals: dict[str, nn.Parameter] = {}
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
 
@@ -66,19 +72,26 @@ class ExpertsWork:
         """Of the first projection, in the model."""
         return self.members[0].name
 
-    def solve(self, run: Callable[[], Any], clock: list[int]) -> None:
-        """Solves the projections; `run` runs the block on this rank's calibration rows, `clock` tells their batch."""
-        self.clock = clock
-        self.module.forward = partial(experts_forward, self.module)
+    def solve(self, run: Callable[[], Any]) -> None:
+        """Solves the projections; `run` runs the block on this rank's calibration rows, each until `Stop`."""
+        self.module.forward = self._keep_inputs
+        run()
         for member in self.members:
             projection = member.name.rpartition(".")[2]
             weight = self.module.get_parameter(projection)
-            found = self._statistics(member, projection, len(weight), run)
-            solved = self._solve(member, weight.detach().float(), found)
+            solved = self._solve(member, projection, getattr(weight, "stored", weight.detach()))
             self.originals[projection] = weight
             delattr(self.module, projection)
             setattr(self.module, projection, QuantExperts(solved.weight, member.activation, solved.input_scale))
             self.solved.append((member, solved))
+        self.inputs.clear()
+        self.module.forward = partial(experts_forward, self.module)
+
+    def _keep_inputs(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> None:
+        self.inputs.append((hidden_states, top_k_index, top_k_weights))
+        raise Stop
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
         """What became of the projections. The original parameters are back in the module."""
@@ -89,61 +102,72 @@ class ExpertsWork:
             del self.module.forward
         return self.solved
 
-    def _statistics(
-        self, member: LayerPlan, projection: str, count: int, run: Callable[[], Any]
-    ) -> list[LayerStats | None]:
-        """Of the inputs of each expert."""
-        pipeline = get_pipeline(member.solver)
-        if not isinstance(pipeline.rounding, Gptq | LocalHessian):
-            return [None] * count
+    def _statistics(self, member: LayerPlan, projection: str, experts: range) -> list[LayerStats | None]:
+        """Of the inputs of some experts."""
         assert member.weight is not None
-        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else None
-        columns = member.shape[-1]
-        together = max(_BUDGET // (4 * columns * (width or columns)), 1)
-        found: list[LayerStats | None] = []
-        for first in range(0, count, together):
-            sums = {expert: Moments(width) for expert in range(first, min(first + together, count))}
+        width = member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
+        sums = {expert: Moments(width) for expert in experts}
 
-            def observe(name: str, expert: int, x: torch.Tensor, sums: dict[int, Moments] = sums) -> None:
-                if name != projection or expert not in sums or len(x) == 0:
-                    return
-                if not bool(torch.isfinite(x).all()):
-                    raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
-                rounded = round_activation(x, member.activation, self.input_scales.get(member.name))
-                sums[expert].add(self.clock[0], rounded)
+        def observe(batch: int, name: str, expert: int, x: torch.Tensor) -> None:
+            if name != projection or len(x) == 0:
+                return
+            if not bool(torch.isfinite(x).all()):
+                raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
+            sums[expert].add(batch, round_activation(x, member.activation, self.input_scales.get(member.name)))
 
-            self.module.forward = partial(experts_forward, self.module, observe=observe)
-            run()
-            found += stats_of(list(sums.values()), self.device, [_owner(expert) for expert in sums])
-        self.module.forward = partial(experts_forward, self.module)
-        return found
+        with fast_matmul():
+            for batch, (hidden, index, weights) in enumerate(self.inputs):
+                here = torch.where((index >= experts.start) & (index < experts.stop), index, self.module.num_experts)
+                experts_forward(self.module, hidden, here, weights, partial(observe, batch), until=projection)
+        return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
 
-    def _solve(self, member: LayerPlan, weight: torch.Tensor, found: Sequence[LayerStats | None]) -> Solved:
+    def _tokens(self, count: int) -> list[int]:
+        """How many tokens of all ranks reach each expert."""
+        total = torch.zeros(count + 1, dtype=torch.int64)
+        for _, index, _ in self.inputs:
+            total += torch.bincount(index.flatten().clamp(max=count).cpu(), minlength=count + 1)
+        return [sum(of_ranks) for of_ranks in zip(*gathered(total[:count].tolist()), strict=True)]
+
+    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor]) -> Solved:
         pipeline = get_pipeline(member.solver)
         assert member.weight is not None
+        count, format = len(weight), member.weight
         notes = []
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
-        reached = [stats for stats in found if stats is not None]
-        silent = sum(stats is None for stats in found) if pipeline.needs_moment else 0
-        others = pooled(found, self.device, list(map(_owner, range(len(found))))) if silent else None
-        if silent and others is None:
+        looks = isinstance(pipeline.rounding, Gptq | LocalHessian)
+        tokens = self._tokens(count) if looks else [0] * count
+        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else member.shape[-1]
+        together = max(_BUDGET // (4 * member.shape[-1] * width), 1)
+        parts = [range(first, min(first + together, count)) for first in range(0, count, together)]
+        silent = tokens.count(0) if looks else 0
+        if silent == count:
             raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
+        others = None
         if silent:
             notes.append(
-                f"no calibration token reached {silent} of {len(weight)} experts: solved on the pooled statistics of "
+                f"no calibration token reached {silent} of {count} experts: solved on the pooled statistics of "
                 "the others"
             )
-        own = {
-            expert: solve_group({member.name: matrix}, {member.name: stats or others}, member.weight,
-                                pipeline.rounding, self.stored)
-            for expert, (matrix, stats) in enumerate(zip(weight, found, strict=True))
-            if _owner(expert) == rank_and_world()[0]
-        }  # fmt: skip
-        shapes = {member.name: tuple(weight.shape[1:])}
-        solved = [each[member.name] for each in all_solved(own, [(shapes, member.weight)] * len(weight), self.device)]
-        tokens = sum(stats.tokens for stats in reached)
-        return Solved(stacked(solved), RunTimeParts(), self.input_scales.get(member.name), tokens, tuple(notes))
+            for part in parts:
+                found = self._statistics(member, projection, part)
+                others = pooled(found, self.device, list(map(_owner, part)), sum(tokens), others)
+
+        def solved() -> Iterator[BlockScaledTensor]:
+            outline = ({member.name: tuple(member.shape[1:])}, format)
+            for part in parts:
+                found = self._statistics(member, projection, part) if looks else [None] * len(part)
+                own = {}
+                for place, (expert, stats) in enumerate(zip(part, found, strict=True)):
+                    if _owner(expert) == rank_and_world()[0]:
+                        matrix = {member.name: weight[expert].to(self.device).float()}
+                        own[place] = solve_group(
+                            matrix, {member.name: stats or others}, format, pipeline.rounding, self.stored
+                        )
+                yield from (each[member.name] for each in all_solved(own, [outline] * len(part), self.device))
+
+        whole = stacked(solved(), count)
+        return Solved(whole, RunTimeParts(), self.input_scales.get(member.name), sum(tokens), tuple(notes))
 
 
 def _owner(expert: int) -> int:
@@ -151,14 +175,17 @@ def _owner(expert: int) -> int:
     return expert % rank_and_world()[1]
 
 
-def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
-    """The matrices of all experts as one weight `[experts, out, in]`."""
-    first = matrices[0]
-    scales = [matrix.global_scale for matrix in matrices if matrix.global_scale is not None]
-    return BlockScaledTensor(
-        torch.stack([matrix.codes for matrix in matrices]),
-        torch.stack([matrix.scale for matrix in matrices]),
-        first.format,
-        (len(matrices), *first.shape),
-        torch.stack(scales) if scales else None,
-    )
+def stacked(matrices: Iterable[BlockScaledTensor], count: int) -> BlockScaledTensor:
+    """The matrices of all experts as one weight `[experts, out, in]`; each is dropped before the next is asked for."""
+    whole: list[torch.Tensor | None] = []
+    for place, matrix in enumerate(matrices):
+        tensors = (matrix.codes, matrix.scale, matrix.global_scale)
+        if not whole:
+            format, shape = matrix.format, (count, *matrix.shape)
+            whole = [None if t is None else t.new_empty(count, *t.shape) for t in tensors]
+        for target, tensor in zip(whole, tensors, strict=True):
+            if target is not None and tensor is not None:
+                target[place] = tensor
+    codes, scale, second = whole
+    assert codes is not None and scale is not None
+    return BlockScaledTensor(codes, scale, format, shape, second)

@@ -25,13 +25,20 @@ def block_bytes(block: nn.Module, layers: Sequence[LayerPlan], tokens: int, dtyp
         tokens: of all calibration rows.
         dtype: of the forward passes.
     """
-    weights = sum(p.numel() for p in block.parameters())
-    solved = sum(layer.numel for layer in layers)
+    weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
+    solved = sum(layer.numel for layer in layers if layer.kind == "linear")
+    experts = [layer for layer in layers if layer.kind == "experts"]
+    one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
     inputs = {layer.group or layer.name: layer.shape[-1] for layer in layers if layer.kind == "linear"}
     hidden = min((layer.shape[-1] for layer in layers), default=0)
     kept = tokens * (sum(inputs.values()) + 3 * hidden)
     moments = [layer.shape[-1] for layer in layers if get_pipeline(layer.solver).needs_moment]
-    return dtype.itemsize * (weights + solved + kept) + 4 * _SQUARES * max(moments, default=0) ** 2
+    codes = sum(layer.nbytes for layer in experts)
+    return (
+        dtype.itemsize * (weights + solved + 2 * one_expert + kept)
+        + codes
+        + 4 * _SQUARES * max(moments, default=0) ** 2
+    )
 
 
 def usable_bytes(asked: int | None) -> int | None:

@@ -222,7 +222,7 @@ class _Walk:
             behind = States(quantized, quantized if same else [s.to(device) for s in kept.original], kept.few)
             del quantized
         self.done += sum(len(self._layers_of(name)) for name in chain[:finished])
-        for name, copies in brought(chain[finished:], self._tensors_of, device):
+        for name, copies in brought(chain[finished:], self._tensors_of, device, whole=False):
             self.keeper.begin(name)
             block = self.model.get_submodule(name)
             loan = Loan(list(block.modules()), copies, device, dtype, _FLOATS)
@@ -289,5 +289,6 @@ class _Walk:
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer as it is now; a parameter that goes home keeps nothing of it."""
     if layer.kind == "experts":
-        return model.get_parameter(layer.name).data
+        parameter = model.get_parameter(layer.name)
+        return getattr(parameter, "stored", parameter.data)  # type: ignore[no-any-return]
     return weight_of(model, layer.name).data

@@ -62,11 +62,20 @@ def stats_of(
     return [each.sum.stats() for each in moments]
 
 
-def pooled(found: Sequence[LayerStats | None], device: torch.device, owners: Sequence[int] | None) -> LayerStats | None:
-    """The statistics of all tokens together, from sums of which each has its second moment at its owner."""
+def pooled(
+    found: Sequence[LayerStats | None],
+    device: torch.device,
+    owners: Sequence[int] | None,
+    tokens: int | None = None,
+    before: LayerStats | None = None,
+) -> LayerStats | None:
+    """The statistics of all tokens together, from sums of which each has its second moment at its owner.
+
+    `tokens` and `before` are as of `pooled_stats`.
+    """
     there = [stats for stats in found if stats is not None]
     if owners is None or rank_and_world()[1] == 1:
-        return pooled_stats(there)
+        return pooled_stats(there, tokens, before)
     rank = rank_and_world()[0]
     own = [
         (index, [stats.second_moment, stats.block_moments])
@@ -74,7 +83,8 @@ def pooled(found: Sequence[LayerStats | None], device: torch.device, owners: Seq
         if stats is not None and owner == rank
     ]
     whole = (tensors for _, tensors in in_order(own, device))
-    return pooled_stats([replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(there, whole, strict=True)])
+    parts = [replace(s, second_moment=t[0], block_moments=t[1]) for s, t in zip(there, whole, strict=True)]
+    return pooled_stats(parts, tokens, before)
 
 
 def _add_together(moments: Moments, device: torch.device) -> None:

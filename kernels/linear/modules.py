@@ -376,6 +376,7 @@ def experts_forward(
     top_k_index: torch.Tensor,
     top_k_weights: torch.Tensor,
     observe: Callable[[str, int, torch.Tensor], None] | None = None,
+    until: str | None = None,
 ) -> torch.Tensor:
     """Forward of a transformers experts module whose projections are `QuantExperts`.
 
@@ -388,6 +389,7 @@ def experts_forward(
         top_k_index: expert of each token and slot, `[tokens, k]`; indices beyond the last expert are skipped.
         top_k_weights: routing weights, `[tokens, k]`.
         observe: called with (projection, expert, its input `[tokens, in]`) before each matmul, for calibration.
+        until: the last projection to be observed; those from it on are not run, and the result means nothing.
 
     Returns:
         `[tokens, hidden]`.
@@ -407,16 +409,29 @@ def experts_forward(
         if expert >= self.num_experts:
             continue
         token, slot = torch.where(top_k_index == expert)
+        if until == first and observe is not None:
+            observe(first, expert, hidden_states[token])
+            continue
         up = project(first, hidden_states[token], expert)
         up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+        if until is not None and observe is not None:
+            observe("down_proj", expert, up)
+            continue
         down = project("down_proj", up, expert)
         out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
     return out
 
 
+def runs_experts_alone(module: nn.Module) -> bool:
+    """Whether `experts_forward` does what the forward of a transformers experts module does."""
+    usual = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
+    return hasattr(module, "has_gate") and all(getattr(module, name, value) == value for name, value in usual.items())
+
+
 def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
-    """One expert's matmul; a projection that the plan keeps in 16 bit is still a plain parameter."""
+    """One expert's matmul. A projection in 16 bit is a plain parameter, whose experts may be in their files still."""
     if isinstance(projection, QuantExperts):
         return projection(x, expert)  # type: ignore[no-any-return]
     assert isinstance(projection, torch.Tensor)
-    return nn.functional.linear(x, projection[expert])
+    weight = getattr(projection, "stored", projection)[expert]
+    return nn.functional.linear(x, weight.to(x.device, x.dtype))

@@ -9,6 +9,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 
+from quant.install import run_experts_alone
 from quant.models.open import open_model
 from quant.stored_weights import stored_in
 
@@ -31,6 +32,7 @@ def test_stored_experts_are_those_that_transformers_joins(kind: str, shards: str
         assert found[name].is_meta
         assert torch.equal(experts[name].tensor(), tensor)
         assert all(torch.equal(experts[name][i], tensor[i]) for i in (1, 0, 3))
+    run_experts_alone(whole)
     ids = torch.randint(0, 60, (2, 9))
     with torch.no_grad():
         assert torch.equal(streamed(ids).logits, whole(ids).logits)
