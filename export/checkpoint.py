@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint_reader import BESIDE, EXACT
 from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts
-from quant.export.tensor_file import write_tensor_file
+from quant.export.tensor_file import Made, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -24,12 +25,16 @@ from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
 _SHARDS_AT_ONCE = 4
+_MADE_LATE = 1 << 20  # bytes from which on a tensor is made when it is written
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
 """Suffixes of the scales that one layout stores as the reciprocal of the other's."""
 
 
-def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames) -> dict[str, torch.Tensor]:
+def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames) -> dict[str, torch.Tensor | Made]:
     """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
+
+    A large one that the layout has in another form than the module is made when it is written, so that memory does not
+    grow with the number of layers.
 
     Args:
         model: with `QuantLinear` and `QuantExperts` in place.
@@ -38,7 +43,7 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames)
     """
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts | QuantEmbedding)}
     own = tuple(f"{name}." for name in quantized)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Made] = {}
     seen: set[tuple[object, ...]] = set()
     for name, tensor in model.state_dict().items():
         if name.startswith(own) and not name.endswith(".bias"):
@@ -52,13 +57,23 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames)
             tensors[part] = matrix.contiguous()
     for name, module in quantized.items():
         for part, weight in layer_weights(name, module.quantized_weight).items():
-            for suffix, tensor in layout.compress(weight, module.input_scale, dtype, module.activation_format).items():
-                tensors[f"{part}.{suffix}"] = tensor.contiguous()
+            held = {t.data_ptr() for t in (weight.codes, weight.scale)}
+            compress = partial(layout.compress, weight, module.input_scale, dtype, module.activation_format)
+            for suffix, tensor in compress().items():
+                if tensor.nbytes > _MADE_LATE and tensor.data_ptr() not in held:
+                    late = Made(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
+                    tensors[f"{part}.{suffix}"] = late
+                else:
+                    tensors[f"{part}.{suffix}"] = tensor.contiguous()
         for suffix in BESIDE:
             beside = getattr(module, suffix, None)
             if beside is not None:
                 tensors[f"{name}.{suffix}"] = beside.contiguous()
     return {names.stored(name): tensor for name, tensor in tensors.items()}
+
+
+def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return make()[name]
 
 
 def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
@@ -110,7 +125,7 @@ def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int = SHARD_BYTES
+    directory: Path, tensors: Mapping[str, torch.Tensor | Made], shard_bytes: int = SHARD_BYTES
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
@@ -120,11 +135,16 @@ def write_tensors(
     Returns:
         SHA-256 of each file, by file name.
     """
-    shards: list[dict[str, torch.Tensor]] = [{}]
+    shards: list[dict[str, torch.Tensor | Made]] = [{}]
     exact: dict[str, str] = {}
     size = 0
     for name, tensor in tensors.items():
-        if tensor.dtype is torch.float64 and tensor.numel() == 1 and name.endswith(SECOND_LEVEL):
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is torch.float64
+            and tensor.numel() == 1
+            and name.endswith(SECOND_LEVEL)
+        ):
             exact[name] = float(tensor).hex()
             tensor = tensor.float()
         if shards[-1] and size + tensor.nbytes > shard_bytes:
@@ -141,7 +161,7 @@ def write_tensors(
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
 
-    def write(name: str, shard: Mapping[str, torch.Tensor]) -> str:
+    def write(name: str, shard: Mapping[str, torch.Tensor | Made]) -> str:
         metadata = {"format": "pt"}
         if kept := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(kept, allow_nan=False)

@@ -353,3 +353,17 @@ def test_a_format_that_the_layout_lacks_is_refused_before_anything_is_written(tm
     with pytest.raises(ValueError, match="cannot store mxfp8_e5m2"):
         save(model, done.plan, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_made_when_it_is_written_is_the_same(
+    saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, _ = saved("int4a16")
+    save(done.model, done.plan, tmp_path / "at once")
+    monkeypatch.setattr(files, "_MADE_LATE", 0)
+    made: list[str] = []
+    monkeypatch.setattr(files, "_one_of", lambda make, name: made.append(name) or make()[name])
+    save(done.model, done.plan, tmp_path / "late")
+    assert {"weight_packed", "weight_scale"} <= set(made)
+    late, at_once = (tmp_path / name / "model.safetensors" for name in ("late", "at once"))
+    assert late.read_bytes() == at_once.read_bytes()
