@@ -18,7 +18,8 @@ import torch
 
 Step = TypeVar("Step")
 
-_BUFFER_BYTES = 1 << 25
+_BUFFER_BYTES = 1 << 26
+_READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the page cache, a GPU takes 40
 _POPULATE_READ = 22  # of Linux's mman.h
 
 
@@ -49,8 +50,10 @@ class Carrier:
         return lambda: [t if t.is_meta else t.to(self.device) for t in coming.result()]
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Ends the threads."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._lane is not None:
+            self._lane.readers.shutdown()
 
     def _to_gpu(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
         assert self.device is not None
@@ -77,6 +80,7 @@ class _Lane:
         self.device, self.stream = device, torch.cuda.Stream(device)
         self.buffers = [torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         self.read = [torch.cuda.Event(), torch.cuda.Event()]
+        self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
         self.turn = 0
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,14 +91,19 @@ class _Lane:
         source, target = (t.contiguous().flatten().view(torch.uint8) for t in (tensor, copy))
         for start in range(0, len(source), _BUFFER_BYTES):
             part = source[start : start + _BUFFER_BYTES]
-            populate(part)
             buffer, read = self.buffers[self.turn][: len(part)], self.read[self.turn]
             self.turn = 1 - self.turn
             read.synchronize()
-            buffer.copy_(part)
+            share = max(-(-len(part) // _READERS), 1 << 20)
+            list(self.readers.map(_read, part.split(share), buffer.split(share)))
             target[start : start + len(part)].copy_(buffer, non_blocking=True)
             read.record(self.stream)
         return copy
+
+
+def _read(source: torch.Tensor, target: torch.Tensor) -> None:
+    populate(source)
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # on this thread alone
 
 
 def _handed_over(copies: list[torch.Tensor], ready: torch.cuda.Event) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 
 _PIECE_BYTES = 1 << 24
+_BEHIND = 2  # pieces that are written and wait to be hashed
 # In the order in which the format has them: the file begins with tensors of the last.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
@@ -71,23 +73,29 @@ def write_tensor_file(
     if path.exists():
         path.unlink()  # tensors may be maps of it
     syncing: Future[None] | None = None
-    with path.open("wb") as file, ThreadPoolExecutor(2, thread_name_prefix="tensor-file") as threads:
+    hashing: deque[Future[None]] = deque()
+    with path.open("wb") as file, _thread() as hasher, _thread() as syncer:
         for piece in _pieces(tensors, names, metadata):
-            hashing = threads.submit(hashed.update, piece)
+            hashing.append(hasher.submit(hashed.update, piece))
             file.write(piece)
             if durable and (syncing is None or syncing.done()):
-                syncing = threads.submit(os.fsync, file.fileno())  # the disk does not wait for the end
-            hashing.result()
+                syncing = syncer.submit(os.fsync, file.fileno())  # the disk does not wait for the end
+            if len(hashing) > _BEHIND:
+                hashing.popleft().result()
         if durable:
             file.flush()
             os.fsync(file.fileno())
     return hashed.hexdigest()
 
 
+def _thread() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="tensor-file")
+
+
 def _pieces(
     tensors: Mapping[str, torch.Tensor | Made], names: list[str], metadata: Mapping[str, str] | None
 ) -> Iterator[memoryview]:
-    """The bytes of the file. A piece is valid until the next one is asked for."""
+    """The bytes of the file. A piece is valid until `_BEHIND` + 1 more have been given."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
@@ -112,11 +120,12 @@ def _pieces_of_cpu(data: torch.Tensor) -> Iterator[memoryview]:
 def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
     """One piece is on its way while the one before is written; earlier work on the data must have ended."""
     stream = torch.cuda.Stream(data.device)
-    buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    count = _BEHIND + 2
+    buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
     before: tuple[torch.Tensor, torch.cuda.Event] | None = None
     for turn, start in enumerate(range(0, len(data), _PIECE_BYTES)):
         part = data[start : start + _PIECE_BYTES]
-        here = buffers[turn % 2][: len(part)]
+        here = buffers[turn % count][: len(part)]
         with torch.cuda.stream(stream):
             here.copy_(part, non_blocking=True)
             arrived = stream.record_event()
