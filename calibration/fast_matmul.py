@@ -1,4 +1,4 @@
-"""This file multiplies float32 matrices faster in two ways that lose no digits.
+"""This file multiplies float32 matrices faster in three ways that lose no digits that matter.
 
 **oneDNN instead of MKL.** PyTorch multiplies with MKL, which leaves AVX-512 unused on CPUs that are not Intel's, and
 with it half of their speed. It asks oneDNN only where products may round their inputs to bfloat16, and oneDNN rounds
@@ -13,6 +13,13 @@ of an activation that follows from it. A linear layer passes a change on by itse
 and so does the gradient of a changed weight, g (W_q − W). Differences are formed in FP32 and then rounded to BF16: a
 relative error of 2⁻⁹ in each element of the *change*, random and averaged over thousands of them. The same rounding of
 x' and x themselves would be as large as the error of eight-bit formats.
+
+**Pairs of BF16 for second moments.** A float32 is the sum of two BF16 but for 2⁻¹⁷ of it: x = h + l. A GPU multiplies
+BF16 on its tensor cores and adds up in float32, so that
+
+    xᵀ y ≈ hᵀ h' + hᵀ l' + lᵀ h'
+
+takes a fifth of the time of float32 products. The rest, lᵀ l', is below float32's own error over thousands of tokens.
 """
 
 from __future__ import annotations
@@ -75,3 +82,40 @@ def _multiplies_bf16(device_type: str) -> bool:
         return torch.cuda.get_device_capability() >= (8, 0)
     probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     return device_type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
+
+
+def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
+    """`total += xᵀ x` in pairs of BF16.
+
+    Args:
+        total: float32 `[in, in]`.
+        x: float32 `[tokens, in]`, on a GPU where `has_pairs` holds.
+    """
+    high, low = _pair(x)
+    total += _of_columns(high, high)
+    mixed = _of_columns(high, low)
+    total += mixed
+    total += mixed.t()
+
+
+def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`xᵀ y`, float32 `[in, in']`, of x `[tokens, in]` and y `[tokens, in']`; in pairs of BF16 where a GPU has them."""
+    if not has_pairs(x):
+        return x.t() @ y
+    (high, low), (high_y, low_y) = _pair(x), _pair(y)
+    return _of_columns(high, high_y).add_(_of_columns(high, low_y)).add_(_of_columns(low, high_y))
+
+
+def has_pairs(x: torch.Tensor) -> bool:
+    """Whether products of `x` with float32 matrices are taken in pairs of BF16."""
+    return x.is_cuda and x.dtype is torch.float32 and _multiplies_bf16("cuda")
+
+
+def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    high = x.bfloat16()
+    return high, (x - high).bfloat16()
+
+
+def _of_columns(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """`xᵀ y` of BF16 matrices, in float32."""
+    return torch.mm(x.t(), y, out_dtype=torch.float32)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from quant.calibration.fast_matmul import default_matmul
+from quant.calibration.fast_matmul import add_second_moment, columns_product, default_matmul, has_pairs
 from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of, scale_of
@@ -121,7 +121,7 @@ class MomentSum:
         _add_symmetric(self.second, x)
         if drift is not None:
             assert self.cross is not None
-            self.cross += drift.t() @ x
+            self.cross += columns_product(drift, x)
 
     def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
         """Adds one batch to the sums of inputs and drifts alone."""
@@ -153,6 +153,8 @@ def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:
 
 def _add_symmetric(total: torch.Tensor, x: torch.Tensor, width: int = 512) -> None:
     """`total += xᵀ x`, computing only the blocks on and above the diagonal where there are several."""
+    if has_pairs(x):
+        return add_second_moment(total, x)
     columns = range(0, x.shape[1], width)
     for start in columns:
         strip = x[:, start : start + width].t() @ x[:, start:]

@@ -3,9 +3,9 @@
 There are two kinds. transformers joins the matrices of all experts to one parameter `[experts, out, in]` where a
 checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized.
 In memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
-attribute `stored`. Their module reads them for a forward pass and drops them behind, or, where `experts_forward` can run
-it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a time.
-Everything else of the model is mapped from the files.
+attribute `stored`. Their module reads them for a forward pass and drops them behind, or, where `experts_forward` can
+run it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a
+time. Everything else of the model is mapped from the files.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class BlockWork:
     ) -> None:
         self.block, self.groups, self.experts, self.settings, self.stored = block, groups, experts, settings, stored
         self.clock = [0]
-        self.device = next(block.parameters()).device
+        self.device = next(p.device for p in block.parameters() if not p.is_meta)
         self.batches = 0  # of all ranks
         self.targets = {n: weight_of(block, n).detach().float() for g in groups for n in g.names}
         self.stand_ins: dict[str, StandIn] = {}
@@ -128,10 +128,12 @@ class BlockWork:
         return found + [result for experts in self.experts for result in experts.results()]
 
     def _outputs(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+        """The hidden states behind the block, each where the one before it is kept."""
         out = []
         with fast_matmul():
             for self.clock[0], call in enumerate(calls):
-                out.append(output_of(self.block(*call.args, **call.kwargs)))
+                here = call.to(self.device)
+                out.append(output_of(self.block(*here.args, **here.kwargs)).to(call.hidden.device))
         return out
 
     def _remember_finished(self) -> None:
@@ -482,7 +484,8 @@ class BlockWork:
             # Stand-ins beside the learned layers must no longer remember their outputs.
             stand_in.keeps = False
             stand_in.outputs.clear()
-        found = self._reconstructed(calls, outputs, layers, settings)
+        here, wanted = [call.to(self.device) for call in calls], [output.to(self.device) for output in outputs]
+        found = self._reconstructed(here, wanted, layers, settings)
         if not math.isfinite(found.before):
             first = self.groups[0].members[0].name
             raise ValueError(f"{first}: NaN or infinity in the output of its block, which autoround would refine")
@@ -561,8 +564,9 @@ class BlockWork:
     def _run_until_stopped(self, calls: Sequence[Call]) -> None:
         with fast_matmul():
             for self.clock[0], call in enumerate(calls):
+                here = call.to(self.device)
                 with suppress(Stop):
-                    self.block(*call.args, **call.kwargs)
+                    self.block(*here.args, **here.kwargs)
 
 
 def _has_branch(group: Group) -> bool:

@@ -87,9 +87,7 @@ class ExpertsWork:
         self.inputs.clear()
         self.module.forward = partial(experts_forward, self.module)
 
-    def _keep_inputs(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> None:
+    def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:
         self.inputs.append((hidden_states, top_k_index, top_k_weights))
         raise Stop
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world, sum_in_order
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 
@@ -114,7 +114,7 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     def cross(index: int) -> torch.Tensor:
         _, x, drift = waiting[index]
         assert drift is not None
-        return (drift.t() @ x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
+        return columns_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
 
     width = total.width
     shape = (columns, columns) if width is None else (-(-columns // width), width, width)

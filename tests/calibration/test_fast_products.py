@@ -1,0 +1,52 @@
+"""Products in pairs of BF16 are as good as float32's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from quant.calibration import fast_matmul
+from quant.calibration.statistics import MomentSum
+
+LIMIT = 2.0**-15
+
+
+def inputs(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs with a few large channels, as language models have, and a drift."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 160, generator=generator) * torch.logspace(-2, 2, 160)
+    return x.to(device), (torch.randn(600, 160, generator=generator) * x.abs() / 30).to(device)
+
+
+def error(found: torch.Tensor | None, x: torch.Tensor, y: torch.Tensor) -> float:
+    """Largest error of `xᵀ y`, in units of the norms of the two columns."""
+    assert found is not None
+    x, y = x.double(), y.double()
+    return float(((found - x.t() @ y).abs() / (x.norm(dim=0)[:, None] * y.norm(dim=0))).max())
+
+
+def check_sums(device: str) -> None:
+    x, drift = inputs(device)
+    sums = MomentSum()
+    for part in (slice(0, 250), slice(250, 600)):
+        sums.add(x[part], drift[part])
+    assert error(sums.second, x, x) < LIMIT
+    assert error(sums.cross, drift, x) < LIMIT
+
+
+def test_pairs_lose_no_digits_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr("quant.calibration.statistics.has_pairs", lambda x: True)
+    monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
+    check_sums("cpu")
+
+
+def test_bf16_alone_would_lose_them() -> None:
+    x, _ = inputs("cpu")
+    rounded = x.bfloat16().float()
+    assert error(rounded.t() @ rounded, x, x) > 4 * LIMIT
+
+
+@pytest.mark.gpu
+def test_pairs_on_a_gpu() -> None:
+    check_sums("cuda")
