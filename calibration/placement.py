@@ -175,7 +175,7 @@ class Loan:
         def lent(t: torch.Tensor) -> torch.Tensor:
             # A tensor of two modules is on the device when it is met again.
             copy = self.copies.get(id(t), t) if t.device != device else t
-            if copy.is_meta:  # experts that are still in their files
+            if t.is_meta and copy.is_meta:  # experts that are still in their files
                 return t
             return copy.to(device, dtype if t.dtype in narrow else None)
 
