@@ -79,7 +79,8 @@ class ExpertsWork:
         for member in self.members:
             projection = member.name.rpartition(".")[2]
             weight = self.module.get_parameter(projection)
-            solved = self._solve(member, projection, getattr(weight, "stored", weight.detach()))
+            matrices: Sequence[torch.Tensor] = getattr(weight, "stored", None) or weight.detach()  # type: ignore[assignment]
+            solved = self._solve(member, projection, matrices)
             self.originals[projection] = weight
             delattr(self.module, projection)
             setattr(self.module, projection, QuantExperts(solved.weight, member.activation, solved.input_scale))
@@ -115,7 +116,8 @@ class ExpertsWork:
 
         with fast_matmul():
             for batch, (hidden, index, weights) in enumerate(self.inputs):
-                here = torch.where((index >= experts.start) & (index < experts.stop), index, self.module.num_experts)
+                other = index.new_tensor(self.module.num_experts)
+                here = torch.where((index >= experts.start) & (index < experts.stop), index, other)
                 experts_forward(self.module, hidden, here, weights, partial(observe, batch), until=projection)
         return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
 

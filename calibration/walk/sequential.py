@@ -300,5 +300,5 @@ def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer as it is now; a parameter that goes home keeps nothing of it."""
     if layer.kind == "experts":
         parameter = model.get_parameter(layer.name)
-        return getattr(parameter, "stored", parameter.data)  # type: ignore[no-any-return]
+        return getattr(parameter, "stored", parameter.data)
     return weight_of(model, layer.name).data
