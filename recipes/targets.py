@@ -159,6 +159,7 @@ _FP8 = (
     Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128, source=_VLLM("FP8_BLOCK")),
 )
 _HOPPER = "from SM100; on Hopper inputs stay in 16 bit (Marlin)"
+_HUMMING = "by the package humming, or by our plug-in on Hopper"
 _MODELOPT = "model_executor/layers/quantization/modelopt.py"
 _QUANT_ALGOS, _MIXED, _BLOCKS = "QUANT_ALGOS", "ModelOptMixedPrecisionConfig", "ModelOptFp8PbWoLinearMethod"
 _SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"
@@ -189,7 +190,7 @@ _ALL = (
             Pair("mxfp8", "mxfp8", note=_HOPPER, source=_VLLM("MXFP8")),
             *_FP8,
             *(
-                Pair(weight, None, STORAGE, "the package humming runs it", _LINEAR, merged, source=_VLLM("WFP8A16"))
+                Pair(weight, None, STORAGE, _HUMMING, _LINEAR, merged, source=_VLLM("WFP8A16"))
                 for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
             ),
             Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),

@@ -42,7 +42,9 @@ logger = init_logger("vllm.blockscale")
 NVFP4 = FORMATS["nvfp4"]
 
 
-def pages_of(cache: torch.Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[torch.Tensor, ...]) -> KVPages:
+def pages_of(
+    cache: torch.Tensor, kv_heads: int, page_size: int, dim: int, scales: tuple[torch.Tensor, torch.Tensor]
+) -> KVPages:
     """The pages in a layer's buffer, `[blocks, …]` uint8 and contiguous, under scales of keys and of values."""
     if not cache.is_contiguous():
         raise ValueError(
@@ -71,6 +73,7 @@ class Batch(AttentionMetadata):
         longest: an upper bound of `lengths`.
         chunks: (sequence, first token, token after the last, length) of each chunk, on the host.
         starts: int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's.
+        ends: int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all tokens of its sequence.
     """
 
     slots: torch.Tensor
@@ -81,6 +84,7 @@ class Batch(AttentionMetadata):
     longest: int
     chunks: list[tuple[int, int, int, int]]
     starts: torch.Tensor
+    ends: torch.Tensor
 
 
 class Builder(AttentionMetadataBuilder[Batch]):
@@ -107,13 +111,21 @@ class Builder(AttentionMetadataBuilder[Batch]):
         return Batch(
             common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
             common.max_seq_len, chunks, common.query_start_loc[decodes:] - tokens if chunks else common.query_start_loc,
+            chunk_ends(chunks, common.query_start_loc.device),
         )  # fmt: skip
+
+
+def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
+    """`Batch.ends` of some chunks."""
+    ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
+    return torch.tensor(ends, dtype=torch.int32).to(device, non_blocking=True)
 
 
 class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     """Attention of one layer over NVFP4 pages."""
 
     supports_quant_query_input = False
+    supports_dcp = False
 
     def __init__(
         self,
@@ -157,8 +169,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             device, heads = cache.device, self.num_kv_heads
             given = (layer._k_scale, layer._v_scale)
             # Of the FP8 scale amax / 448 to NVFP4's amax / 2688.
-            scales = tuple((x.to(device).float() / 6).reshape(-1).expand(heads).contiguous() for x in given)
-            self._pages = {place: pages_of(cache, heads, cache.shape[2], self.head_size, scales)}
+            k, v = ((x.to(device).float() / 6).reshape(-1).expand(heads).contiguous() for x in given)
+            self._pages = {place: pages_of(cache, heads, cache.shape[2], self.head_size, (k, v))}
             logger.info_once("Blockscale: attention reads and writes an NVFP4 KV cache with our kernels")
         return self._pages[place]
 
@@ -208,8 +220,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
                 max_seqlen_q=longest, max_seqlen_k=longest,
             )  # fmt: skip
             return
-        for row, first, last, length in batch.chunks:
-            ends = [torch.tensor([0, n], dtype=torch.int32, device=q.device) for n in (last - first, length)]
+        for (row, first, last, length), ends in zip(batch.chunks, batch.ends, strict=True):
             earlier = values_of(pages, batch.table[row], length - (last - first), q.dtype)
             both = [torch.cat([x, new[first:last]]) for x, new in zip(earlier, (k, v), strict=True)]
             out[first:last] = self.flash(

@@ -18,7 +18,14 @@ from interpreter import interpreted
 
 from quant.kernels.attention.decode import paged_reference
 from quant.kernels.pages import round_kv
-from quant.vllm_plugin.attention import NVFP4, Batch, BlockscaleNvFp4Attention, BlockscaleNvFp4AttentionBackend, Builder
+from quant.vllm_plugin.attention import (
+    NVFP4,
+    Batch,
+    BlockscaleNvFp4Attention,
+    BlockscaleNvFp4AttentionBackend,
+    Builder,
+    chunk_ends,
+)
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
 
@@ -104,7 +111,7 @@ def test_prompts_chunks_and_decoding_see_what_the_cache_holds(attention: Any) ->
         starts = torch.tensor([0, *[stop - chunks[0][1] for _, _, stop, _ in chunks]] if chunks else [0])
         batch = Batch(
             torch.tensor(slots + [-1] * padding), table[order], torch.tensor(lengths, dtype=torch.int32), at, decodes,
-            max(lengths), chunks, starts.int(),
+            max(lengths), chunks, starts.int(), chunk_ends(chunks, starts.device),
         )  # fmt: skip
         y = attention(batch, q, k, v)
         first_only = chunks and all(length == stop - first for _, first, stop, length in chunks)
@@ -149,6 +156,7 @@ def test_a_batch_is_read_from_vllms_metadata() -> None:
     assert (batch.decodes, batch.tokens, batch.longest) == (2, 16, 40)
     assert batch.chunks == [(2, 2, 7, 5), (3, 7, 16, 40)]
     assert batch.starts.tolist() == [0, 5, 14]
+    assert batch.ends.tolist() == [[[0, 5], [0, 5]], [[0, 9], [0, 40]]]
 
 
 def test_nvfp4_caches_choose_it_and_others_do_not() -> None:

@@ -160,6 +160,46 @@ def test_a_linear_layer_gives_the_oracles_product(vllm: Any) -> None:
     assert torch.equal(y, torch.nn.functional.linear(x, weight.dequantize(torch.bfloat16), bias))
 
 
+def test_packed_int4_gives_the_oracles_product(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parameters are of vLLM's own classes, whose axes `permute_param_layout_` goes by."""
+    from vllm.model_executor import parameter
+
+    from quant.export.compressed_tensors import compress
+
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
+    monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
+    torch.manual_seed(0)
+    weight, layer = quantize(torch.randn(96, 256), FORMATS["int4"]), torch.nn.Module()
+    stored = compress(weight, None, torch.bfloat16)
+    options = {"input_dim": 1, "output_dim": 0, "weight_loader": lambda *args: None}
+    layer.weight_packed = parameter.PackedvLLMParameter(
+        data=stored["weight_packed"], packed_factor=8, packed_dim=1, **options
+    )
+    layer.weight_scale = parameter.GroupQuantScaleParameter(data=stored["weight_scale"], **options)
+    kernel = made(vllm.linear.BlockscaleInt4LinearKernel, layer)
+    kernel.w_q_name, kernel.w_s_name = "weight_packed", "weight_scale"
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(3, 256).bfloat16()
+    expected = torch.nn.functional.linear(x, weight.dequantize(torch.bfloat16))
+    assert torch.equal(kernel.apply_weights(layer, x), expected)
+
+
+@pytest.mark.parametrize("format", ["fp8_channel", "fp8_block"])
+def test_fp8_weights_give_the_oracles_product(vllm: Any, format: str) -> None:
+    torch.manual_seed(0)
+    weight, layer = quantize(torch.randn(256, 128), FORMATS[format]), torch.nn.Module()
+    blocks = format == "fp8_block"
+    layer.weight_block_size = [128, 128] if blocks else None
+    layer.weight = torch.nn.Parameter(weight.codes if blocks else weight.codes.t(), requires_grad=False)
+    scale = torch.nn.Parameter(weight.scale, requires_grad=False)
+    setattr(layer, "weight_scale_inv" if blocks else "weight_scale", scale)
+    kernel = made(vllm.linear.BlockscaleFp8LinearKernel, layer)
+    kernel.process_weights_after_loading(layer)
+    x = torch.randn(3, 128).bfloat16()
+    expected = torch.nn.functional.linear(x, weight.dequantize(torch.bfloat16))
+    assert torch.equal(kernel.apply_weights(layer, x), expected)
+
+
 def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, seen = torch.nn.Module(), []
     weight = quantize(torch.randn(128, 64), FORMATS["mxfp4"])
