@@ -21,7 +21,7 @@ from quant.export import modelopt
 from quant.export.names import StoredNames, expert_names
 from quant.formats.finite import is_finite, is_finite_or_mask, is_positive
 from quant.formats.format import Format, packed_width
-from quant.formats.number import E4M3, E8M0
+from quant.formats.number import E4M3, E8M0, INT4
 from quant.recipes.plan import LayerPlan, Plan
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -37,14 +37,14 @@ def expected_tensors(
     rows, columns = shape
     element, packed = format.element, format.element.bits < 8
     codes: _Expected = ((element.torch_dtype or torch.uint8,), (rows, packed_width(columns, element)))
-    if format.name == "int4" and not modelopt:
+    if format.element is INT4 and not modelopt:
         codes = ((torch.int32,), (rows, columns // 8))
     scale = _FLOATS if format.scale.is_wide else (format.scale.torch_dtype,)
     found: dict[str, _Expected] = {
         "weight_packed" if packed and not modelopt else "weight": codes,
         "weight_scale": (scale, format.scale_shape(shape)),  # type: ignore[dict-item]
     }
-    if format.name == "int4" and not modelopt:
+    if format.element is INT4 and not modelopt:
         found["weight_shape"] = ((torch.int64, torch.int32), (2,))
     if format.global_scale:
         found["weight_scale_2" if modelopt else "weight_global_scale"] = (_FLOATS, _NUMBER)

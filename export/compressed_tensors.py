@@ -23,7 +23,7 @@ import torch
 from quant.export.names import FormatsOf, StoredNames
 from quant.export.patterns import matches
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E8M0
+from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import get_target
@@ -40,6 +40,8 @@ _LAYOUTS = {
     "fp8_block": "float-quantized",
     "int8": "int-quantized",
     "int4": "pack-quantized",
+    "int4_g64": "pack-quantized",
+    "int4_g32": "pack-quantized",
 }
 # In no runtime a linear layer. Others may be one there: routers, Conv1D of GPT-2, the convolutions of Mamba.
 _NEVER_LINEAR = ("norm", "embedding")
@@ -95,7 +97,7 @@ def compress(
         scale = stored_scale(scale, dtype)
         if format.per_tensor:
             scale = scale.reshape(1)
-    if format.name == "int4":
+    if format.element is INT4:
         tensors["weight_packed"] = (weight.codes ^ 0x88).view(torch.int32)
         tensors["weight_shape"] = torch.tensor(weight.shape)
     elif format.element.bits < 8:
@@ -122,7 +124,7 @@ def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
-    if format.name == "int4":
+    if format.element is INT4:
         codes = codes.view(torch.uint8) ^ 0x88
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits if format.element.bits < 8 else codes.shape[1])
     scale = tensors["weight_scale"]

@@ -70,6 +70,11 @@ class Format:
         """Shape of the stored codes of a tensor of `shape`: the last axis is in bytes where codes are packed."""
         return (*shape[:-1], packed_width(shape[-1], self.element))
 
+    @property
+    def takes_short_blocks(self) -> bool:
+        """Whether runtimes read a short last block along the reduction axis, as they do of FP8 weights in squares."""
+        return self.block[0] > 1 and self.element.bits == 8
+
     def divides(self, shape: Sequence[int]) -> bool:
         """Whether `shape` has no short last block along the reduction axis and no half-used byte."""
         columns = shape[-1]
@@ -115,6 +120,8 @@ _ALL = (
     Format("int8", INT8, FP32, (1, 0)),
     Format("int8_token", INT8, FP32, (1, 0)),
     Format("int4", INT4, BF16, (1, 128)),
+    Format("int4_g64", INT4, BF16, (1, 64)),
+    Format("int4_g32", INT4, BF16, (1, 32)),
 )
 
 FORMATS: dict[str, Format] = {f.name: f for f in _ALL}

@@ -217,7 +217,8 @@ def takes_stored(format: Format, shape: tuple[int, int], hardware: Hardware) -> 
     rows, columns = shape
     # 16 bytes of codes; of E8M0, two scales.
     least = 64 if format.scale.bits == 8 else 128 // format.element.bits
-    return hardware.has_wgmma and format.name in STORED_FORMATS and rows % 8 == 0 and columns % least == 0
+    whole = rows % 8 == 0 and columns % least == 0 and columns % (format.block[1] or 1) == 0
+    return hardware.has_wgmma and format.name in STORED_FORMATS and whole
 
 
 def _is_many(format: Format, tokens: int) -> bool:

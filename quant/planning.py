@@ -76,7 +76,7 @@ def _why_none(plan: Plan) -> str:
     )
     if not any("is not a multiple of" in reason for reason in reasons):
         return listed or "it has neither linear layers nor fused experts"
-    return f"{listed}. fp8_channel and int8 take any width"
+    return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
 
 
 def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:

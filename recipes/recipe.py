@@ -256,8 +256,9 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
     if layer.kind == "experts" and layer.name.endswith("gate_up_proj") and weight.block[0] and half % weight.block[0]:
         return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
     for format in (weight, activation):
-        if format is not None and not format.divides(layer.shape):
-            return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+        if format is None or format.divides(layer.shape) or format.takes_short_blocks:
+            continue
+        return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
     return None
 
 

@@ -158,6 +158,7 @@ _FP8 = (
     Pair("fp8_channel", "fp8", note="from SM89", source=_VLLM("FP8")),
     Pair("fp8_block", "fp8_group", note="from SM89", merged_rows=128, source=_VLLM("FP8_BLOCK")),
 )
+_INT4 = ("int4", "int4_g64", "int4_g32")
 _HOPPER = "from SM100; on Hopper inputs stay in 16 bit (Marlin)"
 _HUMMING = "by the package humming, or by our plug-in on Hopper"
 _MODELOPT = "model_executor/layers/quantization/modelopt.py"
@@ -194,7 +195,7 @@ _ALL = (
                 for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
             ),
             Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),
-            Pair("int4", None, STORAGE, source="_POSSIBLE_KERNELS"),
+            *(Pair(w, None, STORAGE, source="_POSSIBLE_KERNELS") for w in _INT4),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
@@ -230,7 +231,7 @@ _ALL = (
             Pair("fp8", None, STORAGE, kinds=_LINEAR),
             Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
             Pair("int8", "int8_token", note="from SM75"),
-            Pair("int4", None, STORAGE),
+            *(Pair(w, None, STORAGE) for w in _INT4),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
@@ -276,7 +277,9 @@ _ALL = (
             "fp8@fp8": f"Unsupported weights_quant_strategy: tensor ({_TRTLLM})",
             "mxfp8": f"Unsupported weights_quant_strategy: group ({_TRTLLM})",
             "nvfp4@16bit": f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
-            "int4": f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})",
+            **dict.fromkeys(
+                _INT4, f"a TypeError, for it asks input_activations for a strategy, and they are null ({_TRTLLM})"
+            ),
         },
         misread={"int8@int8_token": f"it looks at num_bits and not at type, and takes the codes for FP8 ({_TRTLLM})"},
     ),
@@ -289,7 +292,7 @@ _ALL = (
             Pair("int8", "int8_token", STORAGE, _ROUNDED, _UNPACKED),
             *(
                 Pair(w, None, STORAGE, kinds=_UNPACKED)
-                for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4")
+                for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", *_INT4)
             ),
         ),
         kv_cache=("fp8",),

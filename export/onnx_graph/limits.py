@@ -38,6 +38,8 @@ _INPUTS: dict[str, tuple[str, ...]] = {
     "int4": (),
 }
 _INSTEAD = {
+    "int4_g64": "int4",
+    "int4_g32": "int4",
     "mxfp4": "nvfp4",
     "mxfp6": "fp8",
     "mxfp6_e3m2": "fp8",
@@ -47,6 +49,8 @@ _INSTEAD = {
     "int8_token": "int8",
 }
 _WHY = {
+    "int4_g64": "no engine was built with groups of 64",
+    "int4_g32": "TensorRT has INT4 in groups of 64 and 128 alone",
     "mxfp4": "TensorRT has no E2M1 weights with E8M0 scales",
     "mxfp6": "ONNX has no 6-bit numbers at this opset",
     "mxfp6_e3m2": "ONNX has no 6-bit numbers at this opset",

@@ -25,6 +25,8 @@ PRESETS = {
     "fp8_block": ("fp8_block", "fp8_group"),
     "int8": ("int8", "int8_token"),
     "int4a16": ("int4", None),
+    "int4a16_g64": ("int4_g64", None),
+    "int4a16_g32": ("int4_g32", None),
 }
 LAYERS = (
     Layer("embed", "embedding", (100, 64)),

@@ -92,7 +92,7 @@ def test_nothing_is_kept_of_a_call() -> None:
     assert [ref() for ref in held] == [None] * len(held)
 
 
-ROUNDED = [name for name, f in FORMATS.items() if name != "int4"]
+ROUNDED = [name for name, f in FORMATS.items() if f.element.name != "int4"]
 # Only a scale for the whole tensor can be static.
 STATIC = [name for name in ROUNDED if FORMATS[name].block == (0, 0) or FORMATS[name].global_scale]
 

@@ -165,7 +165,7 @@ def compiled_for(kernel: Any, signature: dict[str, str], constants: dict[str, An
     return CompiledKernel(kernel.__name__, result.asm["ptx"], arch, (), tiles.warps, result.metadata.shared)
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "fp8_block", "int4", "int4_g32"])
 @pytest.mark.parametrize(("arch", "tiles", "instruction"), [
     (90, Tiles(16, 64, 128, 4, True, 4, 3), "wgmma.mma_async"),
     (90, Tiles(128, 128, 64, 1, True, 8, 3), "wgmma.mma_async"),
