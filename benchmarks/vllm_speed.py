@@ -137,23 +137,30 @@ def engine(args: argparse.Namespace) -> None:
         return torch.randint(3, vocabulary, (batch, length), generator=generator).tolist()
 
     say({"ready_s": round(time.time() - start, 1), "gpu": torch.cuda.get_device_name()})
+
+    def measure(what: str, count: int, length: int) -> dict[str, Any]:
+        rows = prompts(count, length)
+        if what == "prefill":
+            return {
+                "ms": min(seconds(each, 1) for each in (rows, prompts(count, length), prompts(count, length))) * 1e3
+            }
+        first = seconds(rows, 1)
+        if what == "decode":
+            short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
+            return {"ms": (long - short) / (LONG - SHORT) * 1e3, "first_s": first}
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            seconds(rows, 9)
+        times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
+        most = sorted(times.items(), key=lambda pair: -pair[1])[:12]
+        ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
+        return {"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}}
+
     for line in sys.stdin:
         what, count, length = line.split()
-        rows = prompts(int(count), int(length))
-        if what == "decode":
-            first = seconds(rows, 1)
-            short, long = (min(seconds(rows, tokens) for _ in range(2)) for tokens in (SHORT, LONG))
-            say({"ms": (long - short) / (LONG - SHORT) * 1e3, "first_s": first})
-        elif what == "profile":
-            seconds(rows, 1)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-                seconds(rows, 9)
-            times = {event.key: event.self_device_time_total / 9e3 for event in profiler.key_averages()}
-            most = sorted(times.items(), key=lambda pair: -pair[1])[:12]
-            ranges = [event.time_range for event in profiler.events() if event.device_type.name == "CUDA"]
-            say({"ms": busy(ranges) / 9e3, "kernels": {name[:60]: round(ms, 4) for name, ms in most}})
-        elif what == "prefill":
-            say({"ms": min(seconds(prompts(int(count), int(length)), 1) for _ in range(3)) * 1e3})
+        try:
+            say(measure(what, int(count), int(length)))
+        except Exception as error:  # the other measurements still count
+            say({"ms": float("nan"), "error": f"{type(error).__name__}: {error}"[:200]})
     os._exit(0)
 
 
