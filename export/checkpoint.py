@@ -45,8 +45,13 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames)
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor | Made] = {}
     seen: set[tuple[object, ...]] = set()
-    for name, tensor in model.state_dict().items():
+    stored = model.state_dict()
+    # By name of what transformers ties, the name under which it writes both.
+    sources = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in stored}
+    for name, tensor in stored.items():
         if name.startswith(own) and not name.endswith(".bias"):
+            continue
+        if name in sources and stored[sources[name]].data_ptr() == tensor.data_ptr():
             continue
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if view in seen and tensor.numel() and tensor.data_ptr():

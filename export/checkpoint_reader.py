@@ -41,13 +41,15 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     Args:
         directory: with the files.
         rename: from a name on disk to the one that the tensor has here.
+        meta: reads shapes and dtypes alone, and the values of single numbers, such as a tensor's scale.
 
     Raises:
         FileNotFoundError: the directory has no safetensors file.
         ValueError: one of them is damaged; the message names it.
     """
 
-    def __init__(self, directory: Path, rename: Rename = str) -> None:
+    def __init__(self, directory: Path, rename: Rename = str, *, meta: bool = False) -> None:
+        self._meta = meta
         files = weight_files(directory)
         if not files:
             raise FileNotFoundError(f"{directory}: no .safetensors file")
@@ -69,6 +71,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, name: str) -> torch.Tensor:
         handle, stored, _ = self._where[name]
+        if self._meta and math.prod(shape := handle.get_slice(stored).get_shape()) > 1:
+            return torch.empty(shape, dtype=handle.get_slice(stored)[:0].dtype, device="meta")
         tensor: torch.Tensor = handle.get_tensor(stored)
         if stored not in self._exact:
             return tensor

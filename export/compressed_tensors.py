@@ -44,7 +44,7 @@ _LAYOUTS = {
     "int4_g32": "pack-quantized",
 }
 # In no runtime a linear layer. Others may be one there: routers, Conv1D of GPT-2, the convolutions of Mamba.
-_NEVER_LINEAR = ("norm", "embedding")
+_NEVER_LINEAR = ("norm", "embedding", "parameter")
 _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
 
 
@@ -216,7 +216,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
 
     Input scales and low-rank branches have no place in the layout; for rotations see `rotation_warnings`. vLLM, which
     the layout is for, stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers up to 5.23 silently
-    drops the global scale of fused experts in NVFP4, and fails on MXFP8 and INT8 ones.
+    drops the global scale of fused experts in NVFP4, fails on MXFP8 and INT8 ones, and rounds no input of an expert.
     """
     kinds = (
         ("an input scale (pre_scale)", "have no place for it", [m.name for m in plan.quantized if m.parts.pre_scale]),
@@ -256,6 +256,12 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
         warnings.append(
             f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.23 loads fused experts in "
             "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
+        )
+    rounded = [m.name for m in plan.quantized if m.kind == "experts" and m.activation is not None]
+    if rounded:
+        warnings.append(
+            f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
+            "transformers up to 5.23 multiplies experts in 16 bit, and gives slightly other logits"
         )
     cut = names.cut if names else ()
     kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]

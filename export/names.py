@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,12 +42,14 @@ class StoredNames:
         back: the other way.
         experts: names on disk of an expert's matrices, by those that they have here.
         cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
+        parameters: the model's own parameters by their names on disk: rules need not lead back to where they came from.
     """
 
     renamings: tuple[Rename, ...] = ()
     back: tuple[Rename, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
     cut: frozenset[str] = frozenset()
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     def stored(self, name: str) -> str:
         """The name on disk of the tensor `name`, whatever the suffix of a quantized weight's part."""
@@ -56,7 +58,7 @@ class StoredNames:
     def of_model(self, name: str) -> str:
         """The inverse of `stored`; a name of the model's own stays."""
         ours = {theirs: ours for ours, theirs in self.experts.items()}
-        return _as_weight(name, lambda found: _swap(_apply(self.back, found), ours))
+        return _as_weight(name, lambda found: self.parameters.get(found) or _swap(_apply(self.back, found), ours))
 
     def both(self, layer: str) -> list[str]:
         """A layer's name as transformers knows it, and, where that differs, as the files have it."""
@@ -75,7 +77,7 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     used = getattr(model, "_weight_conversions", None)
     used = known if used is None else _plain(used)
     fused = _fused(known)
-    return StoredNames(
+    names = StoredNames(
         renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
         back=tuple(_renaming(rule) for rule in known if _is_renaming(rule)),
         experts={
@@ -85,6 +87,14 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         },
         cut=frozenset(_fused(used)),
     )
+    if not names.renamings:
+        return names
+    return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
+
+
+def _state_names(model: Any) -> list[str]:
+    """Names of the tensors that a model stores, those of fused experts left out: rules name their parts."""
+    return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
 
 
 def expert_names(name: str, experts: int) -> list[str]:

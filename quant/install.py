@@ -48,8 +48,10 @@ def install_weight(
             raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
         new = QuantEmbedding(weight, next(table.parameters()).dtype)
     else:
-        bias = getattr(parent.get_submodule(last), "bias", None)
-        new = QuantLinear(weight, bias, layer.activation, input_scale, **vars(parts))
+        linear = parent.get_submodule(last)
+        assert isinstance(linear.weight, torch.Tensor)
+        bias = getattr(linear, "bias", None)
+        new = QuantLinear(weight, bias, layer.activation, input_scale, dtype=linear.weight.dtype, **vars(parts))
     new.train(parent.training)
     setattr(parent, last, new)
 

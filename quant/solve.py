@@ -183,7 +183,7 @@ def apply_plan(
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
         if partial is not None and _step(members) in partial:
             return []
-        found = [(member, _parameter_of(model, member)) for member in members]
+        found = [(member, model.get_parameter(member.tensor_name)) for member in members]
         return [weight for member, weight in found if member.kind != "experts" or not hasattr(weight, "stored")]
 
     with torch.no_grad():
@@ -270,8 +270,7 @@ def solve_state_dict(
         if problem := value_problem(tensors[name], is_buffer=True):
             raise UserError(f"{name} {list(tensors[name].shape)} {problem}; repair the model, or download it again")
     for done, layer in enumerate(plan.layers, 1):
-        key = layer.name if layer.kind == "experts" else f"{layer.name}.weight"
-        weight = tensors[key]
+        weight = tensors[layer.tensor_name]
         if layer.weight is None:
             results.append(layer_result(layer, weight, None))
         else:
@@ -302,14 +301,8 @@ def _solve(
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer; for one that is still in its files, what reads it."""
-    weight = _parameter_of(model, layer)
+    weight = model.get_parameter(layer.tensor_name)
     return getattr(weight, "stored", None) or weight.detach()
-
-
-def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    weight = model.get_parameter(layer.name) if layer.kind == "experts" else model.get_submodule(layer.name).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
 
 
 def _solve_at_once(

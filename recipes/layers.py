@@ -1,7 +1,13 @@
 """`find_layers` finds the weights of a model, their kinds, and which are fused at run time.
 
-A layer is a module that owns a weight, or a fused-expert parameter `[experts, out, in]` as Mixture-of-Experts
-models in transformers 5 have them. Nothing here reads the data of a weight, so a model on the meta device will do.
+A layer is a module that owns a weight, a fused-expert parameter `[experts, out, in]` as Mixture-of-Experts models in
+transformers 5 have them, or any other parameter of two or more dimensions: every such parameter is in the list.
+Nothing here reads the data of a weight, so a model on the meta device will do.
+
+What a linear layer is for decides whether it may lose precision. A router is a linear layer in a block of experts
+with one output for each expert. A head turns the last hidden states into the result: it is the module that
+transformers knows as the output embeddings, or has a name by which heads go. The rule for names is the same for
+modules and for bare state dicts.
 
 Layers that read the *same input tensor* (q/k/v, gate/up) are merged into one matmul by every serving runtime, and
 must then share their format and their second-level scales. They are found by watching one forward pass, not by
@@ -20,6 +26,17 @@ if TYPE_CHECKING:
 
 _EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 
+# Heads, by any part of their name, and by its first part alone: deeper in a model those words mean other things.
+_HEADS = {"lm_head", "score", "classifier", "classification_head", "qa_outputs", "class_labels_classifier"} | {
+    "bbox_predictor", "box_predictor", "class_predictor", "class_embed", "bbox_embed", "distillation_classifier"
+}  # fmt: skip
+_TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_proj", "generator_lm_head"}
+
+ROUTER = "router: a rounding error sends tokens to the wrong expert"
+_PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
+_OTHERWISE = "its class multiplies otherwise than a linear layer"
+_UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -32,6 +49,7 @@ class Layer:
         group: name of its fusion group, if it has one.
         tied_to: name of the layer whose parameter it shares, if it does.
         obstacle: why it cannot be quantized at all, if so.
+        kept: why it stays in 16 bit unless a rule names it, where its kind does not say so.
     """
 
     name: str
@@ -40,25 +58,29 @@ class Layer:
     group: str | None = None
     tied_to: str | None = None
     obstacle: str | None = None
+    kept: str | None = None
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `find_groups`."""
-    head = output_head(model)
+    head, routers = output_head(model), _routers(model)
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
         for parameter_name, parameter in _weights(module):
-            fused = parameter_name != "weight"
-            path = f"{name}.{parameter_name}".lstrip(".") if fused else name
-            kind = "experts" if fused else _kind(module, parameter, module is head)
-            obstacle = None
-            if fused and getattr(module, "is_transposed", False):
-                obstacle = "experts are stored [experts, in, out]: blocks would cross the reduction axis"
+            path = name if parameter_name == "weight" else f"{name}.{parameter_name}".lstrip(".")
+            kind = _kind(module, parameter_name, parameter)
+            if module is head or (kind == "linear" and _is_head(name)):
+                kind = "head"
             tied_to = owner.setdefault(id(parameter), path)
             layers.append(
                 Layer(
-                    path, kind, tuple(parameter.shape), tied_to=None if tied_to == path else tied_to, obstacle=obstacle
+                    path,
+                    kind,
+                    tuple(parameter.shape),
+                    tied_to=None if tied_to == path else tied_to,
+                    obstacle=_obstacle(module, kind),
+                    kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
                 )
             )
     return layers
@@ -68,15 +90,22 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     """Layers guessed from the tensor names and shapes of a bare state dict, when there is no module to look at.
 
     A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
-    name are fused experts.
+    name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are transposed `Conv1D`s.
     """
+    transposed = any(
+        name.endswith("c_attn.weight") and len(shape) == 2 and shape[1] == 3 * shape[0]
+        for name, shape in shapes.items()
+    )
     layers = []
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
         if last == "weight":
-            layers.append(Layer(stem, _kind_by_name(stem, shape), tuple(shape)))
+            is_conv1d = transposed and stem.rpartition(".")[2] in ("c_attn", "q_attn", "c_fc", "c_proj")
+            layers.append(Layer(stem, "other" if is_conv1d else _kind_by_name(stem, shape), tuple(shape)))
         elif len(shape) == 3 and last in _EXPERT_NAMES:
             layers.append(Layer(name, "experts", tuple(shape)))
+        elif len(shape) > 1:
+            layers.append(Layer(name, "parameter", tuple(shape)))
     return layers
 
 
@@ -113,7 +142,7 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
     for names in readers.values():
         names = list(dict.fromkeys(names))
         if len(names) > 1:
-            group_of.update(dict.fromkeys(names, _group_name(names)))
+            group_of.update(dict.fromkeys(names, group_name(names)))
     return [replace(layer, group=group_of.get(layer.name, layer.group)) for layer in layers]
 
 
@@ -126,15 +155,15 @@ def group_experts(layers: Sequence[Layer]) -> list[Layer]:
 
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, parameter in module.named_parameters(recurse=False):
-        if name == "weight" or (parameter.dim() == 3 and name in _EXPERT_NAMES):
+        if name == "weight" or (parameter.dim() > 1 and parameter.is_floating_point()):
             yield name, parameter
 
 
-def _kind(module: nn.Module, weight: torch.Tensor, is_head: bool) -> str:
+def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> str:
     from torch import nn
 
-    if is_head:
-        return "head"
+    if name != "weight":
+        return "experts" if weight.dim() == 3 and name in _EXPERT_NAMES else "parameter"
     if isinstance(module, nn.Linear):
         return "linear"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -144,15 +173,82 @@ def _kind(module: nn.Module, weight: torch.Tensor, is_head: bool) -> str:
     return "conv" if isinstance(module, nn.modules.conv._ConvNd) else "other"
 
 
+def _obstacle(module: nn.Module, kind: str) -> str | None:
+    """Why what `module` holds cannot be quantized, as the module's class and shapes tell."""
+    from torch import nn
+
+    if kind == "experts" and experts_are_transposed(module):
+        return "experts are stored [experts, in, out]: blocks would cross the reduction axis"
+    if kind != "linear":
+        return None
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return _UNCALLED
+    return None if _is_plain(module) else _OTHERWISE
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether a linear layer maps `[1, in]` to `[1, out]`, also where its class has a forward of its own."""
+    import torch
+    from torch import nn
+
+    if type(linear).forward is nn.Linear.forward:
+        return True
+    assert isinstance(linear, nn.Linear)
+    state = {name: tensor.to("meta") for name, tensor in linear.named_parameters()}
+    x = torch.empty(1, linear.weight.shape[1], dtype=linear.weight.dtype, device="meta")
+    try:
+        out = torch.func.functional_call(linear, state, (x,))
+    except Exception:  # the class's own code, which may fail in any way
+        return False
+    return isinstance(out, torch.Tensor) and out.shape == (1, linear.weight.shape[0])
+
+
+def experts_are_transposed(module: nn.Module) -> bool:
+    """Whether a module stores its fused experts `[experts, in, out]`, as code that multiplies with `bmm` wants them.
+
+    One of two fused parameters tells by itself: `gate_up_proj` has twice the rows of what `down_proj` reads, or twice
+    the columns. Without it, `transformers` marks the module.
+    """
+    fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    if fused is not None and down is not None:
+        return tuple(fused.shape[1:]) == (down.shape[2], 2 * down.shape[1])
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _routers(model: nn.Module) -> set[str]:
+    """Names of the linear layers that choose among experts: in a block of experts, with one output for each."""
+    from torch import nn
+
+    experts: dict[str, int] = {}
+    for name, module in model.named_modules():
+        fused = [p for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and n in _EXPERT_NAMES]
+        listed = isinstance(module, nn.ModuleList) and name.endswith("experts")
+        if fused or listed:
+            experts[name] = len(fused[0]) if fused else len(module)
+    found = set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not any(name.startswith(f"{inside}.") for inside in experts):
+            blocks = ((path[: path.rfind(".") + 1], count) for path, count in experts.items())
+            if any(name.startswith(block) and module.out_features == count for block, count in blocks):
+                found.add(name)
+    return found
+
+
 def _kind_by_name(stem: str, shape: Sequence[int]) -> str:
     if len(shape) == 1:
         return "norm"
     last = stem.rpartition(".")[2]
-    if "embed" in last or last in ("wte", "wpe"):
+    if ("embed" in last and last not in _HEADS) or last in ("wte", "wpe"):
         return "embedding"
-    if last in ("lm_head", "output", "score", "classifier"):
+    if len(shape) == 2 and (_is_head(stem) or last == "output"):
         return "head"
     return {2: "linear", 3: "conv", 4: "conv", 5: "conv"}.get(len(shape), "other")
+
+
+def _is_head(name: str) -> bool:
+    """Whether a linear layer's name is one by which heads go."""
+    first, *rest = name.split(".")
+    return first in _TOP_HEADS or not _HEADS.isdisjoint((first, *rest))
 
 
 def output_head(model: nn.Module) -> nn.Module | None:
@@ -161,7 +257,7 @@ def output_head(model: nn.Module) -> nn.Module | None:
     return find() if callable(find) else None
 
 
-def _group_name(names: Sequence[str]) -> str:
+def group_name(names: Sequence[str]) -> str:
     """`a.q_proj`, `a.k_proj` -> `a.(k_proj|q_proj)`."""
     prefixes = [name.rpartition(".")[0] for name in names]
     if len(set(prefixes)) > 1:

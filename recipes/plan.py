@@ -30,7 +30,7 @@ from quant.recipes.json_text import json_text
 
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"  # in a checkpoint
-KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "other")
+KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "parameter", "other")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LayerPlan:
     """What becomes of one weight.
 
     Attributes:
-        name: module path; for a fused-expert parameter, the parameter's path.
+        name: module path; of fused experts and of parameters that no module is made for, the parameter's path.
         kind: one of `KINDS`.
         shape: of the weight, `[..., out, in]`.
         weight: weight format; None keeps 16 bit.
@@ -100,6 +100,11 @@ class LayerPlan:
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):
             raise ValueError(f"plan layer {self.name!r}: its score is {self.score}; leave it out, or measure it again")
+
+    @property
+    def tensor_name(self) -> str:
+        """The path of the parameter itself."""
+        return self.name if self.kind in ("experts", "parameter") else f"{self.name}.weight"
 
     @property
     def numel(self) -> int:

@@ -5,6 +5,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
+       a router is in no fusion group, for no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.formats.format import Format, is_16bit, parse_format
-from quant.recipes.layers import Layer
+from quant.recipes.layers import ROUTER, Layer, group_name
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 KEEP = "keep"
@@ -36,9 +37,10 @@ _KEPT_KINDS = {
     "norm": "norm: a vector of negligible size that scales whole channels",
     "conv": "convolution: no low-precision kernel here",
     "other": "not a linear layer",
+    "parameter": "no linear layer: its module multiplies by it, or adds it, by itself",
 }
 _KEPT_NAMES = {
-    "router: a rounding error sends tokens to the wrong expert": ("*router*", "*.gate", "*.shared_expert_gate"),
+    ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
     "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
     "audio tower: small beside the language model and sensitive": ("*audio_tower*", "*audio_encoder*"),
     "projector into the language model: small, and text never reaches it": (
@@ -182,7 +184,8 @@ def resolve(
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
     broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
-    planned = _keep_whole_groups(_keep_shared([_plan_layer(layer, recipe, only, broad) for layer in layers]))
+    planned = _keep_shared([_plan_layer(layer, recipe, only, broad) for layer in layers])
+    planned = _keep_whole_groups(_without_routers(planned))
     how = {"guard": recipe.guard} if recipe.guard else {}
     if recipe.observer != "absmax":
         how["observer"] = recipe.observer
@@ -203,6 +206,8 @@ def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collec
     for reason, globs in _KEPT_NAMES.items():
         if any(fnmatchcase(layer.name, glob) for glob in globs):
             choice = Rule("*", KEEP, KEEP, recipe.solver, reason)
+    if layer.kept is not None:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, layer.kept)
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
         meant = layer.kind != "embedding" or rule.match not in broad or is_16bit(rule.weight)
@@ -269,6 +274,19 @@ def _keep_shared(layers: list[LayerPlan]) -> list[LayerPlan]:
         dataclasses.replace(layer, weight=None, activation=None, reason=f"its weight is also that of {sharer}")
         if layer.weight is not None and (sharer := sharers.get(layer.name))
         else layer
+        for layer in layers
+    ]
+
+
+def _without_routers(layers: list[LayerPlan]) -> list[LayerPlan]:
+    """Routers read what experts read, and are merged with nothing: they leave their fusion groups."""
+    renamed = {}
+    for name, members in groups_of(layers).items():
+        left = [member.name for member in members if member.weight is not None or member.reason != ROUTER]
+        if len(left) < len(members):
+            renamed[name] = {member: group_name(left) if len(left) > 1 else None for member in left}
+    return [
+        dataclasses.replace(layer, group=renamed[layer.group].get(layer.name)) if layer.group in renamed else layer
         for layer in layers
     ]
 

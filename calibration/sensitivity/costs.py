@@ -93,7 +93,8 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     """Bytes of the key-value cache of `batch` sequences of `context` tokens.
 
     Layers with a sliding window hold its tokens and no more; layers of linear attention, whose state does not grow,
-    hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads.
+    hold none; latent attention (DeepSeek) holds one compressed vector a token for all heads. A model without attention
+    heads (Mamba, RWKV, xLSTM) has a state of one size, and no cache that grows.
 
     Args:
         config: a transformers config, or None for a model without a cache.
@@ -103,7 +104,7 @@ def kv_cache_bytes(config: Any, context: int, batch: int, format: Format | None 
     """
     config = text_config(config)
     layers = getattr(config, "num_hidden_layers", None)
-    if not layers or not _has_cache(config):
+    if not layers or not _has_cache(config) or not getattr(config, "num_attention_heads", None):
         return 0
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * layers
     window = getattr(config, "sliding_window", None)

@@ -225,7 +225,10 @@ def few_of(rows: torch.Tensor) -> torch.Tensor:
 def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
     """Raises ValueError where `rows` holds token ids that `model` has no embedding for."""
     find = getattr(model, "get_input_embeddings", None)
-    weight = getattr(find() if callable(find) else None, "weight", None)
+    try:
+        weight = getattr(find() if callable(find) else None, "weight", None)
+    except (NotImplementedError, AttributeError):  # transformers' answer for a model that looks up no tokens
+        weight = None
     if isinstance(weight, torch.Tensor) and rows.numel() and not rows.is_floating_point():
         _check_vocabulary(rows, len(weight), "calibration rows", "model")
 

@@ -249,6 +249,7 @@ class QuantLinear(_QuantModule):
         activation: format the input is rounded to; None leaves it in 16 bit.
         input_scale: static scale of the activation format, float32 scalar, where the format has one.
         pre_scale, hadamard, lowrank: see `RunTimeParts`.
+        dtype: of `weight` for code that reads it; `.to(dtype)` changes it.
 
     Raises:
         ValueError: one of them does not fit the weight.
@@ -269,6 +270,7 @@ class QuantLinear(_QuantModule):
         pre_scale: torch.Tensor | None = None,
         hadamard: int = 0,
         lowrank: tuple[torch.Tensor, torch.Tensor] | None = None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         RunTimeParts(pre_scale, hadamard, lowrank).check("QuantLinear", weight.shape)
         down, up = lowrank or (None, None)
@@ -276,6 +278,28 @@ class QuantLinear(_QuantModule):
         self.out_features, self.in_features = weight.shape
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.hadamard = hadamard
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix `[out, in]` that the layer multiplies its input by, dequantized anew for each access.
+
+        Modeling code reads the weight of some layers, for its dtype or to multiply by it without calling the layer;
+        the input is then not rounded to the activation format.
+        """
+        weight = self.dequantize()
+        if self.lowrank_down is not None and self.lowrank_up is not None:
+            weight += self.lowrank_up.float() @ self.lowrank_down.float()
+        if self.hadamard:  # a symmetric matrix that is its own inverse: (x H) Wᵀ = x (W H)ᵀ
+            weight = hadamard_transform(weight, self.hadamard)
+        if self.pre_scale is not None:
+            weight = weight * self.pre_scale.float()
+        return weight.to(self.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantLinear:
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
 
     @property
     def parts(self) -> RunTimeParts:

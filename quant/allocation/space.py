@@ -296,7 +296,7 @@ def _constrain(
 
 
 def _parameters_of(model: nn.Module, layer: LayerPlan) -> list[torch.Tensor]:
-    if layer.kind == "experts":
+    if layer.kind in ("experts", "parameter"):
         return [model.get_parameter(layer.name)]
     weight = getattr(model.get_submodule(layer.name), "weight", None)
     return [weight] if isinstance(weight, torch.Tensor) else []

@@ -82,28 +82,38 @@ def load(
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
         raise _no_checkpoint(directory)
-    built = model is None
     scan = Scan(weight_files(directory))
     try:
         opened = Checkpoint(directory, model or outline(directory))
-        model, tensors, plan = opened.model, opened.tensors, opened.plan
-        owned: set[str] = set()
-        for layer in plan.quantized:
-            weight, input_scale = read_layer(tensors, layer)
-            install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
-            owned.update(layer_tensor_names(tensors, layer))
-        if plan.kv_cache is not None:
-            refuse(kv_scale_problems(tensors))
-            install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
-        rest = {name: tensors[name] for name in tensors if name not in owned}
-        refuse(dtype_problems(model, rest, tensors))
-        _assign(model, rest, directory, assign=built)
-        refuse(suspect_problems(model, scan, tensors))
+        loaded = fill(opened, built=model is None)
+        refuse(suspect_problems(loaded, scan, opened.tensors))
     finally:
         scan.stop()
+    return loaded.eval().to(device)
+
+
+def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
+    """The model of a checkpoint with the tensors of its files.
+
+    Args:
+        opened: the files and the model, which is changed in place.
+        built: whether the model's own tensors are on the meta device, and are replaced.
+    """
+    model, tensors, plan = opened.model, opened.tensors, opened.plan
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        weight, input_scale = read_layer(tensors, layer)
+        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
+        owned.update(layer_tensor_names(tensors, layer))
+    if plan.kv_cache is not None:
+        refuse(kv_scale_problems(tensors))
+        install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
+    rest = {name: tensors[name] for name in tensors if name not in owned}
+    refuse(dtype_problems(model, rest, tensors))
+    _assign(model, rest, opened.directory, assign=built)
     use_expert_modules(model, plan)
     protect(model)
-    return model.eval().to(device)
+    return model
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,10 +123,12 @@ class Checkpoint:
     Attributes:
         directory: with the files.
         model: unquantized; its parameters may be on the meta device.
+        meta: gives tensors on the meta device, of which nothing but the shapes is read.
     """
 
     directory: Path
     model: nn.Module
+    meta: bool = False
 
     @cached_property
     def names(self) -> StoredNames:
@@ -127,7 +139,7 @@ class Checkpoint:
     def tensors(self) -> TensorFiles:
         """The tensors, read when asked for, under the names that the model's modules have."""
         names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
-        return TensorFiles(self.directory, names.of_model)
+        return TensorFiles(self.directory, names.of_model, meta=self.meta)
 
     @cached_property
     def plan(self) -> Plan:
@@ -292,10 +304,14 @@ def _is_wide_float(tensor: torch.Tensor) -> bool:
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
     tensors = _with_fused_experts(model, tensors)
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if source in missing and target in tensors:  # transformers ties the one to the other, which here has no value
+            owner, _, last = source.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(target))
     if callable(tie := getattr(model, "tie_weights", None)):
         tie()
     quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
-    held = {id(p) for n, p in model.named_parameters() if n in tensors}
+    held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
     lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
     if lost or unexpected:
         what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)

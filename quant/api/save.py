@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.api.reload import check_reload
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError
 from quant.export import compressed_tensors as layout
@@ -20,7 +21,7 @@ from quant.export.names import StoredNames, stored_names
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
 
-Finish = Callable[[Path, dict[str, str]], None]
+Finish = Callable[[Path, dict[str, str], list[str]], None]
 
 
 def save(
@@ -30,6 +31,7 @@ def save(
     *,
     tokenizer: Any = None,
     overwrite: bool = False,
+    allow_missing: bool = False,
     finish: Finish | None = None,
 ) -> dict[str, str]:
     """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json`.
@@ -40,21 +42,32 @@ def save(
         directory: appears when everything in it is written, and not before.
         tokenizer: saved beside the model, if given.
         overwrite: replaces what is in `directory`.
-        finish: called with the unfinished directory and the SHA-256 of each weight file, to add files to it.
+        allow_missing: writes the checkpoint even if transformers would miss some of its tensors, or ignore some.
+        finish: called with the unfinished directory, the SHA-256 of each weight file, and what transformers does not
+            load, to add files to it.
 
     Returns:
         SHA-256 of each weight file, by name.
 
     Raises:
-        ValueError: the layout cannot store a format of the plan, or a tensor holds NaN or infinity.
+        ValueError: the layout cannot store a format of the plan, a tensor holds NaN or infinity, or transformers would
+            load other tensors than these.
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
     for message in layout.rotation_warnings(plan):
         warnings.warn(message, stacklevel=2)
+
+    def told(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
+        for message in messages:
+            warnings.warn(message, stacklevel=4)
+        if finish is not None:
+            finish(temporary, hashes, messages)
+
     return write_model(
-        model, plan, directory, stored_names(model), tokenizer=tokenizer, overwrite=overwrite, finish=finish
-    )
+        model, plan, directory, stored_names(model), tokenizer=tokenizer, overwrite=overwrite,
+        allow_missing=allow_missing, finish=told,
+    )  # fmt: skip
 
 
 def write_model(
@@ -65,6 +78,7 @@ def write_model(
     *,
     tokenizer: Any = None,
     overwrite: bool = False,
+    allow_missing: bool = False,
     finish: Finish | None = None,
     work: Path | None = None,
 ) -> dict[str, str]:
@@ -78,14 +92,16 @@ def write_model(
     with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
         hashes = write_tensors(temporary, tensors)
         plan.save(temporary / PLAN_FILE)
+        messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             write_config(temporary, model, plan, names)
+            messages = check_reload(temporary, model, allow_missing=allow_missing)
         if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
             model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         if finish is not None:
-            finish(temporary, hashes)
+            finish(temporary, hashes, messages)
     return hashes
 
 
@@ -127,5 +143,5 @@ def save_state_dict(
         hashes = write_tensors(temporary, out)
         plan.save(temporary / PLAN_FILE)
         if finish is not None:
-            finish(temporary, hashes)
+            finish(temporary, hashes, [])
     return hashes

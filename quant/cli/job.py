@@ -126,6 +126,7 @@ class Job:
     exclude: tuple[str, ...] = ()
     out: Path | None = None
     overwrite: bool = False
+    allow_missing: bool = False
     restart: bool = False
     memory: str | None = None
     calib: str | None = None

@@ -207,8 +207,9 @@ def _solve_and_write(
         return report
     started = time.perf_counter()
 
-    def finish(directory: Path, hashes: Mapping[str, str]) -> None:
+    def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
+        report.warnings += messages
         _finish_directory(source, report, plan, directory, hashes)
         source.files.check()
 
@@ -219,6 +220,7 @@ def _solve_and_write(
         names,
         tokenizer=tokenizer_if_any(source),
         overwrite=job.overwrite,
+        allow_missing=job.allow_missing,
         finish=finish,
         work=partial.path,
     )
@@ -263,7 +265,7 @@ def _run_state_dict(
     seconds["solve"] = time.perf_counter() - started
     report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
 
-    def finish(directory: Path, hashes: Mapping[str, str]) -> None:
+    def finish(directory: Path, hashes: Mapping[str, str], _: list[str]) -> None:
         _finish_directory(source, report, plan, directory, hashes)
         source.files.check()
 

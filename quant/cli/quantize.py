@@ -29,6 +29,7 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, command_line, 
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
+@click.option("--allow-missing", is_flag=True, help="Write --out even if transformers would miss or ignore tensors.")
 @click.option("--memory", metavar="SIZE", help="Memory that may be used: 8GB.  [default: what is free]")
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")
 @click.option(

@@ -97,7 +97,7 @@ def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] |
         stem, _, last = name.rpartition(".")
         if last == "weight":
             stored[stem] = shape
-        elif len(shape) > 2:
+        elif len(shape) > 1:
             stored[name] = shape
     tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
     if set(plan.by_name) - tied != set(stored) - tied:

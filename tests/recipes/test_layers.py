@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from quant.planning import make_plan
-from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+from quant.recipes.layers import (
+    Layer,
+    experts_are_transposed,
+    find_groups,
+    find_layers,
+    group_experts,
+    layers_of_state_dict,
+)
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
 
@@ -100,7 +107,6 @@ def test_groups_of_an_encoder() -> None:
         "bert.encoder.layer.0.intermediate.dense",
         "bert.encoder.layer.0.output.dense",
         "bert.pooler.dense",
-        "classifier",
     }
 
 
@@ -227,5 +233,120 @@ def test_layers_of_a_bare_state_dict_by_name_and_shape() -> None:
         "h.0.norm": "norm",
         "h.0.conv": "conv",
         "h.0.experts.down_proj": "experts",
+        "h.0.some.buffer": "parameter",
         "lm_head": "head",
     }
+
+
+def kinds(model: nn.Module) -> dict[str, str]:
+    return {layer.name: layer.kind for layer in find_layers(model)}
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_models.llama, tiny_models.qwen3_moe, tiny_models.vit, tiny_models.bert_classifier, tiny_models.gpt2]
+)
+def test_every_matrix_is_found(make: Callable[..., Any]) -> None:
+    """A plan holds what `find_layers` finds."""
+    model = on_meta(make)
+    found = kinds(model)
+    for name, parameter in model.named_parameters():
+        path = name.removesuffix(".weight")
+        assert parameter.dim() < 2 or (found[path] if path != name else found[name] in ("experts", "parameter")), name
+
+
+class Attention(nn.Module):
+    """nn.MultiheadAttention packs three projections into one parameter, and never calls its output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up, self.attention = nn.Embedding(8, 32), nn.Linear(32, 32), nn.MultiheadAttention(32, 4)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.up(self.embed(ids))
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_what_multihead_attention_multiplies_by_is_kept_with_its_reason() -> None:
+    plan = make_plan(Attention(), "fp8_channel")
+    assert [layer.name for layer in plan.quantized] == ["up"]
+    assert "packed projections" in plan.by_name["attention.in_proj_weight"].reason
+    assert "without calling" in plan.by_name["attention.out_proj"].reason
+
+
+class Grouped(nn.Linear):
+    """Four matrices side by side, as DeepSeek-V4 has them: a linear layer by its class alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("...gi,goi->...go", x, self.weight.view(4, -1, self.in_features))
+
+
+def test_a_linear_layer_that_multiplies_otherwise_is_kept() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), Grouped(32, 64))
+    assert [layer.obstacle is None for layer in find_layers(model)] == [True, False]
+
+
+class Experts(nn.Module):
+    """Fused experts without a mark; `transposed` stores them for `bmm`."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        shapes = ((4, 32, 96), (4, 48, 32)) if transposed else ((4, 96, 32), (4, 32, 48))
+        self.gate_up_proj, self.down_proj = (nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shapes_tell_how_experts_are_stored(transposed: bool) -> None:
+    module = Experts(transposed)
+    assert experts_are_transposed(module) == transposed
+    module.is_transposed = not transposed  # type: ignore[assignment]
+    assert experts_are_transposed(module) == transposed
+
+
+class Routed(nn.Module):
+    """A block of experts whose router and shared expert read one input; no name says which is the router."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.chooser = nn.Embedding(8, 32), nn.Sequential(nn.Linear(32, 4))
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.up, self.side = nn.Linear(32, 64), nn.Linear(32, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        share = self.chooser(x).softmax(-1)
+        mixed = sum(share[..., i, None] * expert(x) for i, expert in enumerate(self.experts))
+        return mixed + (self.up(x) * self.side(x)).unflatten(-1, (2, 32)).sum(-2)
+
+
+def test_a_router_is_found_by_what_it_is_and_is_fused_with_nothing() -> None:
+    model = nn.Module()
+    model.block = Routed()
+    plan = make_plan(model, "nvfp4a16", run=lambda m: m.block(IDS))
+    assert plan.by_name["block.chooser.0"].reason.startswith("router")
+    assert plan.by_name["block.chooser.0"].weight is None and plan.by_name["block.chooser.0"].group is None
+    assert {layer.name for layer in plan.quantized} == {
+        "block.up", "block.side", *(f"block.experts.{i}" for i in range(4))
+    }  # fmt: skip
+    (members,) = plan.groups().values()
+    assert "block.chooser.0" not in {member.name for member in members}
+
+
+@pytest.mark.parametrize(
+    "name", ["classifier", "score", "lm_head", "fc", "head.fc", "classifier.1", "cls.predictions.transform.dense"]
+)
+def test_heads_have_one_rule_in_modules_and_in_state_dicts(name: str) -> None:
+    model: nn.Module = nn.Linear(32, 32)
+    for part in reversed(name.split(".")):
+        outer = nn.Module()
+        outer.add_module(part, model)
+        model = outer
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    assert kinds(model) == {name: "head"}
+    assert {layer.name: layer.kind for layer in layers_of_state_dict(shapes)} == {name: "head"}
+
+
+def test_a_bare_gpt2_is_left_alone_as_its_module_is() -> None:
+    model = on_meta(tiny_models.gpt2)
+    shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    modules = {name for name, kind in kinds(model).items() if kind == "linear"}
+    assert modules == {layer.name for layer in layers_of_state_dict(shapes) if layer.kind == "linear"} == set()

@@ -156,3 +156,10 @@ def test_candidates_by_name() -> None:
         parse_candidates(["nvfp4", "nvfp4@nvfp4"])
     with pytest.raises(ValueError, match="no formats to choose from"):
         parse_candidates("keep")
+
+
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconMamba", "Rwkv"])
+def test_a_model_without_attention_heads_has_no_cache(family: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra hf")
+    config = getattr(transformers, f"{family}Config")(architectures=[f"{family}ForCausalLM"])
+    assert kv_cache_bytes(config, 4096, 1) == 0

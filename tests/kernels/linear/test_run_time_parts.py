@@ -98,3 +98,21 @@ def test_what_does_not_fit_is_refused(parts: dict[str, Any], problem: str) -> No
 def test_no_parts_changes_nothing() -> None:
     assert not QuantLinear(quantize(torch.randn(OUT, IN), get_format("nvfp4"))).parts
     assert RunTimeParts(hadamard=2) and RunTimeParts(pre_scale=torch.ones(2)) and RunTimeParts().rank == 0
+
+
+@pytest.mark.parametrize(
+    "chosen", [(), ("pre_scale",), ("hadamard",), ("lowrank",), ("pre_scale", "hadamard", "lowrank")]
+)
+def test_the_weight_that_modeling_code_reads_is_what_the_layer_multiplies_by(chosen: tuple[str, ...]) -> None:
+    parts = {name: part for name, part in _parts().items() if name in chosen}
+    layer = QuantLinear(quantize(torch.randn(OUT, IN), get_format("nvfp4")), **parts)
+    effect = layer(torch.eye(IN)).T  # column by column
+    assert layer.weight.shape == (OUT, IN)
+    torch.testing.assert_close(layer.weight, effect, rtol=1e-5, atol=1e-5)
+
+
+def test_the_weight_follows_casts_of_the_model() -> None:
+    layer = QuantLinear(quantize(torch.randn(OUT, IN), get_format("nvfp4")), dtype=torch.bfloat16)
+    assert layer.weight.dtype == torch.bfloat16
+    assert layer.float().weight.dtype == torch.float32 and layer.to(torch.float16).weight.dtype == torch.float16
+    assert "weight" not in layer.state_dict()

@@ -21,16 +21,16 @@ class Net(nn.Module):
         self.parts = nn.ModuleDict({"first": nn.Linear(128, 64), "second": nn.Linear(64, 64, bias=False)})
         self.twice = nn.Linear(64, 64)
         self.shared = nn.Linear(64, 64)
-        self.head = nn.Linear(64, 10)
+        self.last = nn.Linear(64, 10)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = nn.functional.adaptive_avg_pool2d(self.conv(x).relu(), 4).flatten(1)
         x = self.parts["second"](self.parts["first"](x).relu()).relu()
         x = self.twice(self.twice(x).relu())
-        return self.head(self.shared(x) + x @ self.shared.weight)
+        return self.last(self.shared(x) + x @ self.shared.weight)
 
 
-LINEARS = {"parts.first", "parts.second", "twice", "head"}
+LINEARS = {"parts.first", "parts.second", "twice", "last"}
 
 
 @pytest.fixture

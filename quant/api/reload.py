@@ -1,0 +1,122 @@
+"""`check_reload` loads a checkpoint before it appears, on the meta device: here, and in transformers.
+
+transformers fills what it does not find with random numbers and drops what it has no place for; its log says so, and
+the model runs. The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are
+an error while the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the
+user is told, and told what works. Nothing is read but the headers of the files and single numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quant.api.load import Checkpoint, fill, outline
+from quant.errors import UserError, listed
+from quant.export.checkpoint_reader import BESIDE
+from quant.extras import require
+from quant.models import huggingface
+from quant.models.state_dict import open_safetensors
+
+_DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
+"""Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
+
+
+def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) -> list[str]:
+    """What a user has to know before loading a checkpoint with transformers: one sentence, or nothing.
+
+    Args:
+        directory: with config.json, the plan and the weight files.
+        model: of transformers, quantized; its class is the one that is tried.
+        allow_missing: missing and unexpected tensors are a warning, and no error.
+
+    Raises:
+        UserError: tensors would be missing, or some would have no place; the message names them.
+    """
+    _read_back(directory, type(model))
+    if not hasattr(type(model), "from_pretrained") or importlib.util.find_spec("compressed_tensors") is None:
+        return []
+    version = require("transformers", "hf").__version__
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        tensors |= open_safetensors(file, None, meta=True)
+    try:
+        info = _load(directory, type(model), tensors)
+    except Exception as error:  # transformers' own code, which may fail in any way
+        if not _loads_dequantized(directory, type(model), tensors):
+            way_out = "load it with quant.load"
+        else:
+            way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
+        return [f"transformers {version} does not load this checkpoint ({huggingface.one_line(error)}): {way_out}"]
+    unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_DROPPED)]
+    problems = [
+        f"{what} {listed(sorted(names), 3)}"
+        for names, what in ((info["missing_keys"], "finds no tensor for"), (unexpected, "has no use for"))
+        if names
+    ]
+    if not problems:
+        return []
+    what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
+    if allow_missing:
+        return [f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
+    raise UserError(
+        f"{what}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
+        "quant.load and servers alone"
+    )
+
+
+def _read_back(directory: Path, cls: Any) -> None:
+    """Raises UserError where `quant.load` cannot read the checkpoint."""
+    try:
+        fill(Checkpoint(directory, outline(directory), meta=True), built=True)
+    except ValueError as error:
+        raise UserError(
+            f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
+            f"way that is not known here ({huggingface.one_line(error)}); keep those layers in 16 bit with --exclude"
+        ) from error
+
+
+def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+    with huggingface.quiet(), _silence():
+        config = cls.config_class.from_pretrained(directory, local_files_only=True)
+        _, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            device_map="meta",
+            dtype=config.dtype,
+            output_loading_info=True,
+            **options,
+        )
+    return info  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps the progress bars, warnings and log lines of a trial from the user's terminal."""
+    logger = logging.getLogger("compressed_tensors")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _loads_dequantized(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether transformers loads the checkpoint when it dequantizes the weights on the way."""
+    try:
+        config = require("transformers", "hf").CompressedTensorsConfig(dequantize=True)
+        info = _load(directory, cls, tensors, quantization_config=config)
+    except Exception:  # as above
+        return False
+    return not info["missing_keys"] and not info["unexpected_keys"]

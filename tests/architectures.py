@@ -1,0 +1,435 @@
+"""This harness takes tiny models of many architectures from their plan to a reload, and writes what became of each.
+
+A model is built from the default config of its architecture, every size in it replaced by a small one, and its weights
+are drawn at random. Each cell of the table is one model in one format:
+
+    model -> directory -> quantize -> checkpoint -> quant.load           -> logits
+                                                 -> transformers' loader -> logits, weights
+
+    equal     both loaders give the same logits, and every weight is the original one as its format rounds it
+    warned    the loaders differ, or transformers stops, and the report names transformers
+    refused   `quantize` stopped before it wrote anything, with one line that says why
+    DIFFERENT the loaders differ, and no warning says so
+    TRACEBACK something else was raised
+
+`python tests/architectures.py` runs all of them and writes docs/architectures.md; names after it run those alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+import sys
+import tempfile
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.api.load import load
+from quant.cli.job import Job
+from quant.cli.pipeline import run
+
+FORMATS = ("nvfp4a16", "fp8_channel")
+DOCS = Path(__file__).parents[1] / "docs" / "architectures.md"
+
+# Fields of configs by the small value that they get.
+_SIZES = {
+    1: "first_k_dense_replace moe_num_shared_experts n_group n_shared_experts num_shared_experts topk_group",
+    2: "decoder_layers depth encoder_layers moe_topk n_head_kv n_layer n_layers num_decoder_layers num_encoder_layers "
+    "num_experts_per_tok num_experts_per_token num_hidden_layers num_key_value_heads num_kv_heads num_layers "
+    "num_local_experts_per_tok top_k_experts",
+    4: "decoder_attention_heads encoder_attention_heads moe_num_experts n_head n_heads n_routed_experts "
+    "num_attention_heads num_experts num_heads num_linear_key_heads num_local_experts",
+    8: "patch_size qk_rope_head_dim rotary_dim",
+    16: "d_head d_kv head_dim kv_channels linear_key_head_dim linear_value_head_dim qk_nope_head_dim v_head_dim",
+    32: "expert_intermediate_size image_size intermediate_size_mlp kv_lora_rank moe_intermediate_size q_lora_rank",
+    64: "attention_hidden_size d_model dim embed_dim embedding_size hidden_dim hidden_size lru_width model_dim n_embd "
+    "n_embed projection_dim word_embed_proj_dim",
+    128: "d_ff decoder_ffn_dim dim_feedforward encoder_ffn_dim encoder_vocab_size ffn_dim ffn_hidden_size ffn_size "
+    "inner_dim intermediate_size max_position_embeddings max_sequence_length mlp_dim n_ctx n_inner n_positions "
+    "shared_expert_intermediate_size vocab_size",
+}  # fmt: skip
+SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
+
+# What default configs of an architecture need beside that, by its model_type.
+STAGES = {"hidden_sizes": [32, 64], "depths": [1, 1]}
+SPEECH = {"conv_dim": [32, 64], "conv_stride": [5, 2], "conv_kernel": [10, 3], "num_feat_extract_layers": 2,
+          "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "vocab_size": 32}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16}
+VISION = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "out_hidden_size": 64, "num_heads": 4, "patch_size": 8}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_QWEN_VL = {
+    "text_config": {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+                    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 4,
+                    "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                    "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}},
+    "vision_config": {**VISION, "intermediate_size": 128, "deepstack_visual_indexes": [0],
+                      "num_position_embeddings": 16},
+    "image_token_id": 101, "video_token_id": 102, "vision_start_token_id": 103, "vision_end_token_id": 104,
+}  # fmt: skip
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "bamba": {**MAMBA, "attn_layer_indices": [1]},
+    "convnext": {**STAGES, "num_stages": 2},
+    "convnextv2": {**STAGES, "num_stages": 2},
+    "data2vec-audio": SPEECH,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": 8},
+    "detr": {
+        "use_timm_backbone": False,
+        "use_pretrained_backbone": False,
+        "backbone": None,
+        "backbone_config": {"model_type": "resnet", **STAGES, "embedding_size": 32},
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "num_experts_per_tok": 2},
+    "esm": {"vocab_size": 128, "pad_token_id": 1, "position_embedding_type": "rotary"},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "attention_layers": ["global", "local"]},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"]},
+    "hubert": SPEECH,
+    "jamba": {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+    },
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "llama4": {
+        "text_config": {
+            "vocab_size": 128, "hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 128,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+            "num_local_experts": 4, "layer_types": ["chunked_attention", "full_attention"], "pad_token_id": 0,
+        },
+        "vision_config": {
+            "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "image_size": 32, "patch_size": 8, "vision_output_dim": 64, "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+        "pad_token_id": 0,
+    },
+    "longcat_flash": {
+        "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "num_layers": 1, "num_hidden_layers": 2, "moe_topk": 2,
+        "n_routed_experts": 4, "qk_head_dim": 24, "head_dim": 8,
+    },
+    "mamba2": {"num_heads": 8},
+    "nemotron": {"num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"], "layer_types": ["mamba", "full_attention"]},
+    "qwen2_5_vl": _QWEN_VL,
+    "qwen2_vl": _QWEN_VL,
+    "qwen3_vl": _QWEN_VL,
+    "qwen3_vl_moe": _QWEN_VL,
+    "regnet": {**STAGES, "groups_width": 16, "embedding_size": 32},
+    "resnet": {**STAGES, "embedding_size": 32, "layer_type": "basic"},
+    "segformer": {
+        "num_encoder_blocks": 2, "depths": [1, 1], "hidden_sizes": [32, 64], "num_attention_heads": [1, 2],
+        "sr_ratios": [2, 1], "patch_sizes": [7, 3], "strides": [4, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 64,
+    },
+    "swin": {"embed_dim": 32, "depths": [1, 1], "num_heads": [2, 4], "window_size": 2, "patch_size": 4},
+    "siglip_text_model": {"projection_size": 64},
+    "unispeech": SPEECH,
+    "wav2vec2": SPEECH,
+    "wavlm": SPEECH,
+    "youtu": {"num_key_value_heads": 4, "head_dim": 8},
+}  # fmt: skip
+DROPPED = {"model_type", "transformers_version", "architectures", "dtype", "per_layer_config"} | {
+    "out_features", "out_indices"
+}  # fmt: skip
+
+_QUICK = """
+LlamaForCausalLM Qwen2MoeForCausalLM HunYuanMoEV1ForCausalLM Llama4ForCausalLM GptOssForCausalLM GraniteMoeForCausalLM
+FalconForCausalLM MambaForCausalLM Mamba2ForCausalLM JambaForCausalLM T5ForConditionalGeneration
+BertForSequenceClassification GPT2ForSequenceClassification ResNetForImageClassification ViTForImageClassification
+Wav2Vec2ForCTC DetrForObjectDetection CamembertForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
+WhisperForConditionalGeneration CLIPModel SiglipModel DbrxForCausalLM Qwen3VLMoeForConditionalGeneration
+"""
+_ALL = """
+AfmoeForCausalLM AlbertForMaskedLM ApertusForCausalLM ArceeForCausalLM AriaForConditionalGeneration
+AriaTextForCausalLM AudioFlamingo3ForConditionalGeneration BambaForCausalLM BartForCausalLM
+BartForConditionalGeneration BeamForCausalLM BeitForImageClassification BertForSequenceClassification
+BertGenerationDecoder BertLMHeadModel BertModel BigBirdForCausalLM BigBirdPegasusForCausalLM BioGptForCausalLM
+BitNetForCausalLM BlenderbotForCausalLM BlenderbotSmallForCausalLM BlipForConditionalGeneration BloomForCausalLM
+CamembertForCausalLM CanaryForConditionalGeneration CLIPForImageClassification CLIPModel CodeGenForCausalLM
+Cohere2ForCausalLM Cohere2MoeForCausalLM CohereAsrForConditionalGeneration CohereForCausalLM ConvBertForMaskedLM
+ConvNextForImageClassification ConvNextV2ForImageClassification CTRLLMHeadModel CwmForCausalLM Data2VecAudioForCTC
+Data2VecTextForCausalLM Data2VecVisionForImageClassification DbrxForCausalLM DebertaV2ForMaskedLM
+DeepseekV2ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM DeiTForImageClassification DetrForObjectDetection
+DiffLlamaForCausalLM Dinov2ForImageClassification Dinov2Model DistilBertForMaskedLM DistilBertForQuestionAnswering
+DogeForCausalLM Dots1ForCausalLM ElectraForCausalLM Ernie4_5_MoeForCausalLM Ernie4_5ForCausalLM ErnieForCausalLM
+EsmForMaskedLM EuroBertForMaskedLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM FalconH1ForCausalLM
+FalconMambaForCausalLM FlexOlmoForCausalLM FlintForCausalLM FuyuForCausalLM Gemma2ForCausalLM Gemma3ForCausalLM
+Gemma3ForConditionalGeneration GemmaForCausalLM GitForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM
+Glm4MoeLiteForCausalLM GlmAsrForConditionalGeneration GlmForCausalLM GlmMoeDsaForCausalLM
+GotOcr2ForConditionalGeneration GPT2ForSequenceClassification GPT2LMHeadModel GPTBigCodeForCausalLM GPTJForCausalLM
+GPTNeoForCausalLM GPTNeoXForCausalLM GPTNeoXJapaneseForCausalLM GptOssForCausalLM GraniteForCausalLM
+GraniteMoeForCausalLM GraniteMoeHybridForCausalLM GraniteMoeSharedForCausalLM GraniteMoeSWAForCausalLM
+GraniteSpeechForConditionalGeneration GraniteSpeechPlusForConditionalGeneration GraniteSWAForCausalLM GteForMaskedLM
+HeliumForCausalLM HubertForCTC HunYuanDenseV1ForCausalLM HunYuanMoEV1ForCausalLM HyperCLOVAXForCausalLM
+HYV3ForCausalLM HYV4ForCausalLM IBertForMaskedLM Idefics3ForConditionalGeneration IJepaForImageClassification
+ImageGPTForImageClassification Inkling2ForCausalLM InklingForCausalLM InternVLForConditionalGeneration
+Jais2ForCausalLM JambaForCausalLM JetMoeForCausalLM JinaEmbeddingsV3ForMaskedLM KimiLinearForCausalLM
+Kolibri1ForCausalLM LasrForCTC LayoutLMForMaskedLM LEDForConditionalGeneration Lfm2ForCausalLM Lfm2MoeForCausalLM
+Lfm3ForCausalLM Llama4ForCausalLM Llama4ForConditionalGeneration LlamaForCausalLM LlamaForSequenceClassification
+LlavaForConditionalGeneration LongcatFlashForCausalLM LongformerForMaskedLM LongT5ForConditionalGeneration
+M2M100ForConditionalGeneration Mamba2ForCausalLM MambaForCausalLM MarianMTModel MBartForCausalLM
+MegatronBertForCausalLM MellumForCausalLM MetaClip2ForImageClassification MiMoV2FlashForCausalLM MiniCPM3ForCausalLM
+MiniMaxForCausalLM MiniMaxM2ForCausalLM MiniMaxM3VLForCausalLM Ministral3ForCausalLM MinistralForCausalLM
+Mistral3ForConditionalGeneration MistralForCausalLM MixtralForCausalLM MllamaForCausalLM MobileBertForMaskedLM
+MobileNetV2ForImageClassification ModernBertDecoderForCausalLM ModernBertForMaskedLM ModernVBertForMaskedLM
+MoonshineForConditionalGeneration MoshiForCausalLM MossTranscribeDiarizeForConditionalGeneration MPNetForMaskedLM
+MptForCausalLM MT5ForConditionalGeneration MusicFlamingoForConditionalGeneration MvpForCausalLM NanoChatForCausalLM
+NemotronForCausalLM NemotronHForCausalLM NllbMoeForConditionalGeneration NomicBertForMaskedLM NystromformerForMaskedLM
+Olmo2ForCausalLM Olmo3ForCausalLM OlmoeForCausalLM OlmoForCausalLM OlmoHybridForCausalLM OpenAIGPTLMHeadModel
+OPTForCausalLM PaliGemmaForConditionalGeneration PegasusForCausalLM PegasusXForConditionalGeneration
+PersimmonForCausalLM Phi3ForCausalLM PhiForCausalLM PhimoeForCausalLM PLBartForCausalLM
+Pop2PianoForConditionalGeneration PPLCNetForImageClassification ProphetNetForCausalLM
+Qwen2_5_VLForConditionalGeneration Qwen2AudioForConditionalGeneration Qwen2ForCausalLM Qwen2MoeForCausalLM
+Qwen2VLForConditionalGeneration Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM Qwen3ForCausalLM
+Qwen3ForSequenceClassification Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3VLForConditionalGeneration
+Qwen3VLMoeForConditionalGeneration RegNetForImageClassification RemBertForCausalLM ResNetForImageClassification
+RobertaForCausalLM RobertaForSequenceClassification RobertaPreLayerNormForCausalLM RoFormerForCausalLM RwkvForCausalLM
+SeamlessM4TForTextToText SeamlessM4Tv2ForTextToText SeedOssForCausalLM SegformerForSemanticSegmentation SEWDForCTC
+SEWForCTC SiglipForImageClassification SiglipModel SmolLM3ForCausalLM SmolVLMForConditionalGeneration
+SolarOpenForCausalLM SqueezeBertForMaskedLM StableLmForCausalLM Starcoder2ForCausalLM SwinForImageClassification
+SwitchTransformersForConditionalGeneration T5ForConditionalGeneration TapasForMaskedLM TrOCRForCausalLM
+UltrabertForMaskedLM UltraVBertForMaskedLM UMT5ForConditionalGeneration UniSpeechForCTC VaultGemmaForCausalLM
+ViTForImageClassification ViTMSNForImageClassification VoxtralForConditionalGeneration Wav2Vec2ForCTC WavLMForCTC
+WhisperForCausalLM WhisperForConditionalGeneration XGLMForCausalLM XLMRobertaForCausalLM XLMRobertaXLForCausalLM
+YolosForObjectDetection YosoForMaskedLM YoutuForCausalLM
+"""
+QUICK = tuple(_QUICK.split())  # for `make test`: the kinds that once went wrong, each in a second or two
+ARCHITECTURES = tuple(_ALL.split())
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one architecture in one format."""
+
+    architecture: str
+    format: str
+    verdict: str
+    detail: str = ""
+
+
+def config_of(name: str) -> Any:
+    """The small config of a model class of transformers."""
+    import transformers
+
+    cls = getattr(transformers, name).config_class
+    fields = small(cls().to_dict()) | OVERRIDES.get(cls.model_type, {})
+    return cls(**{key: value for key, value in fields.items() if key not in DROPPED}, architectures=[name])
+
+
+def small(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a default config with small sizes, those of parts included."""
+    found = {}
+    for key, value in fields.items():
+        if isinstance(value, dict) and key.endswith("config"):
+            value = small(value)
+            value = {k: v for k, v in value.items() if k not in DROPPED or k == "model_type"}
+            value |= OVERRIDES.get(value.get("model_type", ""), {})
+        elif (key in SIZES and type(value) is int) or key == "head_dim":
+            value = SIZES[key]
+        elif key in ("layer_types", "layers_block_type", "mlp_layer_types") and value:
+            value = (list(dict.fromkeys(value)) * 2)[:2]
+        elif key.endswith("_token_id") and type(value) is int and value >= SIZES["vocab_size"]:
+            value = 100 + sum(key.encode()) % 28
+        elif key.endswith("_token_id") and isinstance(value, list):
+            value = [1]
+        found[key] = value
+    if found.get("kv_lora_rank"):
+        found["num_key_value_heads"] = found["num_attention_heads"]
+    return found
+
+
+def build(name: str) -> Any:
+    """A model of random weights that all matter to the result: each matrix keeps the size of what it multiplies."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, name)._from_config(config_of(name), dtype=torch.bfloat16).eval()
+    assert sum(p.numel() for p in model.parameters()) < 4_000_000, f"{name} is not tiny"
+    for parameter in model.parameters():
+        if parameter.dim() > 1 and parameter.requires_grad:  # others are computed, and stored nowhere
+            parameter.data.normal_(0, parameter.shape[-1] ** -0.5)
+    model.tie_weights()
+    return model
+
+
+def inputs(model: Any) -> dict[str, torch.Tensor]:
+    """Something that the model runs on."""
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 60, (1, 8), generator=generator)
+    size = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 32)
+    size = (size, size) if isinstance(size, int) else tuple(size)
+    images = torch.randn(1, getattr(config, "num_channels", 3), *size, generator=generator, dtype=torch.float32)
+    mels = (getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 64))
+    given = {
+        "input_ids": ids,
+        "pixel_values": images,
+        "input_values": torch.randn(1, 1600, generator=generator),
+        "input_features": torch.randn(1, *mels, generator=generator),
+    }
+    found = {model.main_input_name: given[model.main_input_name]}
+    if type(model).__name__ in ("CLIPModel", "SiglipModel", "AlignModel", "BlipForConditionalGeneration"):
+        found = {key: given[key] for key in ("input_ids", "pixel_values")}
+    if config.is_encoder_decoder:
+        found["decoder_input_ids"] = ids[:, :4]
+    return found
+
+
+@torch.no_grad()
+def result(model: Any, given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The first tensor that the model returns, in float32."""
+    torch.manual_seed(0)
+    out = model(**given)
+    while not isinstance(out, torch.Tensor):
+        out = next(iter(out.values() if isinstance(out, dict) else out))
+    return out.float()
+
+
+def difference(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Relative, in the Frobenius norm; infinite where one is NaN."""
+    if torch.equal(found, wanted):
+        return 0.0
+    return float(((found - wanted).norm() / wanted.norm()).nan_to_num(float("inf")))
+
+
+# transformers unpacks FP4 to bfloat16 alone, where sums depend on their order; it rounds inputs as we do in float32.
+DTYPES = {"nvfp4a16": torch.bfloat16, "fp8_channel": torch.float32}
+LOGIT_LIMIT = {"nvfp4a16": 0.03, "fp8_channel": 0.01}
+WEIGHT_LIMIT = {"nvfp4a16": 0.2, "fp8_channel": 0.06}
+
+
+def check(name: str, format: str, folder: Path) -> Cell:
+    """One cell; `folder` is an empty directory."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return Cell(name, format, *_verdict(name, format, folder))
+
+
+def _verdict(name: str, format: str, folder: Path) -> tuple[str, str]:
+    model, dtype = build(name), DTYPES[format]
+    given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
+    model.save_pretrained(folder / "model")
+    result(nn.Module.to(model, dtype), given)  # the harness itself is wrong where this fails
+    try:
+        report = run(Job(str(folder / "model"), format, out=folder / "out"), quiet=True)
+    except ValueError as error:
+        return "refused", " ".join(str(error).replace(str(folder), "").split())
+    except Exception as error:
+        return "TRACEBACK", _where(error)
+    try:
+        ours = result(load(folder / "out").to(dtype), given)
+    except Exception as error:
+        return "TRACEBACK", f"quant.load: {_where(error)}"
+    found = _of_transformers(model, folder / "out", given, ours, format)
+    told = [line for line in report["warnings"] if "transformers" in line]
+    if found is None:
+        return "equal", ""
+    return ("warned", told[0]) if told else ("DIFFERENT", found)
+
+
+def _of_transformers(model: Any, path: Path, given: Any, ours: torch.Tensor, format: str) -> str | None:
+    """How transformers' own reload differs from the original weights and from our logits; None if it does not."""
+    try:
+        theirs, info = type(model).from_pretrained(path, dtype=DTYPES[format], output_loading_info=True)
+        logits = result(theirs.eval(), given)  # the library unpacks the weights at the first call
+    except Exception as error:
+        return f"transformers: {_where(error)}"
+    for kind in ("missing_keys", "unexpected_keys"):
+        if info[kind]:
+            return f"{kind}: {', '.join(sorted(info[kind])[:3])}"
+    loaded = dict(theirs.named_parameters())
+    for key, parameter in model.named_parameters():
+        if key not in loaded or loaded[key].shape != parameter.shape:
+            return f"{key} {list(parameter.shape)} is not there"
+        off = difference(loaded[key].float(), parameter.float())
+        if off > WEIGHT_LIMIT[format]:
+            return f"{key} is off by {off:.2f}"
+    off = difference(logits, ours)
+    return f"logits are off by {off:.2g}" if off > LOGIT_LIMIT[format] else None
+
+
+def _where(error: BaseException) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(last.filename).name}:{last.lineno})"
+
+
+def cells(names: Iterable[str]) -> Iterator[Cell]:
+    """The cells of these architectures, one after the other."""
+    for name in names:
+        for format in FORMATS:
+            folder = Path(tempfile.mkdtemp())
+            try:
+                yield check(name, format, folder)
+            finally:
+                shutil.rmtree(folder)
+
+
+def table(found: Iterable[Cell]) -> str:
+    """The page of the docs: a row for each architecture, a number for each reason."""
+    import transformers
+
+    rows: dict[str, dict[str, str]] = {}
+    reasons: dict[str, int] = {}
+    counts: Counter[str] = Counter()
+    for cell in found:
+        counts[cell.verdict] += 1
+        number = reasons.setdefault(_general(cell.detail), len(reasons) + 1) if cell.detail else None
+        rows.setdefault(cell.architecture, {})[cell.format] = cell.verdict + (f" [{number}]" if number else "")
+    lines = [
+        "# Architectures",
+        "",
+        f"`python tests/architectures.py` built {len(rows)} tiny models of random weights from the configs of "
+        f"transformers {transformers.__version__}, took each from its plan to a checkpoint, and loaded that with "
+        "`quant.load` and with transformers. It wrote this page.",
+        "",
+        "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits.",
+        "- **warned**: transformers stops or gives other logits, and `quantize` says so.",
+        "- **refused**: `quantize` stops with the reason before it writes anything.",
+        "",
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".",
+        "",
+        f"| architecture | {' | '.join(FORMATS)} |",
+        f"|---|{'---|' * len(FORMATS)}",
+        *(f"| {name} | {' | '.join(row.get(format, '') for format in FORMATS)} |" for name, row in rows.items()),
+        "",
+        *(f"{number}. {reason}" for reason, number in reasons.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _general(detail: str) -> str:
+    """A reason without the names of layers and their number, so that models share it."""
+    detail = re.sub(r"\b[\w*]+(?:\.[\w*]+)+\b(?<!quant\.load)(?<!5\.23)(?<!5\.23\.0)", "…", detail)
+    detail = re.sub(r"\b\d+ (layers?|more)\b", r"N \1", detail)
+    return re.sub(r"\d+ matrices|'\w+' object", "…", detail)
+
+
+def main(names: list[str]) -> None:
+    """Prints a line a cell, and a count; of all architectures, writes the page."""
+    found = []
+    torch.set_num_threads(1)
+    for name in names or ARCHITECTURES:
+        try:
+            for cell in cells([name]):
+                found.append(cell)
+                print(cell.architecture, cell.format, cell.verdict, cell.detail, flush=True)
+        except Exception as error:
+            print(name, "HARNESS", _where(error), flush=True)
+    print(Counter(cell.verdict for cell in found))
+    if not names:
+        DOCS.write_text(table(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

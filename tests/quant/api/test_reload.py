@@ -1,0 +1,83 @@
+"""A checkpoint is loaded before it appears: what transformers would miss is an error, what it does not load is told."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+import quant
+from quant.api.reload import check_reload
+from quant.errors import UserError
+
+transformers = pytest.importorskip("transformers", reason="the extra hf")
+pytest.importorskip("compressed_tensors", reason="the extra test")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[quant.Quantized, Path]:
+    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "nvfp4a16")
+    quant.save(done.model, done.plan, tmp_path / "out")
+    return done, tmp_path / "out"
+
+
+def rename(directory: Path, old: str, new: str) -> None:
+    file = directory / "model.safetensors"
+    save_file({name.replace(old, new): t for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
+    done, out = saved
+    assert check_reload(out, done.model) == []
+
+
+def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, Path]) -> None:
+    done, out = saved
+    rename(out, "layers.1.mlp.up_proj", "layers.1.mlp.other_proj")
+    with pytest.raises(UserError, match=r"could not be read back.*layers\.1\.mlp\.up_proj"):
+        check_reload(out, done.model)
+
+
+def granite() -> torch.nn.Module:
+    sizes = {**tiny_models.DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return tiny_models.build("GraniteMoe", "ForCausalLM", sizes, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def test_experts_that_transformers_would_draw_at_random_are_an_error(tmp_path: Path) -> None:
+    """Its experts are stored fused, and no rule of transformers joins them."""
+    done = quant.quantize(granite(), "fp8_channel")
+    with pytest.raises(UserError, match=r"finds no tensor for .*experts\.down_proj.*--allow-missing") as caught:
+        quant.save(done.model, done.plan, tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    with pytest.warns(UserWarning, match="random numbers: load this checkpoint with quant.load"):
+        quant.save(done.model, done.plan, tmp_path / "out", allow_missing=True)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
+
+
+def test_experts_in_16_bit_have_the_names_of_the_original(tmp_path: Path) -> None:
+    done = quant.quantize(granite(), "fp8_channel", exclude=["*experts*"])
+    quant.save(done.model, done.plan, tmp_path / "out")
+    _, info = transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path: Path) -> None:
+    """Its weight initialisation reads `.weight` of layers that hold packed codes."""
+    sizes = {k: v for k, v in tiny_models.DECODER.items() if k != "intermediate_size"}
+    model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True}, gain=3)
+    done = quant.quantize(model.bfloat16(), "nvfp4a16")
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        quant.save(done.model, done.plan, tmp_path / "out")
+    (told,) = [str(each.message) for each in caught if "does not load" in str(each.message)]
+    assert "no attribute 'weight'" in told and "CompressedTensorsConfig(dequantize=True)" in told
+    with pytest.raises(AttributeError, match="weight"):
+        transformers.FalconForCausalLM.from_pretrained(tmp_path / "out")
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.FalconForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, quant.load(tmp_path / "out")(ids).logits)
