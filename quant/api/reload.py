@@ -21,10 +21,9 @@ import torch
 
 from quant.api.load import Checkpoint, fill, outline
 from quant.errors import UserError, listed
-from quant.export.checkpoint_reader import BESIDE
+from quant.export.checkpoint_reader import BESIDE, TensorFiles
 from quant.extras import require
 from quant.models import huggingface
-from quant.models.state_dict import open_safetensors
 
 _DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
 """Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
@@ -45,9 +44,7 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
     if not hasattr(type(model), "from_pretrained") or importlib.util.find_spec("compressed_tensors") is None:
         return []
     version = require("transformers", "hf").__version__
-    tensors: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        tensors |= open_safetensors(file, None, meta=True)
+    tensors = {name: tensor.to("meta") for name, tensor in TensorFiles(directory, meta=True).items()}
     try:
         info = _load(directory, type(model), tensors)
     except Exception as error:  # transformers' own code, which may fail in any way
