@@ -16,7 +16,9 @@ patterns. The precision is read from types, not from kernel names:
     half, fp4 weights       weights are stored as codes and multiplied in 16 bit, as in a weight-only format
     half                    no trace of the quantization is left
 
-The layer's GEMM is the kernel that holds its MatMul node, `model.layers.0.mlp.up_proj/MatMul`.
+The layer's GEMM is the kernel that holds its MatMul node, `model.layers.0.mlp.up_proj/MatMul`. The graph names the
+nodes of linears in 16 bit in the same way, so that a layer which was planned in fewer bits and never quantized is found
+in half precision; only a layer that the graph lacks may be missing.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ UNPLANNED = "–"
 """What stands for the plan where nobody said one."""
 
 NOT_EXPORTED = "not in the exported graph"
+_PRODUCTS = ("/MatMul", "/Gemm")
 
 # The second serves a single query, as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
@@ -106,8 +109,8 @@ class Kernel:
 
     @property
     def matmuls(self) -> set[str]:
-        """Names of the MatMul nodes in it."""
-        return {node for node in self.nodes if "/MatMul" in node}
+        """Names of the MatMul nodes in it. A linear layer in 16 bit may be a Gemm."""
+        return {node for node in self.nodes if any(kind in node for kind in _PRODUCTS)}
 
     @property
     def is_attention(self) -> bool:
@@ -160,7 +163,7 @@ def audit(
         plan: without one, every GEMM is listed with its precision, and passes.
         attention: required precision of attention, `fp8` or `half`; by default the plan's, if it has one.
         attention_nodes: names of the attention nodes of the graph; one that is not fused in the engine is a finding.
-        exported: the quantized layers in the graph. Others, such as a pooler with an unused output, may be missing.
+        exported: the linear layers in the graph. Others, such as a pooler with an unused output, may be missing.
 
     Raises:
         ValueError: the file is no engine that can be read.
@@ -260,7 +263,7 @@ def _operand(line: str) -> tuple[str, Operand] | None:
 
 def _runs(kernel: Kernel, layer: str) -> bool:
     """Whether a kernel is the GEMM of a layer."""
-    return kernel.is_gemm and any(node.startswith(f"{layer}/MatMul") for node in kernel.nodes)
+    return kernel.is_gemm and any(node.startswith(f"{layer}{kind}") for node in kernel.nodes for kind in _PRODUCTS)
 
 
 def _audit_layer(layer: LayerPlan, kernels: Sequence[Kernel]) -> Finding:

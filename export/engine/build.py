@@ -57,7 +57,7 @@ class Built:
         backend: `tensorrt_rtx` or `tensorrt`, and its version.
         reason: for choosing that backend.
         profiles: ranges of shapes, as `--shapes` writes them.
-        layers: the quantized layers in its graph; empty if the graph does not name them.
+        layers: the linear layers in its graph, quantized or not; empty if the graph does not name them.
         attention_nodes: names of the attention nodes of its graph.
         seconds: duration of the build.
         peak_rss_bytes: of the build process.

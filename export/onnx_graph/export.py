@@ -50,6 +50,7 @@ from quant.recipes.plan import Plan
 EXTERNAL_BYTES = 256 << 20
 PLAN_KEY = "blockscale.plan"
 LAYER_KEY = "blockscale.layer"
+_PLAIN_LINEARS = ("torch.ops.aten.linear.default", "torch.ops.aten.addmm.default")
 _PREFIX = "model."  # under which `Graph` holds the model
 
 
@@ -250,7 +251,10 @@ def _type_packed(packed: Mapping[Any, int]) -> None:
 
 
 def _name_layers(model: Any, prefix: str) -> None:
-    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name."""
+    """Initializers get the module's own names; nodes of linears and attentions are marked with their layer's name.
+
+    Linears in 16 bit are marked too: the audit has to find a layer that was planned in fewer bits and left as it was.
+    """
     graph = model.graph
     for value in list(graph.initializers.values()):
         if prefix and value.name.startswith(prefix):
@@ -259,22 +263,28 @@ def _name_layers(model: Any, prefix: str) -> None:
             if old in graph.initializers:
                 graph.initializers[value.name] = graph.initializers.pop(old)
     groups: dict[str, list[Any]] = {}
+    plain: list[tuple[str, Any]] = []
     for node in graph:
         source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
         if "torch.ops.quant.linear.default" in source:
             groups.setdefault(source, []).append(node)
-        elif "torch.ops.quant.onnx_attention" in source:
+        elif "torch.ops.quant.onnx_attention" in source or any(op in source for op in _PLAIN_LINEARS):
             # The modules that the op was called in, outermost first, and then the op itself.
             *_, module, _ = ast.literal_eval(node.metadata_props["pkg.torch.onnx.name_scopes"])
-            node.metadata_props[LAYER_KEY] = module.removeprefix(prefix)
+            plain.append((module.removeprefix(prefix), node))
+    quantized = set()
     for nodes in groups.values():
         read = (value.name for node in nodes for value in node.inputs if value is not None)
         layer = next(name for name in read if name.endswith(".codes")).removesuffix(".codes")
+        quantized.add(layer)
         for node in nodes:
             node.metadata_props[LAYER_KEY] = layer
         output = nodes[-1].outputs[0]
         if not output.is_graph_output():
             output.name = f"{layer}.output"
+    for layer, node in plain:
+        if layer not in quantized:  # whose low-rank branch has linears of its own
+            node.metadata_props[LAYER_KEY] = layer
 
 
 def _name_dims(model: Any, inputs: Mapping[str, GraphInput]) -> None:

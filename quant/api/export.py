@@ -153,6 +153,7 @@ def export_aoti_package(job: Job) -> dict[str, Any]:
 
 def export_torch_tensorrt(job: Job) -> dict[str, Any]:
     """`--to torch-tensorrt` writes the lowered module as a `.pt2` program."""
+    check_attention(job.kind, job.plan, job.attention)
     given = job.inputs or model_inputs(job.model, decode=False)
     lower(job.model, job.out, {name: x.example for name, x in given.items()})
     return {"out": str(job.out), "files": {job.out.name: job.out.stat().st_size}, "passed": True}
@@ -185,6 +186,15 @@ def export_layout(job: Job) -> dict[str, Any]:
     """`--to modelopt` and `--to compressed-tensors` rewrite the checkpoint; the job's model is an outline."""
     done = convert(job.directory, job.out, job.kind, overwrite=job.overwrite, model=job.model)
     return {"out": str(job.out), **done, "passed": True}
+
+
+def check_attention(kind: str, plan: Plan | None, attention: str) -> None:
+    """Raises UserError where an export would leave out the plan's attention without being told to."""
+    if kind == "torch-tensorrt" and plan is not None and plan.attention is not None and attention != "none":
+        raise UserError(
+            f"the plan has attention in {plan.attention}, and torch-tensorrt has no op for that: pass --attention none "
+            "to export attention in 16 bit, or --to tensorrt"
+        )
 
 
 def check_request(

@@ -59,30 +59,50 @@ def verify_command(ctx: click.Context, directory: str, model_factory: str | None
     type=click.Path(path_type=Path),
     help="Plan that the engine was built from. Without it, the layers are listed and the audit cannot fail.",
 )
+@click.option(
+    "--checkpoint",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Checkpoint whose codes the engine must hold.  [default: the directory of --plan, if it is one]",
+)
 @click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
 @click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
 @QUIET
 @JSON
 def audit_command(
-    engine: Path, plan_file: Path | None, attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool
+    engine: Path,
+    plan_file: Path | None,
+    checkpoint: Path | None,
+    attention: str | None,
+    allow_fallback: bool,
+    quiet: bool,
+    as_json: bool,
 ) -> None:
-    """Check which GEMMs and attentions of ENGINE run in FP4, FP8, INT8 or half precision.
+    """Check which GEMMs and attentions of ENGINE run in FP4, FP8, INT8 or half precision, and with whose weights.
 
-    The audit reads the file and needs no GPU. If a layer that the plan quantizes runs in half precision, the command
-    names it and ends with exit code 2.
+    The audit reads the file and needs no GPU. If a layer that the plan quantizes runs in half precision, or its codes
+    in the checkpoint are not those in the engine, the command names it and ends with exit code 2.
     """
     plan = Plan.load(plan_file) if plan_file else None
     receipt = _read_receipt(receipt_path(engine))
     if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
     known = receipt.get("engine", {})
+    exported = known.get("layers") or None
     findings = audit(
         engine,
         plan,
         attention=attention,
         attention_nodes=known.get("attention_nodes", ()),
-        exported=known.get("layers") or None,
+        exported=exported,
     )
+    if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):
+        checkpoint = plan_file.parent
+    if checkpoint is not None:
+        from quant.api.audit import code_findings
+
+        findings += code_findings(engine, checkpoint, exported=exported, not_found=receipt.get("codes_not_found", ()))
+    elif plan is not None and not quiet:
+        click.echo("the codes were not compared: name the checkpoint with --checkpoint", err=True)
     if as_json:
         print_json([dataclasses.asdict(finding) for finding in findings])
     elif not quiet:

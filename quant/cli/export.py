@@ -87,7 +87,7 @@ def export_command(
     ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
     checkpoint of ModelOpt.
     """
-    from quant.api.export import EXPORTERS, Job, check_request
+    from quant.api.export import EXPORTERS, Job, check_attention, check_request
     from quant.api.load import describe, is_checkpoint, load, outline
     from quant.models.state_dict import call_factory
     from quant.page.render import rewrite
@@ -105,6 +105,7 @@ def export_command(
         else:
             model = load(directory, call_factory(model_factory) if model_factory else None)
         plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+    check_attention(kind, plan, options["attention"])
     with stages(quiet) as progress:
         scales = None
         uses = "attention" in KINDS[kind][1] and options["attention"] != "none"

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
+import torch
 from click.testing import CliRunner
+from samples import BASE
 
+import quant
 from quant.cli.main import main
 from quant.export.engine.audit import audit, failures, planned_precision, read_kernels
-from quant.export.engine.build import audit_built
+from quant.export.engine.build import audit_built, export_engine
 from quant.formats.format import FORMATS
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -153,3 +157,73 @@ def test_command_refuses_the_plan_of_another_engine(graphs: Any, build: Callable
     result = CliRunner().invoke(main, ["audit", str(engine.path), "--plan", str(tmp_path / "plan.json")])
     assert result.exit_code == 2
     assert "another plan" in result.stderr
+
+
+@pytest.fixture
+def module() -> Any:
+    """Two linears that a plan has in FP8; the second was left as it is."""
+    from torch import nn
+
+    from quant.formats.tensor import quantize
+    from quant.kernels.linear.modules import QuantLinear
+
+    scale = torch.tensor(0.02)
+    held = quantize(torch.randn(64, 64, dtype=torch.float16), FORMATS["fp8"])
+    first = QuantLinear(held, torch.zeros(64, dtype=torch.float16), FORMATS["fp8"], scale)
+    return nn.Sequential(first, nn.ReLU(), nn.Linear(64, 64, dtype=torch.float16))
+
+
+def test_a_layer_that_was_never_quantized_fails(module: Any, tmp_path: Path) -> None:
+    """Its nodes have its name, too; a layer that the graph lacks is not missed."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
+    from quant.export.onnx_graph.decoder import GraphInput
+
+    names = ("0", "2", "pooler")
+    plan = Plan(tuple(LayerPlan(name, "linear", (64, 64), FORMATS["fp8"], FORMATS["fp8"]) for name in names))
+    inputs = {"x": GraphInput(torch.zeros(2, 4, 64, dtype=torch.float16), ("batch", 4, 64))}
+    options: dict[str, Any] = {"target": "sm89", "plan": plan, "inputs": inputs, "shapes": "batch=1:2:4"}
+    with pytest.raises(ValueError, match=r"not run as planned in the engine: 2: planned fp8, found half\. Change"):
+        export_engine(module, tmp_path / "m.engine", **options)
+    assert not (tmp_path / "m.engine").exists()
+    receipt = export_engine(module, tmp_path / "m.engine", allow_fallback=True, **options)
+    assert [(row["name"], row["found"], row["passed"]) for row in receipt["audit"]] == [
+        ("0", "fp8", True),
+        ("2", "half", False),
+        ("pooler", "not in the exported graph", True),
+    ]
+    assert receipt["engine"]["layers"] == ["0", "2"]
+
+
+def test_another_models_engine_fails(tmp_path: Path) -> None:
+    """Formats and plan are the same; the codes are not."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    pytest.importorskip("onnxscript", reason="needs the extra [onnx]")
+    rows = torch.randint(0, 64, (2, 16))
+    for seed, name in ((0, "ours"), (1, "theirs")):
+        model = tiny_models.llama(seed=seed, num_hidden_layers=1, dtype=torch.float16)
+        result = quant.quantize(model, "int8", rows)
+        quant.save(result.model, result.plan, tmp_path / name)
+        if name == "ours":
+            engine = tmp_path / "ours.engine"
+            export_engine(result.model, engine, target="sm89", plan=result.plan, shapes="batch=1:1:1,sequence=1:8:16")
+    command = ["audit", str(engine), "--quiet", "--plan"]
+    assert CliRunner().invoke(main, [*command, str(tmp_path / "ours" / "plan.json")]).exit_code == 0
+    failed = CliRunner().invoke(main, [*command, str(tmp_path / "theirs" / "plan.json")])
+    assert failed.exit_code == 2
+    assert "model.layers.0.self_attn.q_proj: planned its codes, found other weights" in failed.stderr
+
+
+def test_attention_is_not_dropped_without_a_word(tmp_path: Path) -> None:
+    model = quant.open_model(BASE).model
+    result = quant.quantize(model, "fp8", torch.randint(0, 256, (2, 16)))
+    quant.save(result.model, dataclasses.replace(result.plan, attention=FORMATS["fp8"]), tmp_path / "out")
+    command = ["export", str(tmp_path / "out"), "--to", "torch-tensorrt", "--out", str(tmp_path / "m.pt2")]
+    failed = CliRunner().invoke(main, command)
+    assert failed.exit_code == 2 and not (tmp_path / "m.pt2").exists()
+    assert (
+        "the plan has attention in fp8, and torch-tensorrt has no op for that: pass --attention none" in failed.stderr
+    )
+    # Past that check, only ModelOpt's ops may be missing here.
+    told = CliRunner().invoke(main, [*command, "--attention", "none"])
+    assert told.exit_code == 0 or "nvidia-modelopt" in told.stderr

@@ -1,0 +1,49 @@
+"""`code_findings` looks for a checkpoint's codes in an engine: formats alone do not tell one model from another."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+
+from quant.api.load import Checkpoint, is_checkpoint, outline
+from quant.errors import UserError
+from quant.export.checkpoint_reader import read_layer
+from quant.export.engine.audit import Finding
+from quant.export.engine.codes import held_codes
+
+WANTED, HELD, MISSING = "its codes", "its codes", "other weights"
+
+
+def code_findings(
+    engine: str | Path,
+    directory: str | Path,
+    *,
+    exported: Collection[str] | None = None,
+    not_found: Collection[str] = (),
+) -> list[Finding]:
+    """Whether an engine holds the codes of each quantized layer of a checkpoint.
+
+    Args:
+        engine: a serialized engine.
+        directory: the checkpoint that it was built from.
+        exported: the layers in its graph; None is all.
+        not_found: layers whose codes were not found when it was built, because TensorRT stores them in another layout.
+
+    Raises:
+        UserError: `directory` holds no quantized checkpoint.
+    """
+    directory = Path(directory)
+    if not is_checkpoint(directory):
+        raise UserError(f"{directory}: no quantized checkpoint, whose codes an engine could hold")
+    opened = Checkpoint(directory, outline(directory))
+    codes, bits = {}, {}
+    for layer in opened.plan.quantized:
+        known = exported is None or layer.name in exported
+        if layer.kind in ("linear", "head") and known and layer.name not in not_found:
+            weight, _ = read_layer(opened.tensors, layer)
+            codes[layer.name] = weight.codes.view(torch.uint8).numpy()
+            bits[layer.name] = weight.format.element.bits
+    held = held_codes(engine, codes, bits)
+    return [Finding(name, WANTED, HELD if found else MISSING, found) for name, found in held.items()]
