@@ -9,6 +9,7 @@ as `rtn` does, and `export_hf_checkpoint`, each timed.
     python benchmarks/scale.py                                     on a GPU: the 8B shape, beside ModelOpt
     python benchmarks/scale.py --layers 8,16,32 --hidden 2048      on a CPU: memory and time over the depth
     python benchmarks/scale.py --devices 1,2,4                     on 1, 2 and 4 GPUs: the speed-up, and the same bytes
+    python benchmarks/scale.py --layers 1 --experts 256            a layer of DeepSeek-V3's shape, with few tokens
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ from safetensors.torch import save_file
 from quant.recipes.json_text import json_text
 
 TITLE = "A large model from disk to disk"
-VOCABULARY = 128256
+VOCABULARY, SMALL_VOCABULARY = 128256, 16384
 HEAD = 128  # columns of an attention head
 _SAMPLE_SECONDS = 0.1
 _PROFILE_LINES = 40
 
 
-def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: int = 0) -> int:
-    """Writes a Llama of random BF16 weights, its proportions those of Llama-3-8B; gives the bytes of its weights."""
-    directory.mkdir(parents=True)
+Shapes = list[tuple[str, tuple[int, ...]]]
+
+
+def llama(layers: int, hidden: int) -> tuple[dict[str, Any], Shapes]:
+    """Config and tensors of a Llama with the proportions of Llama-3-8B."""
     inner, vocabulary = hidden * 7 // 2, VOCABULARY * hidden // 4096
     heads = hidden // HEAD
     config = {
@@ -56,10 +59,47 @@ def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: in
         "max_position_embeddings": 8192, "rope_theta": 500000.0, "tie_word_embeddings": False, "bos_token_id": 0,
         "eos_token_id": 1,
     }  # fmt: skip
+    return config, list(_llama_shapes(layers, hidden, inner, vocabulary, max(heads // 4, 1) * HEAD))
+
+
+def deepseek(layers: int, hidden: int, experts: int) -> tuple[dict[str, Any], Shapes]:
+    """Config and tensors of layers with the proportions of DeepSeek-V3's, each with routed experts."""
+    inner, heads, query, key = hidden * 2 // 7, hidden // 56, hidden * 3 // 14, hidden // 14
+    config = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "dtype": "bfloat16",
+        "hidden_size": hidden, "moe_intermediate_size": inner, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": heads, "q_lora_rank": query, "kv_lora_rank": key,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": HEAD, "v_head_dim": HEAD, "n_routed_experts": experts,
+        "num_experts_per_tok": min(8, experts), "n_group": 1, "topk_group": 1, "n_shared_experts": 1,
+        "first_k_dense_replace": 0, "vocab_size": SMALL_VOCABULARY, "max_position_embeddings": 8192,
+        "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+    shapes: Shapes = [("model.embed_tokens.weight", (SMALL_VOCABULARY, hidden))]
+    for layer in range(layers):
+        at = f"model.layers.{layer}"
+        shapes += [
+            (f"{at}.self_attn.{name}.weight", shape)
+            for name, shape in (
+                ("q_a_proj", (query, hidden)), ("q_a_layernorm", (query,)), ("q_b_proj", (heads * (HEAD + 64), query)),
+                ("kv_a_proj_with_mqa", (key + 64, hidden)), ("kv_a_layernorm", (key,)),
+                ("kv_b_proj", (heads * 2 * HEAD, key)), ("o_proj", (hidden, heads * HEAD)),
+            )
+        ]  # fmt: skip
+        for name in ("shared_experts", *(f"experts.{expert}" for expert in range(experts))):
+            shapes += [(f"{at}.mlp.{name}.{part}_proj.weight", (inner, hidden)) for part in ("gate", "up")]
+            shapes.append((f"{at}.mlp.{name}.down_proj.weight", (hidden, inner)))
+        shapes.append((f"{at}.mlp.gate.weight", (experts, hidden)))
+        shapes.append((f"{at}.mlp.gate.e_score_correction_bias", (experts,)))
+        shapes += [(f"{at}.{name}_layernorm.weight", (hidden,)) for name in ("input", "post_attention")]
+    return config, [*shapes, ("model.norm.weight", (hidden,)), ("lm_head.weight", (SMALL_VOCABULARY, hidden))]
+
+
+def write_model(directory: Path, config: dict[str, Any], names: Shapes, shards: int, seed: int = 0) -> int:
+    """Writes a model of random BF16 weights; gives their bytes."""
+    directory.mkdir(parents=True)
     (directory / "config.json").write_text(json_text(config, indent=2))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
-    names = list(_shapes(layers, hidden, inner, vocabulary, max(heads // 4, 1) * HEAD))
     index, total = {}, 0
     for shard in range(shards):
         file = f"model-{shard + 1:05d}-of-{shards:05d}.safetensors"
@@ -80,7 +120,9 @@ def write_model(directory: Path, layers: int, hidden: int, shards: int, seed: in
     return total
 
 
-def _shapes(layers: int, hidden: int, inner: int, vocabulary: int, keys: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _llama_shapes(
+    layers: int, hidden: int, inner: int, vocabulary: int, keys: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "model.embed_tokens.weight", (vocabulary, hidden)
     for layer in range(layers):
         at = f"model.layers.{layer}"
@@ -239,7 +281,8 @@ def _sizes(text: str) -> list[int]:
 
 @click.command(help=__doc__)
 @click.option("--layers", default="32", show_default=True, help="Decoder layers; several, such as 8,16,32, show depth.")
-@click.option("--hidden", default=4096, show_default=True, help="Width, a multiple of 512; other sizes follow from it.")
+@click.option("--hidden", type=int, help="Width, a multiple of 512; other sizes follow.  [default: 4096, experts 7168]")
+@click.option("--experts", default=0, help="Routed experts of a layer, in the proportions of DeepSeek-V3.")
 @click.option("--shards", default=9, show_default=True, help="Weight files.")
 @click.option("--solvers", default="rtn,gptq", show_default=True, help="Solvers to run.")
 @click.option("--rows", default="32x512", show_default=True, help="Calibration rows and tokens; several, as 128x1024.")
@@ -251,20 +294,24 @@ def _sizes(text: str) -> list[int]:
 @click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
 @click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
 def main(
-    layers: str, hidden: int, shards: int, solvers: str, rows: str, threads: int, directory: Path | None,
-    plot: Path | None, json_path: Path | None, devices: str | None, profile: bool, peer: Path | None,
+    layers: str, hidden: int | None, experts: int, shards: int, solvers: str, rows: str, threads: int,
+    directory: Path | None, plot: Path | None, json_path: Path | None, devices: str | None, profile: bool,
+    peer: Path | None,
 ) -> None:  # fmt: skip
     if peer:
         print(json_text(modelopt(peer)))
         return
     sizes = [tuple(map(int, part.split("x"))) for part in rows.split(",")]
-    has_modelopt = importlib.util.find_spec("modelopt") is not None
+    hidden = hidden or (7168 if experts else 4096)
+    # Its NVFP4 is a CUDA kernel.
+    beside = importlib.util.find_spec("modelopt") is not None and torch.cuda.is_available() and not (experts or devices)
     table = []
     with tempfile.TemporaryDirectory(dir=directory) as home:
         for depth in _sizes(layers):
             model = Path(home) / "model"
-            nbytes = write_model(model, depth, hidden, shards)
-            if has_modelopt and torch.cuda.is_available() and devices is None:  # its NVFP4 is a CUDA kernel
+            config, shapes = deepseek(depth, hidden, experts) if experts else llama(depth, hidden)
+            nbytes = write_model(model, config, shapes, shards)
+            if beside:
                 found = sampled([sys.executable, __file__, f"--peer={model}"], threads)
                 found["stages"] = json.loads(found["output"].splitlines()[-1])
                 table.append(table_row("ModelOpt", depth, nbytes, found))
@@ -280,10 +327,9 @@ def main(
                         click.echo(f"{name} on {count}: {found['seconds']:.1f} s, {found['stages']}", err=True)
                     if devices:
                         continue
-                    table.append(
-                        table_row(name, depth, nbytes, quantize(model, solver, (samples, seqlen), threads, profile))
-                    )
-                    click.echo(f"{depth} layers, {name}: {table[-1]['seconds']:.1f} s", err=True)
+                    found = quantize(model, solver, (samples, seqlen), threads, profile)
+                    table.append(table_row(name, depth, nbytes, found))
+                    click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt")

@@ -18,7 +18,7 @@ from quant.formats.parallel import bounds_of, run_parts
 from quant.formats.tensor import BlockScaledTensor
 
 # On a GPU: rows of a part at least, and parts at most.
-_LEAST, _MOST = 1024, 8
+_LEAST, _MOST = 2048, 4
 
 
 def solve_by_rows(

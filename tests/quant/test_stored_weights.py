@@ -59,3 +59,23 @@ def test_what_does_not_fit_is_left_to_transformers(defect: str, tmp_path: Path) 
         model = open_model(tmp_path, stream=True).model
     assert model is not None and stored_in(model) == {}
     assert not any(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_bias_that_stays_in_float32_is_no_obstacle(stored: torch.dtype, tmp_path: Path) -> None:
+    """DeepSeek-V3 is in BF16, but for what its routers add to the scores of experts."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16}
+    heads |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    routing = {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    fields = {**sizes, **heads, **routing, "first_k_dense_replace": 0, "vocab_size": 64}
+    tiny_models.build("DeepseekV3", "ForCausalLM", fields, dtype=torch.bfloat16, gain=2.0).save_pretrained(tmp_path)
+    file, bias = tmp_path / "model.safetensors", "model.layers.0.mlp.gate.e_score_correction_bias"
+    tensors = load_file(file)
+    tensors[bias] = torch.linspace(0, 0.5, 8).to(stored)
+    save_file(tensors, file, metadata={"format": "pt"})
+    whole, streamed = open_model(tmp_path).model, open_model(tmp_path, stream=True).model
+    assert whole is not None and streamed is not None
+    assert len(stored_in(streamed)) == 2
+    found, expected = streamed.state_dict()[bias], whole.state_dict()[bias]
+    assert found.dtype == expected.dtype == torch.float32 and torch.equal(found, expected)
