@@ -21,6 +21,7 @@ import torch
 from torch.nn.functional import pad
 
 from quant.calibration.fast_matmul import add_second_moment, columns_product, default_matmul, has_pairs
+from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.formats import tensor
 from quant.formats.format import Format
 from quant.formats.scaling import global_scale_of, scale_of
@@ -101,16 +102,24 @@ class MomentSum:
         self.cross: torch.Tensor | None = None
         self.first: torch.Tensor | None = None
         self.shift: torch.Tensor | None = None
+        self.spread: MomentSpread | None = None
 
-    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1) -> None:
         """Adds one batch.
 
         Args:
             x: `[tokens, in]`, what the layer gets.
             drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
+            rows: how many calibration rows, each of as many tokens, the batch holds; their spread decides how far the
+                second moment is shrunk. 1 where that is not known, as behind a router.
         """
+        self.add_spread(x, rows)
         drift = None if drift is None else drift.to(x)
         self.add_means(x, drift)
+        self.add_products(x, drift)
+
+    def add_products(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+        """Adds one batch to the second moments alone."""
         if self.width is not None:
             blocks = _block_products(x, self.width)
             self.second = blocks.float() if self.second is None else self.second.add_(blocks)
@@ -132,17 +141,33 @@ class MomentSum:
             total = drift.sum(0, dtype=torch.float32)
             self.shift = total if self.shift is None else self.shift.add_(total)
 
+    def add_spread(self, x: torch.Tensor, rows: int) -> None:
+        """Adds one batch to what decides the shrinkage alone."""
+        self.spread = self.spread or MomentSpread(x.shape[1], self.width, x.device)
+        self.spread.add(x, rows)
+
     def stats(self) -> LayerStats | None:
-        """The means; None if no token came. Second moments are None where another rank has them."""
+        """The means, second moment and drift shrunk towards their diagonals; None if no token came.
+
+        Second moments are None where another rank has them.
+        """
         if not self.tokens:
             return None
         means = [None if total is None else total / self.tokens for total in (self.first, self.shift)]
         if self.second is None:
             return LayerStats(self.tokens, None, None, None, *means)
+        assert self.spread is not None
+        strength = self.spread.shrinkage()
+        second = shrink(self.second / self.tokens, strength)
         if self.width is not None:
-            return LayerStats(self.tokens, None, None, self.second / self.tokens, *means)
-        drift = None if self.cross is None else self.cross / self.tokens
-        return LayerStats(self.tokens, self.second / self.tokens, drift, None, *means)
+            return LayerStats(self.tokens, None, None, second, *means)
+        drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
+        return LayerStats(self.tokens, second, drift, None, *means)
+
+
+def rows_of(x: torch.Tensor) -> int:
+    """Calibration rows in a layer's input; 1 behind a router, which gathers tokens of all rows in one matrix."""
+    return len(x) if x.dim() == 3 else 1
 
 
 def _block_products(x: torch.Tensor, width: int) -> torch.Tensor:

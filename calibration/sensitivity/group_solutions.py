@@ -32,7 +32,7 @@ from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
-from quant.calibration.statistics import LayerStats, MomentSum, round_activation, static_input_scale
+from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
@@ -153,15 +153,18 @@ def _watch(
     model: nn.Module,
     names: Mapping[str, str],
     batches: Sequence[torch.Tensor],
-    see: Callable[[str, torch.Tensor], None],
+    see: Callable[[str, torch.Tensor, int], None],
 ) -> None:
-    """Calls `see(group, input)` for every input `[tokens, in]` of the layers `names`; passes end at the last layer."""
+    """Calls `see(group, input, rows)` for every input `[tokens, in]` of the layers `names`.
+
+    `rows` is the number of calibration rows in it, as `MomentSum.add` takes it. Passes end at the last layer.
+    """
     calls: Counter[str] = Counter()
     last: str | None = None
 
     def observe(name: str, x: torch.Tensor) -> None:
         calls[name] += 1
-        see(names[name], x.detach().reshape(-1, x.shape[-1]).float())
+        see(names[name], x.detach().reshape(-1, x.shape[-1]).float(), rows_of(x))
         if name == last:
             raise Stop
 
@@ -182,8 +185,8 @@ class _Inputs:
         self.amax: dict[str, torch.Tensor] = {}
         self.tokens: Counter[str] = Counter()
 
-    def add(self, group: str, x: torch.Tensor) -> None:
-        """Adds one call."""
+    def add(self, group: str, x: torch.Tensor, rows: int) -> None:
+        """Adds one call; what is kept is the same for any number of rows."""
         if not len(x):
             return
         magnitude = x.abs()
@@ -246,15 +249,16 @@ class _Work:
         return GroupSolution(solved, self.divisor, self.input_scale)
 
 
-def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor) -> None:
+def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows: int) -> None:
     """Adds one call of a group to its second moments; formats that leave the input unchanged share one."""
     plain: MomentSum | None = None
     for work in works[group]:
         if work.candidate.activation is None and work.divisor is None:
             if plain is None:
                 plain = work.moment
-                plain.add(x)
+                plain.add(x, rows=rows)
             work.moment = plain
             continue
         divided = x if work.divisor is None else x / work.divisor
-        work.moment.add(round_activation(divided, work.candidate.activation, work.input_scale))
+        rounded = round_activation(divided, work.candidate.activation, work.input_scale)
+        work.moment.add(rounded, rows=rows)

@@ -37,7 +37,7 @@ from quant.calibration.solvers.group import all_solved, solve_stacked
 from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
-from quant.calibration.statistics import LayerStats
+from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
@@ -252,7 +252,7 @@ class BlockWork:
                 if number in judged:
                     held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
                 if number not in judged or self.batches == 1:
-                    self._add(group, moments, x, drift)
+                    self._add(group, moments, x, drift, rows_of(args[0]))
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
@@ -284,14 +284,21 @@ class BlockWork:
         """Batches that only judge, where there is a guard: the last eighth, at least one."""
         return range(calls - max(calls // 8, 1), calls) if self.settings.guard else range(0)
 
-    def _add(self, group: Group, moments: tuple[Moments, Moments], x: torch.Tensor, drift: torch.Tensor | None) -> None:
+    def _add(
+        self,
+        group: Group,
+        moments: tuple[Moments, Moments],
+        x: torch.Tensor,
+        drift: torch.Tensor | None,
+        rows: int,
+    ) -> None:
         """Adds a batch of inputs to the group's statistics."""
         if not group.pipeline.needs_moment:
             return
         rounded, unrounded = moments
         if _has_branch(group):
-            unrounded.add(self.clock[0], group.input(x), drift)
-        rounded.add(self.clock[0], group.round_input(x), drift)
+            unrounded.add(self.clock[0], group.input(x), drift, rows)
+        rounded.add(self.clock[0], group.round_input(x), drift, rows)
 
     def _promote(
         self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
@@ -537,7 +544,7 @@ class BlockWork:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x = self._take_in(group, args[0], keep=keeps)
                 if len(x):
-                    moments.add(self.clock[0], x)
+                    moments.add(self.clock[0], x, rows=rows_of(args[0]))
 
             return hook
 

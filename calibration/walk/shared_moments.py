@@ -18,9 +18,10 @@ import torch
 
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world, sum_in_order
+from quant.calibration.shrinkage import MomentSpread
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
 
-Waiting = tuple[int, torch.Tensor, torch.Tensor | None]
+Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int]
 
 
 class Moments:
@@ -34,12 +35,12 @@ class Moments:
         self.sum = MomentSum(width)
         self.waiting: list[Waiting] = []
 
-    def add(self, batch: int, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
+    def add(self, batch: int, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1) -> None:
         """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
         if rank_and_world()[1] == 1:
-            self.sum.add(x, drift)
+            self.sum.add(x, drift, rows)
         else:
-            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x)))
+            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x), rows))
 
 
 def stats_of(
@@ -91,28 +92,36 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
     moments.waiting = []
     outlines = [
-        found for part in gathered([(x.shape[1], drift is not None) for _, x, drift in waiting]) for found in part
+        found for part in gathered([(x.shape[1], drift is not None) for _, x, drift, _ in waiting]) for found in part
     ]
     if not outlines:
         return
-    places, (columns, drifts) = [place for place, _, _ in waiting], outlines[0]
+    places, (columns, drifts) = [place for place, *_ in waiting], outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
-    for part, (_, x, drift) in zip(means, waiting, strict=True):
+    for part, (_, x, drift, rows) in zip(means, waiting, strict=True):
         part.add_means(x, drift)
-    vectors = [(place, [part.first, part.shift]) for place, part in zip(places, means, strict=True)]
-    for _, (first, shift) in in_order(vectors, device):
+        part.add_spread(x, rows)
+    total.spread = MomentSpread(columns, total.width, device)
+    small = [
+        (place, [part.first, part.shift, None if part.spread is None else part.spread.sums])
+        for place, part in zip(places, means, strict=True)
+    ]
+    for _, (first, shift, sums) in in_order(small, device):
         total.first = first if total.first is None or first is None else total.first.add_(first)
         total.shift = shift if total.shift is None or shift is None else total.shift.add_(shift)
-    total.tokens = sum(gathered(sum(len(x) for _, x, _ in waiting)))
+        total.spread.sums += sums
+    total.tokens = sum(gathered(sum(len(x) for _, x, _, _ in waiting)))
+    total.spread.tokens = total.tokens
+    total.spread.squared_tokens = sum(gathered(sum(len(x) ** 2 // rows for _, x, _, rows in waiting)))
 
     def second(index: int) -> torch.Tensor:
         part = MomentSum(total.width)
-        part.add(waiting[index][1])
+        part.add_products(waiting[index][1])
         assert part.second is not None
         return part.second
 
     def cross(index: int) -> torch.Tensor:
-        _, x, drift = waiting[index]
+        _, x, drift, _ = waiting[index]
         assert drift is not None
         return columns_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
 
@@ -125,13 +134,18 @@ def _add_together(moments: Moments, device: torch.device) -> None:
 
 def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Sequence[int]) -> None:
     rank, most = rank_and_world()[0], 1 << 32
-    own = [(index * most + place, [x, drift]) for index, each in enumerate(moments) for place, x, drift in each.waiting]
+    # The rows of a batch travel as its first dimension.
+    own = [
+        (index * most + place, [x.unflatten(0, (rows, -1)), drift])
+        for index, each in enumerate(moments)
+        for place, x, drift, rows in each.waiting
+    ]
     for each in moments:
         each.waiting = []
     for place, (x, drift) in in_order(own, device):
         index = place // most
         assert x is not None
         if owners[index] == rank:
-            moments[index].sum.add(x, drift)
+            moments[index].sum.add(x.flatten(0, 1), drift, len(x))
         else:
-            moments[index].sum.add_means(x, drift)
+            moments[index].sum.add_means(x.flatten(0, 1), drift)

@@ -7,11 +7,12 @@ import itertools
 import pytest
 import torch
 
+from quant.calibration.shrinkage import shrink
 from quant.calibration.solvers.block_search import round_with_feedback, search_block
 from quant.calibration.solvers.gptq import Gptq, block_factors, corrected_weight, factorize, gptq
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
-from quant.calibration.statistics import LayerStats, MomentSum
+from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, INT4
 from quant.formats.tensor import quantize, quantize_with_scale
@@ -181,13 +182,17 @@ def test_moments_in_float64(columns: int) -> None:
     stats = total.stats()
     assert stats is not None and stats.second_moment is not None and stats.drift is not None
     exact = x.double().t() @ x.double() / 300
-    torch.testing.assert_close(stats.second_moment.double(), exact, rtol=0, atol=1e-5)
-    torch.testing.assert_close(stats.drift.double(), (r - x).double().t() @ x.double() / 300, rtol=0, atol=1e-5)
+    assert total.spread is not None and blocks.spread is not None
+    whole, apart = (shrink(exact.clone(), spread.shrinkage().double()) for spread in (total.spread, blocks.spread))
+    torch.testing.assert_close(stats.second_moment.double(), whole, rtol=0, atol=1e-5)
+    drift = shrink((r - x).double().t() @ x.double() / 300, total.spread.shrinkage().double())
+    torch.testing.assert_close(stats.drift.double(), drift, rtol=0, atol=1e-5)
     found = blocks.stats()
     assert found is not None
-    torch.testing.assert_close(found.blocks(16)[1].double(), exact[16:32, 16:32], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.blocks(16)[1].double(), apart[16:32, 16:32], rtol=0, atol=1e-5)
     if columns % 16 == 0:
-        torch.testing.assert_close(stats.blocks(16), found.blocks(16), rtol=0, atol=1e-5)
+        torch.testing.assert_close(stats.blocks(16).double(), diagonal_blocks(whole, 16), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found.blocks(16).double(), diagonal_blocks(apart, 16), rtol=0, atol=1e-5)
 
 
 def test_rounding_to_nearest_is_unchanged_by_the_registry() -> None:

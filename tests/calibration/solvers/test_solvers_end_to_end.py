@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_models
@@ -20,7 +20,8 @@ from quant.api.quantize import quantize
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_pipeline
-from quant.calibration.statistics import MomentSum, round_activation
+from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
+from quant.calibration.walk.group import Settings
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
@@ -239,16 +240,23 @@ def _moe(silence: int | None = None) -> nn.Module:
     return model
 
 
-def _expert_inputs(model: nn.Module, path: str) -> list[torch.Tensor]:
-    """What reaches each expert's first projection in block 0, from the router's own choice."""
-    caught: dict[str, Any] = {}
-    experts = model.get_submodule(path)
-    hook = experts.register_forward_pre_hook(lambda _, args: caught.update(x=args[0], chosen=args[1]))
+def _expert_inputs(model: nn.Module, path: str) -> list[list[torch.Tensor]]:
+    """What reaches each expert's first projection in block 0, batch by batch, from the router's own choice."""
+    caught: list[tuple[torch.Tensor, torch.Tensor]] = []
+    hook = model.get_submodule(path).register_forward_pre_hook(lambda _, args: caught.append(args[:2]))
     with torch.no_grad():
-        model(IDS)
+        for batch in IDS.split(Settings.batch):
+            model(batch)
     hook.remove()
-    x = caught["x"].reshape(-1, caught["x"].shape[-1])
-    return [x[(caught["chosen"] == expert).any(-1)] for expert in range(4)]
+    return [[x.flatten(0, -2)[(chosen == expert).any(-1)] for x, chosen in caught] for expert in range(4)]
+
+
+def _moment(batches: Sequence[torch.Tensor]) -> LayerStats | None:
+    moment = MomentSum()
+    for x in batches:
+        if len(x):
+            moment.add(x)
+    return moment.stats()
 
 
 @pytest.mark.parametrize("solver", ["awq+gptq", "smoothquant+gptq", "rotation:merge+gptq"])
@@ -276,12 +284,11 @@ def test_fused_experts_are_solved_on_the_tokens_that_reach_them() -> None:
     assert "gptq alone" in layer.reason and "no calibration token" not in layer.reason
     found = model.get_submodule(path).gate_up_proj
     assert isinstance(found, QuantExperts)
-    for expert, x in enumerate(_expert_inputs(base, path)):
-        moment = MomentSum()
-        moment.add(x)
+    for expert, batches in enumerate(_expert_inputs(base, path)):
+        x = torch.cat(batches)
         weight = base.get_submodule(path).gate_up_proj[expert].detach()
         rounding = get_pipeline("gptq").rounding
-        wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, rounding)["w"].dequantize()
+        wanted = solve_group({"w": weight}, {"w": _moment(batches)}, NVFP4, rounding)["w"].dequantize()
         given = found.quantized_weight.matrix(expert).dequantize()
         assert float((given != wanted).float().mean()) < 0.02  # moments are summed in another order
         plain = solve_group({"w": weight}, {}, NVFP4, get_pipeline("mse").rounding)["w"].dequantize()
@@ -291,17 +298,14 @@ def test_fused_experts_are_solved_on_the_tokens_that_reach_them() -> None:
 
 def test_an_expert_that_no_token_reached_gets_pooled_statistics_and_a_note() -> None:
     base = _moe(silence=2)
-    assert [len(x) for x in _expert_inputs(base, "model.layers.0.mlp.experts")][2] == 0
+    assert not any(len(x) for x in _expert_inputs(base, "model.layers.0.mlp.experts")[2])
     model = copy.deepcopy(base)
     done = quantize(model, "nvfp4a16", IDS, solver="gptq", include=["*.experts.*"])
     path = "model.layers.0.mlp.experts"
     assert "reached 1 of 4 experts" in done.plan.by_name[f"{path}.gate_up_proj"].reason
-    moment = MomentSum()
-    for x in _expert_inputs(base, path):
-        if len(x):
-            moment.add(x)
+    reached = [stats for batches in _expert_inputs(base, path) if (stats := _moment(batches)) is not None]
     weight = base.get_submodule(path).gate_up_proj[2].detach()
-    wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, get_pipeline("gptq").rounding)["w"]
+    wanted = solve_group({"w": weight}, {"w": pooled_stats(reached)}, NVFP4, get_pipeline("gptq").rounding)["w"]
     given = model.get_submodule(path).gate_up_proj.quantized_weight.matrix(2).dequantize()
     assert float((given != wanted.dequantize()).float().mean()) < 0.02
 
@@ -313,9 +317,7 @@ def test_activations_of_experts_are_rounded_while_they_are_solved() -> None:
     quantize(model, "nvfp4", IDS, solver="gptq", include=["*.experts.*"])
     path = "model.layers.0.mlp.experts"
     found = model.get_submodule(path).gate_up_proj
-    x = _expert_inputs(base, path)[1]
-    moment = MomentSum()
-    moment.add(round_activation(x, NVFP4, found.input_scale))
+    rounded = [round_activation(x, NVFP4, found.input_scale) for x in _expert_inputs(base, path)[1]]
     weight = base.get_submodule(path).gate_up_proj[1].detach()
-    wanted = solve_group({"w": weight}, {"w": moment.stats()}, NVFP4, get_pipeline("gptq").rounding)["w"].dequantize()
+    wanted = solve_group({"w": weight}, {"w": _moment(rounded)}, NVFP4, get_pipeline("gptq").rounding)["w"].dequantize()
     assert float((found.quantized_weight.matrix(1).dequantize() != wanted).float().mean()) < 0.02

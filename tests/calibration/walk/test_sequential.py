@@ -15,6 +15,7 @@ from quant.calibration import placement
 from quant.calibration.blocks import Call, block_names, calls_of_chain, capture, find_chains, output_of
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import placed
+from quant.calibration.shrinkage import MomentSpread, shrink
 from quant.calibration.solvers.awq import channel_scale, search_scale
 from quant.calibration.solvers.base import GroupInputs
 from quant.calibration.solvers.fold import apply_fold, find_fold, modules_in_order
@@ -234,7 +235,9 @@ def test_the_walk_gives_what_solving_by_hand_gives() -> None:
         x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ROWS)).reshape(-1, 64)
     names = [f"model.layers.0.self_attn.{p}_proj" for p in "qkv"]
     tall = torch.cat([_weight(model, name) for name in names])
-    stats = LayerStats(len(x), x.double().t().mm(x.double()).div(len(x)).float())
+    exact, spread = x.double().t().mm(x.double()).div(len(x)).float(), MomentSpread(64, None, x.device)
+    spread.add(x, len(ROWS))
+    stats = LayerStats(len(x), shrink(exact, spread.shrinkage()))
     expected = solve_group({"w": tall}, {"w": stats}, NVFP4, get_pipeline("gptq"))["w"].dequantize()
     solved = _solve(model, plan, ROWS, batch=3)
     found = torch.cat([solved[name].weight.dequantize() for name in names])

@@ -1,0 +1,100 @@
+"""`MomentSpread` measures how far a second moment can be trusted, and `shrink` takes back what cannot.
+
+A second moment M over a few rows of text is exact for those rows and an estimate for every other text. Its
+off-diagonal entries are the worse part: a layer with thousands of inputs has millions of pairs, and most of their
+products are chance. A solver that feeds errors back along them (GPTQ) fits that chance. Shrinking towards the diagonal,
+
+    M_λ = (1 - λ) M + λ diag(M),
+
+is the classical remedy, and the λ with the smallest expected squared error has a closed form (Ledoit and Wolf, 2004;
+Schäfer and Strimmer, 2005, for this target, on the scale of correlations so that loud channels do not decide alone):
+
+    λ* = Σ Var(C_ij) / Σ C_ij²   over i ≠ j,   C_ij = M_ij / √(M_ii M_jj).
+
+Tokens of one text are no independent draws, so Var comes from the spread between pieces of text, the calibration rows,
+not between tokens. With P_r = X_rᵀ X_r of the n_r tokens of piece r, n = Σ n_r, and C_r = P_r / n_r scaled as C is,
+
+    Var(C_ij) = Σ (n_r / n)² (C_r - C)²_ij / (1 - Σ (n_r / n)²),
+
+which needs three running sums a pair: of P_r², n_r P_r and P_r. They are kept for a sample of the channels, because λ
+is a ratio of sums over pairs. Pieces from different kinds of text differ more, and λ grows by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Channels whose pairs are watched.
+CHANNELS = 128
+# λ = STRENGTH · λ*. A solver that inverts M loses more by its chance entries than the squared error of M says, and the
+# texts that a model will meet differ more than calibration rows do. The held-out loss is flat around this value.
+STRENGTH = 2.0
+
+
+class MomentSpread:
+    """Running sums over pieces of text for pairs of a sample of channels.
+
+    Args:
+        columns: of the input.
+        width: only pairs within blocks of this width count, because only those blocks are kept; None for all pairs.
+        device: where the sums are.
+    """
+
+    def __init__(self, columns: int, width: int | None, device: torch.device) -> None:
+        block = min(width or 16, columns)
+        blocks = -(-columns // block)
+        chosen = torch.linspace(0, blocks - 1, max(min(CHANNELS // block, blocks), 1)).round().long()
+        channels = (chosen[:, None] * block + torch.arange(block)).flatten()
+        self.channels = channels[channels < columns].to(device)
+        owner = self.channels // block
+        self.pairs = torch.ones(len(owner), len(owner), dtype=torch.bool, device=device)
+        if width is not None:
+            self.pairs = owner[:, None] == owner
+        self.pairs.fill_diagonal_(False)
+        self.columns = columns
+        self.tokens = self.squared_tokens = 0
+        # Σ P_r, Σ n_r P_r and Σ P_r².
+        self.sums = torch.zeros(3, *self.pairs.shape, device=device)
+
+    def add(self, x: torch.Tensor, rows: int) -> None:
+        """Adds a batch of inputs, `[tokens, in]`, of which each of `rows` equal parts is a piece of text."""
+        pieces = x[:, self.channels].float().unflatten(0, (rows, len(x) // rows))
+        length = pieces.shape[1]
+        products = pieces.mT @ pieces
+        total = products.sum(0)
+        self.sums += torch.stack([total, length * total, products.square().sum(0)])
+        self.tokens += len(x)
+        self.squared_tokens += rows * length**2
+
+    def shrinkage(self) -> torch.Tensor:
+        """λ in 0..1, float32 scalar.
+
+        One piece has no spread. Then λ is that of independent tokens with independent channels, columns / (columns +
+        tokens).
+        """
+        products, weighted, squares = self.sums
+        evenness = self.squared_tokens / self.tokens**2
+        if evenness == 1:
+            return products.new_tensor(self.columns / (self.columns + self.tokens))
+        mean = products / self.tokens
+        # Σ n_r² (P_r / n_r - mean)², written out.
+        spread = squares - 2 * mean * weighted + self.squared_tokens * mean.square()
+        variance = spread / self.tokens**2 / (1 - evenness)
+        power = mean.diagonal()
+        scale = self.pairs / (power * power[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
+        found = (variance * scale).sum() / (mean.square() * scale).sum()
+        return (STRENGTH * found).nan_to_num(1.0).clamp(0, 1)
+
+
+def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+    """(1 - λ) M + λ diag(M), in place.
+
+    Args:
+        moment: M `[in, in]`, or blocks of one, `[blocks, k, k]`.
+        strength: λ, scalar.
+    """
+    diagonal = moment.diagonal(dim1=-2, dim2=-1)
+    kept = diagonal.clone()
+    moment *= 1 - strength
+    diagonal.copy_(kept)
+    return moment
