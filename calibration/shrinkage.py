@@ -36,25 +36,15 @@ class MomentSpread:
 
     Args:
         columns: of the input.
-        width: only pairs within blocks of this width count, because only those blocks are kept; None for all pairs.
         device: where the sums are.
     """
 
-    def __init__(self, columns: int, width: int | None, device: torch.device) -> None:
-        block = min(width or 16, columns)
-        blocks = -(-columns // block)
-        chosen = torch.linspace(0, blocks - 1, max(min(CHANNELS // block, blocks), 1)).round().long()
-        channels = (chosen[:, None] * block + torch.arange(block)).flatten()
-        self.channels = channels[channels < columns].to(device)
-        owner = self.channels // block
-        self.pairs = torch.ones(len(owner), len(owner), dtype=torch.bool, device=device)
-        if width is not None:
-            self.pairs = owner[:, None] == owner
-        self.pairs.fill_diagonal_(False)
+    def __init__(self, columns: int, device: torch.device) -> None:
         self.columns = columns
+        self.channels = torch.linspace(0, columns - 1, min(CHANNELS, columns), device=device).round().long()
         self.tokens = self.squared_tokens = 0
         # Σ P_r, Σ n_r P_r and Σ P_r².
-        self.sums = torch.zeros(3, *self.pairs.shape, device=device)
+        self.sums = torch.zeros(3, len(self.channels), len(self.channels), device=device)
 
     def add(self, x: torch.Tensor, rows: int) -> None:
         """Adds a batch of inputs, `[tokens, in]`, of which each of `rows` equal parts is a piece of text."""
@@ -81,7 +71,8 @@ class MomentSpread:
         spread = squares - 2 * mean * weighted + self.squared_tokens * mean.square()
         variance = spread / self.tokens**2 / (1 - evenness)
         power = mean.diagonal()
-        scale = self.pairs / (power * power[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = 1 / (power * power[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
+        scale.fill_diagonal_(0)
         found = (variance * scale).sum() / (mean.square() * scale).sum()
         return (STRENGTH * found).nan_to_num(1.0).clamp(0, 1)
 

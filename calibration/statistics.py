@@ -143,7 +143,7 @@ class MomentSum:
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
         """Adds one batch to what decides the shrinkage alone."""
-        self.spread = self.spread or MomentSpread(x.shape[1], self.width, x.device)
+        self.spread = self.spread or MomentSpread(x.shape[1], x.device)
         self.spread.add(x, rows)
 
     def stats(self) -> LayerStats | None:

@@ -224,6 +224,8 @@ class _Work:
         self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
+        # A solver that works from one pass over the original inputs sees them as they are.
+        self.activation = None if pipeline.at_once else candidate.activation
         assert candidate.weight is not None
         if pipeline.transforms and group in inputs.tokens:
             seen = inputs.of(group)
@@ -253,12 +255,12 @@ def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows
     """Adds one call of a group to its second moments; formats that leave the input unchanged share one."""
     plain: MomentSum | None = None
     for work in works[group]:
-        if work.candidate.activation is None and work.divisor is None:
+        if work.activation is None and work.divisor is None:
             if plain is None:
                 plain = work.moment
                 plain.add(x, rows=rows)
             work.moment = plain
             continue
         divided = x if work.divisor is None else x / work.divisor
-        rounded = round_activation(divided, work.candidate.activation, work.input_scale)
+        rounded = round_activation(divided, work.activation, work.input_scale)
         work.moment.add(rounded, rows=rows)

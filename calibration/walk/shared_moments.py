@@ -101,7 +101,7 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     for part, (_, x, drift, rows) in zip(means, waiting, strict=True):
         part.add_means(x, drift)
         part.add_spread(x, rows)
-    total.spread = MomentSpread(columns, total.width, device)
+    total.spread = MomentSpread(columns, device)
     small = [
         (place, [part.first, part.shift, None if part.spread is None else part.spread.sums])
         for place, part in zip(places, means, strict=True)

@@ -24,18 +24,17 @@ def _texts(pieces: int, length: int, columns: int, seed: int = 0) -> torch.Tenso
     return mixed * torch.logspace(-1, 1, columns)
 
 
-def _shrinkage(texts: torch.Tensor, width: int | None = None) -> float:
-    spread = MomentSpread(texts.shape[-1], width, texts.device)
+def _shrinkage(texts: torch.Tensor) -> float:
+    spread = MomentSpread(texts.shape[-1], texts.device)
     for text in texts:
         spread.add(text, 1)
     return float(spread.shrinkage())
 
 
-@pytest.mark.parametrize("width", [None, 16])
 @pytest.mark.parametrize("lengths", [[96] * 6, [40, 200, 7, 130]])
-def test_shrinkage_is_its_definition_in_float64(width: int | None, lengths: list[int]) -> None:
+def test_shrinkage_is_its_definition_in_float64(lengths: list[int]) -> None:
     texts = _texts(len(lengths), max(lengths), 48, seed=len(lengths))
-    spread = MomentSpread(48, width, texts.device)
+    spread = MomentSpread(48, texts.device)
     for text, length in zip(texts, lengths, strict=True):
         spread.add(text[:length], 1)
     moments = [
@@ -46,8 +45,6 @@ def test_shrinkage_is_its_definition_in_float64(width: int | None, lengths: list
     mean = sum(weight * moment for weight, moment in zip(weights, moments, strict=True))
     scale = mean.diagonal().sqrt() * mean.diagonal().sqrt()[:, None]
     off = ~torch.eye(48, dtype=torch.bool)
-    if width is not None:
-        off &= torch.block_diag(*[torch.ones(width, width, dtype=torch.bool)] * (48 // width))
     variance = sum(w**2 * ((m - mean) / scale)[off].square().sum() for w, m in zip(weights, moments, strict=True))
     variance /= 1 - sum(weight**2 for weight in weights)
     assert float(spread.shrinkage()) == pytest.approx(float(variance / (mean / scale)[off].square().sum()), rel=1e-4)
@@ -75,7 +72,7 @@ def test_shrinkage_is_close_to_the_best_of_a_simulation() -> None:
 
 def test_batches_do_not_matter() -> None:
     texts = _texts(6, 96, 32)
-    apart, together = MomentSpread(32, None, texts.device), MomentSpread(32, None, texts.device)
+    apart, together = MomentSpread(32, texts.device), MomentSpread(32, texts.device)
     for text in texts:
         apart.add(text, 1)
     together.add(texts[:4].flatten(0, 1), 4)
@@ -123,6 +120,6 @@ def test_statistics_are_shrunk_whole_or_as_blocks() -> None:
     torch.testing.assert_close(whole.stats().second_moment, shrink(x.t() @ x / len(x), strength), rtol=1e-4, atol=1e-5)
     expected = shrink(
         (x.t() @ x / len(x)).reshape(3, 16, 3, 16).diagonal(dim1=0, dim2=2).permute(2, 0, 1).clone(),
-        blocks.spread.shrinkage(),
+        strength,
     )
     torch.testing.assert_close(blocks.stats().block_moments, expected, rtol=1e-4, atol=1e-5)

@@ -141,6 +141,6 @@ def test_what_cannot_be_solved_alone_is_left_out() -> None:
 def test_a_sample_keeps_no_more_than_itself() -> None:
     """As a view it kept all inputs of all layers: 6 GB of SmolLM2-135M's."""
     inputs = group_solutions._Inputs(keep=True, every=16)
-    inputs.add("group", torch.ones(64, 8))
+    inputs.add("group", torch.ones(64, 8), 1)
     (sample,) = inputs.sample["group"]
     assert sample.shape == (4, 8) and sample.untyped_storage().nbytes() == sample.nbytes
