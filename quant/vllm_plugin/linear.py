@@ -41,7 +41,10 @@ _taken: set[str] = set()
 
 
 def taken() -> bool:
-    """Whether a linear layer of this process has taken our kernels."""
+    """Whether a linear layer of this process has taken our kernels, on one GPU.
+
+    With tensor parallelism vLLM joins the norm after a layer to the reduction over GPUs, and keeps its norms.
+    """
     return bool(_taken)
 
 
@@ -59,7 +62,8 @@ def take(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None
         parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
         layer.register_parameter(name, parameter)
     layer.blockscale_format = weight.format.name
-    _taken.add(weight.format.name)
+    if getattr(layer, "tp_size", 1) == 1:
+        _taken.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
 
 
