@@ -200,11 +200,16 @@ class Partial:
 
     @contextmanager
     def solving(self) -> Iterator[None]:
-        """While open, a ValueError means that the same command would fail again, so that nothing is to be kept."""
+        """While open, a ValueError means that the same command would fail again, so that nothing is to be kept.
+
+        Raises:
+            ValueError: a file of the model changed, which explains whatever else went wrong.
+        """
         try:
             yield
         except ValueError:
-            self._hopeless = self.sources.changed() is None
+            self.sources.check()
+            self._hopeless = True
             raise
 
     def __contains__(self, step: str) -> bool:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from quant.calibration.carrier import in_memory
 from quant.errors import UserError, listed
 from quant.export import modelopt
 from quant.models import unpacking
@@ -216,10 +217,9 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
     def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
         """A packed matrix, or one of a packed stack."""
         packed = self.packed[name]
+        parts = {part: self._read(on_disk, index) for part, on_disk in packed.parts.items()}
         try:
-            return packed.decode(
-                {part: self._read(on_disk, index) for part, on_disk in packed.parts.items()}, self.dtype
-            )
+            return packed.decode({part: in_memory(tensor) for part, tensor in parts.items()}, self.dtype)
         except (ValueError, RuntimeError, IndexError, KeyError) as error:
             file = self._home[next(iter(packed.parts.values()))]
             raise UserError(f"{file}: {name} cannot be dequantized: {error}; download the model again") from error

@@ -282,6 +282,29 @@ def test_a_weight_file_that_changes_during_the_run(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_a_weight_file_that_becomes_shorter(solver: str, text: str, tmp_path: Path) -> None:
+    """Touching a page beyond the end of a mapped file would kill the process without a word."""
+    model = tmp_path / "model"
+    tiny_models.llama(dtype=torch.bfloat16, hidden_size=128, intermediate_size=256).save_pretrained(model)
+    shard, said = model / "model.safetensors", tmp_path / "said"
+    real = pipeline.solve_plan
+
+    def cut(*args: Any, **options: Any) -> Any:
+        os.truncate(shard, 1 << 16)
+        return real(*args, **options)
+
+    def work() -> None:
+        pipeline.solve_plan = cut  # type: ignore[attr-defined]
+        try:
+            pipeline.run(job(model, tmp_path / "out", text, format_name="nvfp4a16", solver=solver), quiet=True)
+        except ValueError as error:
+            said.write_text(str(error))
+
+    assert in_child(work) == 0
+    assert said.read_text().startswith(f"{shard}: this file of the model changed while it was read; put it back")
+
+
 @pytest.mark.parametrize("kind", ["state dict", "allocation"])
 def test_a_weight_file_that_changes_before_anything_is_kept(
     kind: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
