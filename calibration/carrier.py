@@ -8,20 +8,18 @@ mapped files into memory.
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from typing import TypeVar
 
 import torch
+
+from quant.formats.mapped import in_memory, populate
 
 Step = TypeVar("Step")
 
 _BUFFER_BYTES = 1 << 26
 _READERS = 8  # threads that fill a buffer: one brings about 3 GB/s from the page cache, a GPU takes 40
-_POPULATE_READ = 22  # of Linux's mman.h
 
 
 class Carrier:
@@ -47,7 +45,7 @@ class Carrier:
         if self.device is not None and self.device.type == "cuda":
             carried = self._thread.submit(self._to_gpu, tensors)
             return lambda: _handed_over(*carried.result())
-        coming = self._thread.submit(lambda: [in_memory(tensor, whole=self.whole) for tensor in tensors])
+        coming = self._thread.submit(lambda: [in_memory(value_of(tensor, whole=self.whole)) for tensor in tensors])
         return lambda: [t if t.is_meta else t.to(self.device) for t in coming.result()]
 
     def close(self) -> None:
@@ -140,39 +138,3 @@ def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
         return tensor.detach()
     read: torch.Tensor = stored.tensor()
     return read
-
-
-def in_memory(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
-    """`value_of` a tensor, its pages in memory where it is mapped from a file.
-
-    Raises:
-        ValueError: as `populate`.
-    """
-    value = value_of(tensor, whole=whole)
-    if type(value) is torch.Tensor and value.device.type == "cpu" and value.is_contiguous():
-        populate(value.flatten().view(torch.uint8))
-    return value
-
-
-def populate(part: torch.Tensor) -> None:
-    """Brings the pages of contiguous bytes, uint8, into memory; one fault a page would take longer.
-
-    Raises:
-        ValueError: they are mapped from a file that has become shorter; touching them would end the process.
-    """
-    start, end = part.data_ptr(), part.data_ptr() + part.nbytes
-    start -= start % mmap.PAGESIZE
-    advise = _madvise()
-    if advise is None or advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ):
-        if advise is not None and ctypes.get_errno() == errno.EFAULT:
-            raise ValueError("a file of weights became shorter while it was read; put it back, and run this again")
-        part[:: mmap.PAGESIZE].sum()
-
-
-@cache
-def _madvise() -> Callable[..., int] | None:
-    """The system's call; None where there is none."""
-    try:
-        return ctypes.CDLL(None, use_errno=True).madvise
-    except (OSError, AttributeError, TypeError):
-        return None

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
-from quant.calibration.carrier import brought, in_memory
+from quant.calibration.carrier import brought
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
@@ -36,6 +36,7 @@ from quant.export.checkpoint import plan_of_model
 from quant.export.checkpoint_check import value_problem
 from quant.export.partial import Partial
 from quant.finished_layers import BlockKeeper, keep_layers, put_back
+from quant.formats.mapped import in_memory
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.kernels.linear.modules import RunTimeParts
@@ -125,7 +126,7 @@ def _check_finite(model: nn.Module, plan: Plan) -> None:
     read_later = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
     for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:
-            if name not in read_later and (problem := value_problem(in_memory(tensor), is_buffer=is_buffer)):
+            if name not in read_later and (problem := value_problem(in_memory(tensor.detach()), is_buffer=is_buffer)):
                 raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
 
 

@@ -27,9 +27,9 @@ from typing import Any
 
 import torch
 
-from quant.calibration.carrier import in_memory
 from quant.errors import UserError, listed
 from quant.export import modelopt
+from quant.formats.mapped import in_memory
 from quant.models import unpacking
 from quant.models.files import safetensors_file
 from quant.models.unpacking import Block, Parts

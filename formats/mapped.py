@@ -1,0 +1,52 @@
+"""Tensors that are mapped from files: `in_memory` brings their pages from the disk before they are touched.
+
+A page beyond the end of a file that has become shorter ends the process with SIGBUS when it is touched. Asked to bring
+such a page, Linux says that it cannot.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+_POPULATE_READ = 22  # of Linux's mman.h
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, its pages in memory where they are contiguous.
+
+    Raises:
+        ValueError: as `populate`.
+    """
+    if type(tensor) is torch.Tensor and tensor.device.type == "cpu" and tensor.is_contiguous():
+        populate(tensor.flatten().view(torch.uint8))
+    return tensor
+
+
+def populate(part: torch.Tensor) -> None:
+    """Brings the pages of contiguous bytes, uint8, into memory; one fault a page would take longer.
+
+    Raises:
+        ValueError: they are mapped from a file that has become shorter; touching them would end the process.
+    """
+    start, end = part.data_ptr(), part.data_ptr() + part.nbytes
+    start -= start % mmap.PAGESIZE
+    advise = _madvise()
+    if advise is None or advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _POPULATE_READ):
+        if advise is not None and ctypes.get_errno() == errno.EFAULT:
+            raise ValueError("a file of weights became shorter while it was read; put it back, and run this again")
+        part[:: mmap.PAGESIZE].sum()
+
+
+@cache
+def _madvise() -> Callable[..., int] | None:
+    """The system's call; None where there is none."""
+    try:
+        return ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError, TypeError):
+        return None
