@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -17,8 +16,10 @@ from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.checkpoint_check import matrix_problems, value_problem
 from quant.export.names import EXPERT_PARTS, Rename, StoredNames, expert_names
+from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.json_data import typed
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Parts, Plan
 
@@ -121,9 +122,9 @@ class TensorFiles(Mapping[str, torch.Tensor]):
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
     """The scales of a file that float32 does not hold, by name."""
     try:
-        kept = json.loads((handle.metadata() or {}).get(EXACT, "{}"))
+        kept = typed(dict[str, str], parse_json((handle.metadata() or {}).get(EXACT, "{}")), "scales")
         found = {name: float.fromhex(value) for name, value in kept.items()}
-    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, OverflowError) as error:
         raise ValueError(f"{file}: damaged metadata {EXACT} ({error}); write or download it again") from None
     names = set(handle.keys())
     for name, value in found.items():

@@ -11,10 +11,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
-from quant.formats.atomic import recover, replace_directory, sync_tree, temporary_directory, write_atomically
+from quant.formats.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
 from quant.recipes.plan import PLAN_FILE
 
 OURS = (PLAN_FILE, "receipt.json")
@@ -36,12 +36,11 @@ def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> I
         work: a directory beside `path` in which it is built; `finish_directory` ends what is stopped at the very end.
 
     Raises:
-        OSError: `path` is not to be replaced, as `check_destination` says.
+        OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.
     """
-    check_destination(path, overwrite=overwrite)
-    path = path.resolve()  # what a link points to is replaced, not the link
-    made = [parent for parent in path.parents if not parent.exists()]
-    try:
+    with claimed(path):
+        check_destination(path, overwrite=overwrite)
+        path = path.resolve()  # what a link points to is replaced, not the link
         with temporary_directory(path) if work is None else _working_directory(work) as temporary:
             yield temporary
             temporary.chmod(0o777 & ~umask())
@@ -51,11 +50,6 @@ def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> I
                 sync_tree(temporary)
                 write_atomically(work / COMPLETE, str(temporary.stat().st_ino))
                 finish_directory(work, path)
-    except BaseException:
-        for parent in made:
-            with suppress(OSError):  # somebody else has written there meanwhile
-                parent.rmdir()
-        raise
 
 
 @contextmanager

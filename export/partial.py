@@ -1,7 +1,7 @@
 """A run of `quantize` keeps what it has finished in a partial directory, so that the same command goes on behind it.
 
     .OUT.partial/
-      journal.jsonl     first line: what the run depends on; then one line for every finished step
+      journal.jsonl     first line: what the run depends on; then one line for every finished step; each with a SHA-256
       00007.safetensors the tensors of a step, written whole and named in the journal afterwards
       new/              the checkpoint, while its last files are written
       complete          stands here from the moment at which `new` is whole
@@ -22,15 +22,15 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
+import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -39,11 +39,17 @@ from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
 from quant.export.tensor_file import write_tensor_file
+from quant.formats.atomic import claimed
+from quant.formats.json_files import parse_json
+from quant.recipes.json_data import typed
 from quant.recipes.json_text import json_text
 
 _JOURNAL, _JOURNALS = "journal.jsonl", "journal*.jsonl"
 _IN_FLIGHT = 2  # steps whose tensors wait to be written
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pt2")
+_STEP_FILE = re.compile(r"\d{5}(-\d+)?\.safetensors")
+_FIRST: dict[str, Any] = {"depends": dict[str, Any]}
+_OTHERS: dict[str, Any] = {"step": str, "file": str, "sha256": str | None}
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
@@ -104,8 +110,8 @@ class Partial:
         restart: deletes what an earlier run left.
 
     Raises:
-        ValueError: another process works on it, or an earlier run with other dependencies left it; the message names
-            what changed.
+        OSError: another process works on it.
+        ValueError: an earlier run with other dependencies left it; the message names what changed.
     """
 
     def __init__(
@@ -119,7 +125,7 @@ class Partial:
         self._steps: dict[str, dict[str, Any]] = {}
         self._verified: set[str] = set()
         self._awaited: list[tuple[str, Then]] = []
-        self._lock: IO[str] | None = None
+        self._claim = ExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
         self._writing: list[Future[None]] = []
         self._bytes_per_second = 5e8
@@ -142,17 +148,11 @@ class Partial:
         wait_for_all()
 
     def _open(self, depends: Mapping[str, Any], restart: bool) -> None:
-        """Locks the directory and makes its journals whole, if they are of the same run, or else begins one."""
+        """Claims the place and makes the journals whole, if they are of the same run, or else begins one."""
+        self._claim.enter_context(claimed(self.out))
         if restart:
             shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / "lock").open("w")
-        try:
-            _lock(self._lock)
-        except OSError:
-            raise ValueError(
-                f"{self.path}: another process is working on {self.out}; wait for it, or stop it"
-            ) from None
         for journal in self.path.glob(_JOURNALS):
             whole = journal.read_bytes()
             journal.write_bytes(whole[: whole.rfind(b"\n") + 1])  # what follows was cut off in the middle
@@ -211,6 +211,17 @@ class Partial:
             self.sources.check()
             self._hopeless = True
             raise
+
+    @contextmanager
+    def forged(self) -> Iterator[None]:
+        """While open, whatever fails means that a step is none of this program's making, for each has its SHA-256."""
+        try:
+            yield
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, AssertionError, RuntimeError) as error:
+            raise ValueError(
+                f"{self._journal}: a finished step is not as it was written ({type(error).__name__}: {error}); pass "
+                "--restart to begin anew"
+            ) from error
 
     def __contains__(self, step: str) -> bool:
         """Whether a step was finished, though perhaps its file is damaged."""
@@ -325,32 +336,48 @@ class Partial:
     def close(self) -> None:
         """Lets go of the directory; the next run finds it as it is."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._lock is not None:
-            self._lock.close()
+        self._claim.close()
 
 
 def _append(journal: Path, line: Mapping[str, Any]) -> None:
+    text = json_text(line).encode()
     with journal.open("ab") as file:
-        file.write(json_text(line).encode() + b"\n")
+        file.write(b"%s %s\n" % (_digest(text), text))
 
 
 def _lines(journal: Path) -> list[dict[str, Any]]:
-    """The whole lines of a journal; what follows the last newline is still being written."""
-    return list(map(json.loads, journal.read_bytes().split(b"\n")[:-1])) if journal.is_file() else []
+    """The whole lines of a journal; what follows the last newline is still being written.
+
+    Raises:
+        ValueError: a line is not as it was written.
+    """
+    whole = journal.read_bytes().split(b"\n")[:-1] if journal.is_file() else []
+    try:
+        return [_checked(line) for line in whole]
+    except ValueError as error:
+        raise ValueError(f"{journal}: {error}; pass --restart to begin anew") from None
+
+
+def _checked(line: bytes) -> dict[str, Any]:
+    digest, _, text = line.partition(b" ")
+    if digest != _digest(text):
+        raise ValueError("a line of it was damaged or changed")
+    found: dict[str, Any] = typed(dict[str, Any], parse_json(text), "line")
+    for key, kind in _FIRST.items() if "depends" in found else _OTHERS.items():
+        typed(kind, found.get(key), key)
+    if "file" in found and not _STEP_FILE.fullmatch(found["file"]):
+        raise ValueError(f"file: {found['file']!r} is no file of a step")
+    return found
+
+
+def _digest(line: bytes) -> bytes:
+    return hashlib.sha256(line).hexdigest().encode()
 
 
 def _trim() -> None:
     """Gives freed memory back to the system. glibc keeps what lies between small blocks that are still in use."""
     with suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _lock(file: IO[str]) -> None:
-    """Locks a file until it is closed, where the system has such locks."""
-    if sys.platform != "win32":
-        import fcntl
-
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def partial_path(out: Path) -> Path:

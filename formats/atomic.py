@@ -4,8 +4,9 @@ What is new is built under a temporary name beside its place, brought to the dis
 the old or the new, never a half and never nothing. Linux can exchange two directories in one step; elsewhere a
 directory is moved away first, and comes back when a later run finds that the new one never arrived.
 
-A temporary directory is locked by the process that fills it. One that is not locked was left by a process that died,
-and the next process that writes to the same place deletes it.
+A temporary file or directory is locked by the process that fills it. One that is not locked was left by a process that
+died, and the next process that writes to the same place deletes it. `claimed` locks the place itself, for as long as a
+command works on what will be there.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+_CLAIMED: set[Path] = set()  # by this process
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
 
@@ -30,15 +33,9 @@ def write_atomically(path: str | Path, text: str) -> None:
         OSError: it cannot be written; the old file is as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with _temporary(path, Path.touch) as beside:
         beside.write_text(text, encoding="utf-8")
-        sync(beside)
-        beside.replace(path)
-        sync(path.parent)
-    finally:
-        beside.unlink(missing_ok=True)
+        put_file(beside, path)
 
 
 def sync(path: Path) -> None:
@@ -70,14 +67,21 @@ def put_file(made: Path, path: Path) -> None:
 @contextmanager
 def temporary_directory(path: Path) -> Iterator[Path]:
     """A directory beside `path`, to be renamed to it or deleted at the end; those that dead processes left go first."""
+    with _temporary(path, lambda made: made.mkdir(mode=0o700)) as made:
+        yield made
+
+
+@contextmanager
+def _temporary(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     for left in _left_over(path, "new"):
         handle = _lock(left, wait=False)
         if handle is not None:
-            shutil.rmtree(left, ignore_errors=True)
+            _remove(left)
             os.close(handle)
     while True:
-        made = Path(tempfile.mkdtemp(prefix=f".{path.name}.new.", dir=path.parent))
+        made = path.with_name(f".{path.name}.new.{secrets.token_hex(4)}")
+        make(made)
         handle = _lock(made, wait=True)
         if made.exists():  # otherwise another process took it, before it was locked, for a dead one's
             break
@@ -86,9 +90,64 @@ def temporary_directory(path: Path) -> Iterator[Path]:
     try:
         yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
         if handle is not None:
             os.close(handle)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """While open, no other process can claim `path`; this one may claim it again.
+
+    The lock is that of a file beside `path`, and ends with the process: a file that a dead process left is no obstacle.
+
+    Raises:
+        OSError: another process has it; the message says which.
+    """
+    path = path.resolve()
+    if sys.platform == "win32" or path in _CLAIMED:
+        yield
+        return
+    made = [parent for parent in path.parents if not parent.exists()]
+    file = path.with_name(f".{path.name}.lock")
+    _CLAIMED.add(path)
+    handle = None
+    try:
+        handle = _claim(file, path)
+        yield
+    finally:
+        _CLAIMED.discard(path)
+        if handle is not None:
+            file.unlink(missing_ok=True)
+            os.close(handle)
+        for parent in made:
+            with suppress(OSError):  # there is something in it now
+                parent.rmdir()
+
+
+def _claim(file: Path, path: Path) -> int | None:
+    import fcntl
+
+    while True:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError:  # nothing can be written there, and who tries says why
+            return None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(handle, 20).decode(errors="replace").strip()
+            os.close(handle)
+            who = f"process {owner}" if owner.isdecimal() else "another process"
+            raise OSError(f"{path}: {who} is writing to it; wait for it, or stop it") from None
+        except OSError:  # the file system has no locks
+            return handle
+        if file.exists() and os.path.samestat(os.fstat(handle), file.stat()):
+            os.ftruncate(handle, 0)
+            os.write(handle, str(os.getpid()).encode())
+            return handle
+        os.close(handle)  # its owner has just ended, and deleted it
 
 
 def recover(path: Path) -> None:
@@ -136,18 +195,26 @@ def _exchange(a: Path, b: Path) -> bool:
 
 def _left_over(path: Path, kind: str) -> list[Path]:
     mark = re.compile(rf"\.{re.escape(path.name)}\.{kind}\.[a-z0-9_]{{8}}")
-    return [each for each in path.parent.iterdir() if mark.fullmatch(each.name) and each.is_dir()]
+    return [each for each in path.parent.iterdir() if mark.fullmatch(each.name) and not each.is_symlink()]
 
 
-def _lock(directory: Path, *, wait: bool) -> int | None:
-    """A handle that holds the lock of a directory until it is closed; None where it cannot be had."""
+def _remove(made: Path) -> None:
+    """Deletes a file or directory, if it is there."""
+    if made.is_dir():
+        shutil.rmtree(made, ignore_errors=True)
+    else:
+        made.unlink(missing_ok=True)
+
+
+def _lock(place: Path, *, wait: bool) -> int | None:
+    """A handle that holds the lock of a file or directory until it is closed; None where it cannot be had."""
     if sys.platform == "win32":
         return None
     import fcntl
 
     handle = None
     try:
-        handle = os.open(directory, os.O_RDONLY)
+        handle = os.open(place, os.O_RDONLY)
         fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:  # another process has it, or the file system has no locks
         if handle is not None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
 from quant.calibration.walk.sequential import Keeper, States
-from quant.export.partial import Partial
+from quant.export.partial import Partial, Step
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_weight
 from quant.kernels.linear.modules import RunTimeParts
@@ -83,11 +83,18 @@ def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerP
     found = partial.get(step)
     if found is None:
         return None
+    layers: list[LayerPlan] = []
+    results: dict[str, LayerResult] = {}
+    with partial.forged():
+        _install(found, model, layers, results)
+    return layers, results
+
+
+def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: dict[str, LayerResult]) -> None:
     for key, tensor in found.tensors.items():
         kind, _, name = key.partition(":")
         if kind == "model":
             attrgetter(name)(model).data = tensor
-    layers, results = [], {}
     for entry in found.record:
         layer = LayerPlan.from_dict(entry["layer"])
         layers.append(layer)
@@ -101,7 +108,6 @@ def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerP
         weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
         lowrank = None if down is None or up is None else (down, up)
         install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
-    return layers, results
 
 
 class BlockKeeper(Keeper):
@@ -139,9 +145,10 @@ class BlockKeeper(Keeper):
         states = None
         if finished < len(chain):
             found = self.partial.get("states")
-            block = None if found is None else found.record["block"]
-            finished = chain.index(block) + 1 if block in chain[:finished] else 0
-            states = _states(found.tensors) if found is not None and finished else None
+            with self.partial.forged():
+                block = None if found is None else found.record["block"]
+                finished = chain.index(block) + 1 if block in chain[:finished] else 0
+                states = _states(found.tensors) if found is not None and finished else None
         for name in chain[:finished]:
             layers, results = put_back(self.partial, _step(name), self.model) or ([], {})
             self.noted += layers

@@ -5,16 +5,17 @@ The layers that a plan is checked against come from `quant.models.shapes`, which
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from quant.errors import UserError, counted
-from quant.recipes.json_data import JsonData
+from quant.formats.json_files import read_json
+from quant.recipes.json_data import JsonData, typed
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import obstacle
@@ -47,17 +48,16 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     """
     path = Path(path)
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-        entries = list(fields["layers"])
+        fields = read_json(path, "a plan", _with_layers)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path}: not a plan: {error}") from None
+    except ValueError as error:
+        raise UserError(str(error)) from None
     layers, problems = [], []
-    for entry in entries:
+    for entry in fields["layers"]:
         try:
             layers.append(LayerPlan.from_dict(entry))
-        except (ValueError, TypeError, AttributeError, KeyError) as error:
+        except ValueError as error:
             name = entry.get("name", "a layer without name") if isinstance(entry, dict) else repr(entry)
             what = str(error).removeprefix(f"plan layer {name!r}: ")
             problems.append(Problem(str(name), what, "mend the entry, or make the plan again"))
@@ -70,6 +70,12 @@ def read_plan(path: str | Path) -> tuple[Plan, list[Problem]]:
     for name in dict.fromkeys(n for n in names if names.count(n) > 1):
         problems.append(Problem(name, f"has {names.count(name)} entries", "keep one"))
     return replace(rest, layers=tuple({layer.name: layer for layer in layers}.values())), problems
+
+
+def _with_layers(document: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = typed(dict[str, Any], document, "plan")
+    typed(list[Any], fields.get("layers"), "layers")
+    return fields
 
 
 def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target | None = None) -> list[Problem]:

@@ -1,11 +1,20 @@
-"""Dataclasses that inherit from `JsonData` become JSON-ready dicts, and are read from them by their annotations."""
+"""Dataclasses that inherit from `JsonData` become JSON-ready dicts, and are read from them by their annotations.
+
+What is read may have been edited or made by anybody, so every value is compared with its annotation: a number where a
+text should be is refused here, by the name of its field, and not found by whatever works with it later.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Mapping
-from types import UnionType
+from functools import cache
+from types import NoneType, UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
+
+_NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits
 
 
 class JsonData:
@@ -21,19 +30,72 @@ class JsonData:
         """The inverse of `to_dict`.
 
         Raises:
-            ValueError: an unknown or a missing field.
+            ValueError: an unknown or a missing field, or a value of another type; the message names the field.
         """
+        check_fields(fields, cls, cls.__name__)
+        return cls(**{name: typed(_hints(cls)[name], value, name) for name, value in fields.items()})
+
+
+def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | None = None) -> None:
+    """Checks the names of a dataclass's fields.
+
+    Args:
+        fields: what was read.
+        cls: the dataclass.
+        where: begins the message of an error.
+        more: names that may be there too.
+
+    Raises:
+        ValueError: no object, an unknown or a missing field.
+    """
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"{where}: expected an object with fields, not {reprlib.repr(fields)}")
+    own = {field.name: field for field in dataclasses.fields(cls)}
+    known = [*own, *(more or ())]
+    if unknown := sorted(set(fields) - set(known)):
+        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(known)}")
+    needed = {n for n, f in own.items() if f.default is f.default_factory is dataclasses.MISSING}
+    if missing := sorted(needed - set(fields)):
+        raise ValueError(f"{where}: missing field(s) {', '.join(missing)}")
+
+
+def typed(kind: Any, value: Any, where: str) -> Any:
+    """`value`, as `json` gives it, as an annotation has it.
+
+    Args:
+        kind: the annotation.
+        value: what was read.
+        where: the field's name, which begins the message of an error.
+
+    Raises:
+        ValueError: it has another type, or is a whole number beyond 64 bits.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin is UnionType:  # `X | None`
+        assert len(arguments) == 2 and arguments[1] is NoneType
+        return None if value is None else typed(arguments[0], value, where)
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{where}: expected a list, not {reprlib.repr(value)}")
+        return origin(typed(arguments[0], item, f"{where}[{index}]") for index, item in enumerate(value))
+    if origin in (dict, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{where}: expected an object, not {reprlib.repr(value)}")
+        return {key: typed(arguments[1], item, f"{where}[{key!r}]") for key, item in value.items()}
+    if issubclass(kind, JsonData):
         try:
-            hints = get_type_hints(cls)
-            return cls(**{name: _read(hints.get(name), value) for name, value in fields.items()})
-        except (TypeError, AttributeError) as error:
-            raise ValueError(f"{cls.__name__}: {error}") from None
+            return kind.from_dict(value)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+    if not isinstance(value, int | float if kind is float else kind) or (isinstance(value, bool) and kind is not bool):
+        raise ValueError(f"{where}: expected {_NAMES[kind]}, not {reprlib.repr(value)}")
+    if isinstance(value, int) and abs(value) >= _LARGEST:
+        raise ValueError(f"{where}: {reprlib.repr(value)} does not fit 64 bits")
+    return value
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """`value`, as `json` gives it, as an annotation has it."""
-    if get_origin(kind) is UnionType:  # `X | None`
-        return None if value is None else _read(get_args(kind)[0], value)
-    if get_origin(kind) in (tuple, list):
-        return get_origin(kind)(_read(get_args(kind)[0], item) for item in value)
-    return kind.from_dict(value) if isinstance(kind, type) and issubclass(kind, JsonData) else value
+@cache
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)

@@ -16,16 +16,18 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
+import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import Format, get_format
+from quant.formats.json_files import read_json
+from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
 
 SCHEMA_VERSION = 1
@@ -153,17 +155,19 @@ class LayerPlan:
         Raises:
             ValueError: an unknown or missing field, kind or format; the message names the layer.
         """
-        where = f"plan layer {fields.get('name', '(no name)')!r}"
-        _check_keys(fields, cls, where)
+        name = fields.get("name", "(no name)") if isinstance(fields, Mapping) else "(no name)"
+        where = f"plan layer {name!r}"
+        check_fields(fields, cls, where, more=_PARTS)
         if fields.get("kind") not in KINDS:
             raise ValueError(f"{where}: unknown kind {fields.get('kind')!r}; known kinds: {', '.join(KINDS)}")
         try:
-            formats = {k: None if fields.get(k) is None else get_format(fields[k]) for k in ("weight", "activation")}
+            own = {key: typed(_LAYER_FIELDS[key], value, key) for key, value in fields.items()}
+            formats = {k: None if own.get(k) is None else get_format(own[k]) for k in ("weight", "activation")}
+            _check_shape(own["shape"])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-        parts = Parts(**{key: fields[key] for key in _PART_NAMES & fields.keys()})
-        own = {key: value for key, value in fields.items() if key not in _PART_NAMES}
-        return cls(**{**own, **formats, "shape": tuple(fields["shape"]), "parts": parts})
+        parts = Parts(**{key: own.pop(key) for key in _PARTS.keys() & fields.keys()})
+        return cls(**{**own, **formats, "parts": parts})
 
 
 @dataclass(frozen=True)
@@ -239,11 +243,14 @@ class Plan:
             ValueError: a wrong schema version, an unknown field, kind or format, a layer named twice, or a
                 fusion group whose members disagree on a format or a solver.
         """
-        fields = dict(fields)
+        fields = dict(typed(dict[str, Any], fields, "plan"))
         version = fields.pop("schema_version", None)
         if version != SCHEMA_VERSION:
             raise ValueError(f"plan schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
-        _check_keys(fields, cls, "plan")
+        check_fields(fields, cls, "plan")
+        fields = {key: typed(_PLAN_FIELDS[key], value, key) for key, value in fields.items()}
+        for key, value in fields.get("provenance", {}).items():
+            typed(_PROVENANCE.get(key, Any), value, f"provenance {key}")
         formats = {k: get_format(fields[k]) if fields.get(k) else None for k in ("kv_cache", "attention")}
         layers = tuple(LayerPlan.from_dict(layer) for layer in fields["layers"])
         plan = cls(**{**fields, **formats, "layers": layers})
@@ -285,10 +292,7 @@ class Plan:
         Raises:
             ValueError: not JSON, or not a valid plan; the message names the file.
         """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}: not a valid plan: {error}") from None
+        return read_json(path, "a valid plan", cls.from_dict)
 
     def digest(self) -> str:
         """SHA-256 over what the plan decides (not over its provenance): the identity exporters record."""
@@ -296,7 +300,13 @@ class Plan:
         return hashlib.sha256(json_text(decided, sort_keys=True).encode()).hexdigest()
 
 
-_PART_NAMES = {f.name for f in dataclasses.fields(Parts)}
+_PARTS = get_type_hints(Parts)
+_LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "weight": str | None, "activation": str | None}
+_PLAN_FIELDS = {**get_type_hints(Plan), "layers": list[Any], "kv_cache": str | None, "attention": str | None}
+_PROVENANCE: dict[str, Any] = {
+    "guard": str | None, "observer": str | None, "edits": list[str], "allocation": dict[str, Any],
+}  # fmt: skip
+_DIMENSIONS, _ELEMENTS = 8, 2**60
 
 
 def groups_of(layers: Iterable[LayerPlan]) -> dict[str, list[LayerPlan]]:
@@ -314,16 +324,6 @@ def bits_per_weight(layers: Iterable[LayerPlan]) -> float:
     return 8 * sum(layer.nbytes for layer in own) / weights if weights else 16.0
 
 
-def _check_keys(fields: Mapping[str, Any], cls: type, where: str) -> None:
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    if known.pop("parts", None):
-        known |= {f.name: f for f in dataclasses.fields(Parts)}
-    unknown = sorted(set(fields) - set(known))
-    if unknown:
-        raise ValueError(f"{where}: unknown field(s) {', '.join(unknown)}; known fields: {', '.join(known)}")
-    required = {
-        n for n, f in known.items() if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(fields))
-    if missing:
-        raise ValueError(f"{where}: missing field(s) {', '.join(missing)}")
+def _check_shape(shape: tuple[int, ...]) -> None:
+    if len(shape) > _DIMENSIONS or any(size < 1 for size in shape) or math.prod(shape) >= _ELEMENTS:
+        raise ValueError(f"shape: {reprlib.repr(list(shape))} is no shape of a weight")

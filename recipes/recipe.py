@@ -25,10 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from quant.formats.format import Format, is_16bit, parse_format
+from quant.formats.json_files import check_depth
 from quant.recipes.layers import ROUTER, Layer, group_name
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 KEEP = "keep"
+_DOTS = 1000  # in a line
 QUANTIZABLE = ("linear", "experts")
 
 _KEPT_KINDS = {
@@ -132,10 +134,17 @@ class Recipe:
             ValueError: not TOML, or an unknown key or format; the message names the file.
         """
         path = Path(path)
+        content = path.read_bytes()
         try:
-            return cls.from_dict({"name": path.stem, **tomllib.loads(path.read_text(encoding="utf-8"))}, str(path))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not a TOML recipe: {error}") from None
+            text = content.decode("utf-8")
+            if any(line.count(".") > _DOTS for line in text.splitlines()):
+                raise ValueError("nested too deeply")  # a.a.a… = 1; tomllib takes memory with the square of the dots
+            fields = tomllib.loads(text)
+            check_depth(fields)
+        except (ValueError, RecursionError) as error:
+            why = "nested too deeply" if isinstance(error, RecursionError) else error
+            raise ValueError(f"{path}: not a TOML recipe: {why}") from None
+        return cls.from_dict({"name": path.stem, **fields}, str(path))
 
 
 def presets() -> dict[str, Recipe]:

@@ -18,7 +18,6 @@ which is a bound that good kernels come close to and not a measurement; the plan
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -31,7 +30,9 @@ import numpy as np
 from quant.calibration.attention_names import text_config
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.formats.format import Format
+from quant.formats.json_files import read_json
 from quant.kernels.hardware import TARGETS, Hardware
+from quant.recipes.json_data import typed
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -194,6 +195,11 @@ class Roofline:
 _FLOAT_BITS = {"fp4": 4, "fp8": 8, "bf16": 16}
 
 
+_ROW: dict[str, Any] = {
+    "weight": str | None, "activation": str | None, "out": int, "in": int, "tokens": int, "seconds": float,
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class LatencyTable:
     """Measured times, from a JSON file.
@@ -217,18 +223,23 @@ class LatencyTable:
         Raises:
             ValueError: not JSON, a missing field, or a time that is none; the message names the file.
         """
-        try:
-            fields = json.loads(Path(path).read_text(encoding="utf-8"))
-            times: dict[tuple[str | None, str | None, int, int], list[tuple[int, float]]] = {}
-            for row in fields["times"]:
-                key = (row["weight"], row["activation"], int(row["out"]), int(row["in"]))
-                times.setdefault(key, []).append((int(row["tokens"]), float(row["seconds"])))
-            bandwidth = float(fields["bandwidth"])
-            if not all(0 < x < math.inf for x in (bandwidth, *(s for points in times.values() for _, s in points))):
-                raise ValueError("bandwidth and seconds must be finite and above zero")
-            return cls(str(fields["name"]), bandwidth, {k: sorted(v) for k, v in times.items()})
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}: not a table of kernel times: {error!r}") from None
+        return read_json(path, "a table of kernel times", cls._of_fields)
+
+    @classmethod
+    def _of_fields(cls, document: Any) -> LatencyTable:
+        fields = typed(dict[str, Any], document, "table")
+        times: dict[tuple[str | None, str | None, int, int], list[tuple[int, float]]] = {}
+        for index, row in enumerate(typed(list[dict[str, Any]], fields.get("times"), "times")):
+            weight, activation, out, inside, tokens, seconds = (
+                typed(kind, row.get(key), f"times[{index}].{key}") for key, kind in _ROW.items()
+            )
+            times.setdefault((weight, activation, out, inside), []).append((tokens, float(seconds)))
+        bandwidth = float(typed(float, fields.get("bandwidth"), "bandwidth"))
+        points = [point for listed in times.values() for point in listed]
+        if not all(0 < x < math.inf for x in (bandwidth, *(x for point in points for x in point))):
+            raise ValueError("bandwidth, tokens and seconds must be finite and above zero")
+        name = typed(str, fields.get("name"), "name")
+        return cls(name, bandwidth, {key: sorted(listed) for key, listed in times.items()})
 
     def linear(self, layer: LayerPlan, tokens: int) -> float:
         """Seconds of a matmul.

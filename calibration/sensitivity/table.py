@@ -14,13 +14,13 @@ goes on where it stopped and never on another model's scores.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from quant.formats.atomic import write_atomically
+from quant.formats.json_files import read_json
 from quant.recipes.json_data import JsonData
 from quant.recipes.json_text import json_text
 
@@ -101,7 +101,4 @@ class Sensitivity(JsonData):
         Raises:
             ValueError: not JSON, or not a sensitivity table; the message names the file.
         """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, AttributeError, TypeError) as error:
-            raise ValueError(f"{path}: not a sensitivity table: {error}") from None
+        return read_json(path, "a sensitivity table", cls.from_dict)

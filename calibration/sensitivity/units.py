@@ -11,9 +11,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.formats.atomic import write_atomically
+from quant.formats.json_files import read_json
+from quant.recipes.json_data import typed
 
 Result = dict[str, dict[str, float]]
 
@@ -93,7 +96,8 @@ def _read(path: Path, key: str) -> dict[str, Result]:
 
 def _units_in(part: Path, key: str) -> dict[str, Result]:
     try:
-        held = json.loads(part.read_text(encoding="utf-8"))
+        held = read_json(part, "partial scores", lambda found: typed(dict[str, Any], found, "scores"))
+        own: dict[str, Result] = typed(dict[str, Result], held.get("units"), "units")
     except (OSError, ValueError):
         return {}
-    return held["units"] if held.get("key") == key else {}
+    return own if held.get("key") == key else {}

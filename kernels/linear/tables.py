@@ -17,6 +17,7 @@ from typing import Any
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import Format
+from quant.formats.json_files import read_json
 from quant.kernels import tiles
 from quant.kernels.hardware import Hardware
 
@@ -67,9 +68,15 @@ def _table(gpu: str) -> dict[str, tiles.Choice]:
     found: dict[str, tiles.Choice] = {}
     for path in (_SHIPPED / f"{gpu}.json", cache_file(gpu)):
         if path.exists():
-            entries = json.loads(path.read_text())["entries"]
-            found.update({name: tiles.from_dict(entry["choice"]) for name, entry in entries.items()})
+            found |= read_json(path, "a table of launches; delete it", _choices)
     return found
+
+
+def _choices(document: Any) -> dict[str, tiles.Choice]:
+    try:
+        return {name: tiles.from_dict(entry["choice"]) for name, entry in document["entries"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
 
 
 def count_entries(gpu: Hardware) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -32,7 +31,9 @@ from quant.export.names import StoredNames, expert_names, stored_names
 from quant.extras import require
 from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
 from quant.models import huggingface
+from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.models.files import find_checkpoint
+from quant.page.saved_report import saved_report
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -162,7 +163,6 @@ class Checkpoint:
 
 def outline(directory: Path) -> nn.Module:
     """The model that config.json describes: parameters on the meta device, computed buffers real."""
-    transformers = require("transformers", "hf")
     initialization = require("transformers.initialization", "hf")
     accelerate = require("accelerate", "hf")
     if not (directory / "config.json").is_file():
@@ -171,16 +171,18 @@ def outline(directory: Path) -> nn.Module:
         config = huggingface.read_config(directory)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
+        check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
         cls = huggingface.model_class(config, str(directory))
-        with accelerate.init_empty_weights(include_buffers=False), initialization.no_init_weights():
+        empty = accelerate.init_empty_weights(include_buffers=False)
+        with explained(directory / "config.json"), empty, initialization.no_init_weights():
             model: Any = cls._from_config(config, dtype=config.dtype)
         for module in model.modules():
             # Drawing weights on the meta device takes longer than reading a checkpoint.
             module._is_hf_initialized = not module._buffers
-        model.init_weights()
-        if (directory / "generation_config.json").is_file():
-            model.generation_config = transformers.GenerationConfig.from_pretrained(directory, local_files_only=True)
-    return model
+        with explained(directory / "config.json"):
+            model.init_weights()
+        read_generation_config(model, directory)
+    return model  # type: ignore[no-any-return]
 
 
 def _no_checkpoint(directory: Path) -> UserError:
@@ -197,10 +199,7 @@ def _no_checkpoint(directory: Path) -> UserError:
 
 def _config_in(file: Path, key: str) -> dict[str, Any] | None:
     """A table in a config file, or None."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")).get(key)
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{file}: not a valid config ({error}); write or download it again") from None
+    found = read_fields(file).get(key)
     return found if isinstance(found, dict) else None
 
 
@@ -236,8 +235,7 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
         if not is_checkpoint(directory):
             raise _no_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
-    report = directory / "report.json"
-    return Plan.load(directory / PLAN_FILE), json.loads(report.read_text()) if report.is_file() else None
+    return Plan.load(directory / PLAN_FILE), saved_report(directory)
 
 
 def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:

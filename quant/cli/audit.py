@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,8 @@ from quant.cli.base import JSON, QUIET, REVISION, TRUST, Command, print_json
 from quant.cli.console import page, status, table
 from quant.errors import UserError, counted, printable
 from quant.export.engine.audit import UNPLANNED, Finding, audit, failures, fallback_message, receipt_path
+from quant.formats.json_files import read_json
+from quant.recipes.json_data import typed
 from quant.recipes.plan import Plan
 
 
@@ -129,7 +130,14 @@ def _read_receipt(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        return read_json(path, "a receipt of an engine", _checked)
     except ValueError as error:
-        raise UserError(f"{path}: not a receipt ({error}); delete it to audit the engine without it") from error
-    return fields if isinstance(fields, dict) else {}
+        raise UserError(f"{error}; delete it to audit the engine without it") from None
+
+
+def _checked(document: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = typed(dict[str, Any], document, "receipt")
+    known = typed(dict[str, Any], fields.get("engine", {}), "engine")
+    for key in ("attention_nodes", "layers"):
+        typed(list[str] | None, known.get(key), f"engine.{key}")
+    return fields

@@ -1,8 +1,10 @@
-"""This file holds what all commands share: how they fail, and the options that most of them take.
+"""This file holds what all commands share: how they print and fail, and the options that most of them take.
 
-An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2; `--debug`
-shows its traceback. A warning of this package is one line too. Ctrl-C and SIGTERM end a command in the same way: what
-it had begun to write is removed, a line says what stands, and the exit code is 128 and the signal's number.
+An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
+exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
+either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: what it had begun to
+write is removed, a line says what stands, and the exit code is 128 and the signal's number. A reader that closes the
+pipe, as in `quant … --json | head`, loses the rest of the text, and nothing else changes.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TextIO, cast
 
 import click
 
@@ -29,6 +31,7 @@ from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
+_BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
@@ -93,7 +96,12 @@ def attention_options(model: Path | None, attention: str | None, kv_cache: str |
 
 def print_json(value: Any) -> None:
     """Prints the result of --json."""
-    click.echo(json_text(value, indent=1))
+    click.echo(json_text(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON lets stand
+
+
+def echo(text: str, *, err: bool = False) -> None:
+    """Prints a line in which names from files are only shown, whatever they hold."""
+    click.echo(printable(text), err=err)
 
 
 class Command(click.Command):
@@ -110,6 +118,10 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Runs the command."""
+        with _patient("stdout"), _patient("stderr"):
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         debug = ctx.params.pop("debug")
         revision = ctx.params.pop("revision", None)
         out = ctx.params.get("out")
@@ -122,7 +134,10 @@ class Command(click.Command):
                     watch = _join_ranks(ctx)
                 if revision is not None:
                     _at_revision(ctx.params, revision)
-                result = super().invoke(ctx)
+                try:
+                    result = super().invoke(ctx)
+                finally:
+                    ctx.close()  # lets go of what the command has claimed, while signals are handled
                 if watch is not None:
                     watch.ends()
                 return result
@@ -131,25 +146,30 @@ class Command(click.Command):
             if watch is not None:
                 watch.fails(f"stopped by {number.name}", follows=True)
             when = "before" if _identity(out) == before else "after"
-            what = "" if out is None else printable(f" {when} {out} was written")
-            click.echo(f"error: stopped by {number.name}{what}", err=True)
+            what = "" if out is None else f" {when} {out} was written"
+            echo(f"error: stopped by {number.name}{what}", err=True)
             ctx.exit(128 + number)
-        except (ValueError, OSError, MemoryError, RuntimeError) as error:
-            memory, deep = _is_out_of_memory(error), isinstance(error, RecursionError)
-            unexpected = isinstance(error, RuntimeError) and not memory and not deep
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except Exception as error:
+            memory = _is_out_of_memory(error)
+            unexpected = not memory and not isinstance(error, ValueError | OSError)
             message = " ".join(str(error).split()) or type(error).__name__
-            if deep:
-                message = "a file is nested too deeply to be read; --debug shows which"
+            follows = unexpected and _is_broken_connection(message)
             if memory:
                 message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
+            elif unexpected:
+                place = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {message}"
+                message = f"this is a bug in Blockscale: run with --debug, and report what that prints ({what})"
             if watch is not None:
-                if unexpected and watch.rank:
+                if debug and watch.rank:
                     traceback.print_exc()
-                watch.fails(message, follows=unexpected and _is_broken_connection(message))
-            if debug or unexpected:
+                watch.fails(message, follows=follows)
+            if debug:
                 raise
-            click.echo(f"error: {printable(message)}", err=True)
-            ctx.exit(2)
+            echo(f"error: {message}", err=True)
+            ctx.exit(_BUG if unexpected else 2)
 
 
 def _share_processor(*, quiet: bool) -> None:
@@ -157,7 +177,7 @@ def _share_processor(*, quiet: bool) -> None:
     if "torch" not in sys.modules:
         said = set_up_threads(os.environ)
         if said is not None and not quiet:
-            click.echo(said, err=True)
+            echo(said, err=True)
 
 
 def _at_revision(params: dict[str, Any], revision: str) -> None:
@@ -237,6 +257,47 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _patient(name: Literal["stdout", "stderr"]) -> Iterator[None]:
+    """While open, writing to standard output or error never fails for want of a reader: the text goes nowhere then."""
+    stream = cast(TextIO, _Patient(getattr(sys, name)))
+    with redirect_stdout(stream) if name == "stdout" else redirect_stderr(stream):
+        try:
+            yield
+        finally:
+            stream.flush()
+
+
+class _Patient:
+    """A text stream whose reader may leave before the end."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes, or drops what nobody reads."""
+        try:
+            return self._stream.write(text)
+        except BrokenPipeError:
+            self._drop()
+            return len(text)
+
+    def flush(self) -> None:
+        """Flushes, or drops what nobody reads."""
+        try:
+            self._stream.flush()
+        except BrokenPipeError:
+            self._drop()
+
+    def _drop(self) -> None:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())  # what its buffer still holds goes there at the end
+        os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 def _identity(out: Any) -> tuple[int, int] | None:
     """What changes when a command puts its result at `out`; None while nothing is there."""
     try:
@@ -257,7 +318,7 @@ def _warnings_in_one_line(*, quiet: bool) -> Iterator[None]:
             if not filename.startswith(ours):
                 usual(printable(str(message)), category, filename, *rest, **more)
             elif not quiet:
-                click.echo(f"warning: {printable(str(message))}", err=True)
+                echo(f"warning: {message}", err=True)
 
         warnings.showwarning = show
         yield

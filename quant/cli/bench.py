@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
+from quant.cli.base import JSON, QUIET, TRUST, Command, echo, print_json
 from quant.cli.console import bar
 from quant.errors import UserError
 
@@ -47,13 +47,13 @@ def bench_command(model: str | None, ceilings: bool, tokens: str, quiet: bool, a
     if as_json:
         print_json(found)
         return
-    click.echo(found["gpu"])
+    echo(found["gpu"])
     for name, entry in found.get("ceilings", {}).items():
         share = "" if entry["share"] is None else f", {entry['share']:.0%} of the data sheet"
         rate = entry["rate"] / 1e12
-        click.echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
+        echo(f"  {name}: {rate:.{0 if rate >= 100 else 2}f} {entry['unit']}{share}")
     for row in found.get("matmuls", ()):
-        click.echo(
+        echo(
             f"  {row['format']} [{row['out']}, {row['in']}], {row['tokens']} tokens: {row['microseconds']:.1f} µs, "
             f"{row['bytes_per_second'] / 1e12:.2f} TB/s, {row['flops'] / 1e12:.1f} TFLOP/s, "
             f"{row['times_16_bit']:.2f} × 16 bit ({row['choice']})"
@@ -84,11 +84,11 @@ def tune_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
         print_json({"file": str(path), "entries": entries, "dropped": dropped})
         return
     for name, entry in entries.items():
-        click.echo(f"{name}: {entry['microseconds']:.1f} µs, {entry['choice']}")
+        echo(f"{name}: {entry['microseconds']:.1f} µs, {entry['choice']}")
     for name, why in dropped.items():
-        click.echo(f"dropped {name}: {why}", err=True)
+        echo(f"dropped {name}: {why}", err=True)
     if not quiet:
-        click.echo(f"written to {path}", err=True)
+        echo(f"written to {path}", err=True)
 
 
 def _weights(model: str, what: str) -> list[BlockScaledTensor]:

@@ -12,6 +12,7 @@ from quant.api.export_kinds import KINDS, LAYOUTS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, stages, status
 from quant.errors import UserError, counted
+from quant.formats.atomic import claimed
 from quant.recipes.plan import PLAN_FILE
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ def export_command(
     if not is_checkpoint(directory):
         raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
     out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
+    click.get_current_context().with_resource(claimed(out))
     check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
     with status(f"loading {directory}", quiet):
         if kind in LAYOUTS:

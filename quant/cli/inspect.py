@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from quant.cli.base import JSON, REVISION, TRUST, Command, print_json
+from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.console import page, print_plan, table
-from quant.errors import UserError
 from quant.export.directory import check_apart
 from quant.formats.format import FORMATS
+from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
+from quant.page.saved_report import saved_report
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import presets
 
@@ -30,8 +30,7 @@ def inspect_command(directory: str, as_json: bool) -> None:
 
 def _inspect(directory: Path, as_json: bool) -> None:
     if (directory / PLAN_FILE).is_file():
-        file = directory / "report.json"
-        plan, report = Plan.load(directory / PLAN_FILE), json.loads(file.read_text()) if file.is_file() else None
+        plan, report = Plan.load(directory / PLAN_FILE), saved_report(directory)
     else:
         from quant.api.load import describe
 
@@ -57,12 +56,9 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
         check_apart(out, receipt_file, None if out.resolve() == directory.resolve() / "report.html" else directory)
     fields = None
     if receipt_file is not None:
-        try:
-            fields = json.loads(receipt_file.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{receipt_file}: not a receipt of `quant export`: {error}") from None
+        fields = read_json(receipt_file, "a receipt of `quant export`", lambda found: found)
     written = rewrite(directory, fields, out=out, source=str(receipt_file))
-    click.echo(f"written to {written}", err=True)
+    echo(f"written to {written}", err=True)
 
 
 @click.command("formats", cls=Command)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
 from quant.extras import versions
-from quant.formats.atomic import write_atomically
+from quant.formats.atomic import claimed, write_atomically
 from quant.layer_result import LayerResult
 from quant.models.files import copy_along
 from quant.models.open import Source, open_model
@@ -54,7 +55,7 @@ _PROCESSOR_FILES = (
 
 
 def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
-    """Does the job and prints what happened.
+    """Does the job and prints what happened; no other process can write to --out meanwhile.
 
     Returns:
         The report as a dict; for a dry run, the plan.
@@ -62,6 +63,11 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the user's mistakes; nothing has been written.
     """
+    with nullcontext() if job.dry_run or job.out is None else claimed(job.out):
+        return _run(job, quiet)
+
+
+def _run(job: Job, quiet: bool) -> dict[str, Any]:
     goal = job.request.goal()
     recipe = None
     if goal is None:

@@ -10,10 +10,11 @@ from typing import Any
 
 import click
 
-from quant.cli.base import JSON, Toolbox, model_options, print_json
+from quant.cli.base import JSON, Toolbox, echo, model_options, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError, counted, megabytes
 from quant.export.directory import check_apart
+from quant.formats.atomic import claimed
 from quant.models.shapes import stored_layers
 from quant.plan_check import Problem, read_plan, validate
 from quant.plan_diff import Change, diff, totals
@@ -87,6 +88,7 @@ def edit_command(
     if not settings and kv_cache is None:
         raise UserError("nothing to change: give --set 'GLOB=FORMAT' or --kv-cache FORMAT")
     check_apart(out, plan_file)
+    click.get_current_context().with_resource(claimed(out))
     if out.exists() and not overwrite:
         raise UserError(f"{out}: exists already; pass --overwrite to replace it")
     old = Plan.load(_file_of(plan_file))
@@ -96,7 +98,7 @@ def edit_command(
     new.save(out)
     _show_diff(old, new, as_json)
     if not as_json:
-        click.echo(f"written to {out}", err=True)
+        echo(f"written to {out}", err=True)
 
 
 @plan_group.command("validate")

@@ -19,11 +19,12 @@ from quant.cli.base import (
     TRUST,
     Command,
     attention_options,
+    echo,
     model_options,
     print_json,
 )
 from quant.cli.console import announce, announce_source, bar, page, status, table
-from quant.errors import UserError, printable
+from quant.errors import UserError
 
 if TYPE_CHECKING:
     from quant.evaluation import Evaluation
@@ -142,10 +143,10 @@ def generate_command(
     if as_json:
         print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
         return
-    click.echo(prompt + printable(written.text))
+    echo(prompt + written.text)
     if not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
-        click.echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
+        echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
         if written.kv_cache_bytes is not None or written.attention != "16bit":
             size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
-            click.echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
+            echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)

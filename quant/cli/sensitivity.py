@@ -11,6 +11,7 @@ from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, model_options, print_json
 from quant.cli.console import announce, announce_source, page, stages, status, table
 from quant.export.directory import check_apart
+from quant.formats.atomic import claimed
 from quant.models.files import find_model
 
 if TYPE_CHECKING:
@@ -60,11 +61,14 @@ def sensitivity_command(
     """
     from quant.allocation.allocate import score
     from quant.calibration.placement import find_device
+    from quant.calibration.ranks import rank_and_world
     from quant.cli.inputs import open_original, read_calibration
 
     if out is not None:
         check_apart(out, find_model(model), calib)
     silent = quiet or as_json
+    if out is not None and not rank_and_world()[0]:
+        click.get_current_context().with_resource(claimed(out))
     there = find_device(device)
     announce(there, silent)
     with status(f"loading {model}", silent):

@@ -91,9 +91,9 @@ def safetensors_file(path: Path, framework: str = "numpy") -> Any:
         ) from None
 
 
-def shard_names(weight_map: Mapping[str, Any], index: Path) -> list[str]:
+def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
     """Names of the weight files in an index; UserError for one outside its directory."""
-    names = set(map(str, weight_map.values()))
+    names = set(weight_map.values())
     if outside := sorted(name for name in names if Path(name).is_absolute() or ".." in Path(name).parts):
         raise UserError(f"{index}: names the file {outside[0]!r} outside its directory; download the model again")
     return sorted(names)

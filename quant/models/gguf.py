@@ -22,7 +22,8 @@ from torch import nn
 from quant.errors import UserError
 from quant.extras import require
 from quant.models import huggingface
-from quant.models.huggingface import one_line, quiet
+from quant.models.configs import one_line
+from quant.models.huggingface import quiet
 from quant.models.shapes import gguf_reader
 
 _LOADER = "transformers.modeling_gguf_pytorch_utils"

@@ -9,7 +9,6 @@ transformers would fill them with random numbers. Python files of the directory 
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import re
 import warnings
@@ -24,6 +23,7 @@ from quant.errors import UserError, listed
 from quant.export.checkpoint_reader import TensorFiles
 from quant.export.names import stored_names
 from quant.extras import require
+from quant.models.configs import check_sizes, explained, one_line, read_fields, read_generation_config
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
 from quant.models.quantized_sources import (
@@ -34,6 +34,7 @@ from quant.models.quantized_sources import (
     refuse_packed,
 )
 from quant.models.state_dict import open_safetensors
+from quant.recipes.json_data import typed
 from quant.stored_weights import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -62,6 +63,7 @@ def load(
             _refuse_codes(shard)
     with quiet():
         config = read_config(path)
+        check_sizes(config, shards, path / "config.json")
         _forget_quantization(config)
         cls = model_class(config, str(path))
         if quantization is not None:
@@ -102,9 +104,9 @@ def _open_streamed(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None
 ) -> nn.Module | None:
     """The model with weights where they are stored; None where only transformers can read it."""
-    with require("accelerate", "hf").init_empty_weights(include_buffers=False):
+    with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
         model: nn.Module = cls._from_config(config, dtype=dtype)
-    _read_generation_config(model, path)
+    read_generation_config(model, path)
     if tensors is not None:
         _name(model, path)
     of_model = stored_names(model).of_model
@@ -117,12 +119,6 @@ def _name(model: Any, path: Path) -> None:
     model.name_or_path = model.config._name_or_path = str(path)
 
 
-def _read_generation_config(model: nn.Module, path: Path) -> None:
-    if (path / "generation_config.json").is_file():
-        generation = require("transformers", "hf").GenerationConfig
-        model.generation_config = generation.from_pretrained(path, local_files_only=True)
-
-
 def read_config(path: Path) -> Any:
     """The transformers config of a directory.
 
@@ -130,10 +126,11 @@ def read_config(path: Path) -> Any:
         UserError: transformers does not know it, or would have to run code for it.
     """
     check_links(path)
-    try:
+    file = path / "config.json"
+    fields = read_fields(file)
+    with explained(file):
+        typed(list[str] | None, fields.get("architectures"), "architectures")
         return require("transformers", "hf").AutoConfig.from_pretrained(path, **local_options())
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise UserError(f"{path / 'config.json'}: {one_line(error)}") from error
 
 
 def build(
@@ -157,22 +154,19 @@ def build(
         options: go to `from_pretrained`.
     """
     if meta:
-        with torch.device("meta"):
+        with explained(path), torch.device("meta"):
             return cls._from_config(config, dtype=dtype).eval()  # type: ignore[no-any-return]
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
-    try:
-        model, info = cls.from_pretrained(
-            source, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
-        )
-    except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path}: its weights are a damaged pickle, or hold more than tensors and would run code; get the model "
-            "as safetensors"
-        ) from error
-    except UserError:
-        raise
-    except (ValueError, RuntimeError, KeyError, IndexError, TypeError, ImportError, OSError) as error:
-        raise UserError(f"{path}: transformers cannot load it: {one_line(error)}") from error
+    with explained(f"{path}: transformers cannot load it"):
+        try:
+            model, info = cls.from_pretrained(
+                source, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
+            )
+        except pickle.UnpicklingError as error:
+            raise UserError(
+                f"{path}: its weights are a damaged pickle, or hold more than tensors and would run code; get the "
+                "model as safetensors"
+            ) from error
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
         raise UserError(
@@ -181,7 +175,7 @@ def build(
     if unexpected:
         warnings.warn(f"{path}: {cls.__name__} has no use for {listed(unexpected, 3)}; left out", stacklevel=2)
     if tensors is not None:  # what transformers would have found in the directory
-        _read_generation_config(model, path)
+        read_generation_config(model, path)
         _name(model, path)
     return model  # type: ignore[no-any-return]
 
@@ -273,17 +267,6 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def one_line(error: BaseException) -> str:
-    """The message of an error, on one line."""
-    message = " ".join(str(error).split()) or type(error).__name__
-    if "trust_remote_code" in message:
-        return (
-            "it needs Python files of its directory (auto_map), which would run; if you trust whoever made them, pass "
-            "--trust-remote-code"
-        )
-    return message
-
-
 def _read_config_file(path: Path) -> dict[str, Any]:
     """The contents of config.json."""
     file = path / "config.json"
@@ -291,17 +274,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         others = sorted(p.name for p in path.iterdir() if p.suffix in (".gguf", ".safetensors", ".pt", ".pt2"))
         hint = f"to open a file in it, pass {path / others[0]}" if others else "pass the directory that has one"
         raise UserError(f"{path}: no config.json, so not a Hugging Face directory; {hint}")
-    return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise UserError(f"{file}: not valid JSON ({one_line(error)}); download it again") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: expected a JSON object; download it again")
-    return content
+    return read_fields(file)
 
 
 def _find_shards(path: Path) -> list[Path]:
@@ -311,9 +284,9 @@ def _find_shards(path: Path) -> list[Path]:
         if (path / name).is_file():
             shards = [path / name]
         elif index.is_file():
-            weights = _read_json(index).get("weight_map")
-            if not isinstance(weights, dict) or not weights:
-                raise UserError(f"{index}: has no weight_map; download it again")
+            weights = read_fields(index).get("weight_map")
+            if not isinstance(weights, dict) or not weights or not all(isinstance(v, str) for v in weights.values()):
+                raise UserError(f"{index}: has no weight_map of names of files; download it again")
             shards = [path / shard for shard in shard_names(weights, index)]
         else:
             continue

@@ -7,13 +7,14 @@ modules may be named, split or fused differently from what is stored.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from quant.formats.json_files import read_json
 from quant.models.files import find_model, safetensors_file, shard_names
+from quant.recipes.json_data import typed
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 
@@ -38,11 +39,12 @@ def stored_layers(model: str, plan: Plan) -> list[Layer] | None:
 def _of_directory(path: Path) -> Shapes | None:
     """Shapes by tensor name from safetensors headers; None where the directory is not one of a plain model."""
     try:
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        config = _fields(path / "config.json")
         shards = [path / "model.safetensors"]
         if not shards[0].is_file():
-            index = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-            shards = [path / name for name in shard_names(index["weight_map"], path)]
+            index = _fields(path / "model.safetensors.index.json")
+            names = typed(dict[str, str], index.get("weight_map"), "weight_map")
+            shards = [path / name for name in shard_names(names, path)]
         if "quantization_config" in config or (path / "hf_quant_config.json").is_file():
             return None
         files = [safetensors_file(shard) for shard in shards]
@@ -50,8 +52,12 @@ def _of_directory(path: Path) -> Shapes | None:
         if any(part.get_dtype().startswith(("F8", "U8")) for part in stored.values()):  # codes of quantized weights
             return None
         return {name: tuple(part.get_shape()) for name, part in stored.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError):
         return None  # the loader says what is wrong
+
+
+def _fields(file: Path) -> dict[str, Any]:
+    return read_json(file, "valid JSON", lambda found: typed(dict[str, Any], found, "the document"))
 
 
 def _of_gguf(path: Path, plan: Plan) -> Shapes | None:

@@ -164,7 +164,7 @@ def rewrite(
     if receipt is not None:
         try:
             report.receipt = Receipt.from_dict(receipt)
-        except (ValueError, AttributeError) as error:
+        except ValueError as error:
             raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
         strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
         if receipt.get("plan") not in (None, plan.digest()) or strangers:

@@ -5,7 +5,6 @@ Its HTML page is made by `quant.page.render`.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
@@ -19,8 +18,9 @@ from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
 from quant.evaluation import Evaluation, Fingerprint
 from quant.formats.atomic import write_atomically
+from quant.formats.json_files import read_json
 from quant.layer_result import LayerResult
-from quant.recipes.json_data import JsonData
+from quant.recipes.json_data import JsonData, typed
 from quant.recipes.json_text import json_text
 from quant.recipes.plan import Plan
 
@@ -77,7 +77,8 @@ class Receipt(JsonData):
         Raises:
             ValueError: an unknown or a missing field of a layer, or no verdict.
         """
-        own = {key: value for key, value in fields.items() if key in ("layers", "audit", "passed")}
+        whole = typed(dict[str, Any], fields, "receipt")
+        own = {key: value for key, value in whole.items() if key in ("layers", "audit", "passed")}
         return super().from_dict({"layers": (), "audit": (), **own})
 
 
@@ -164,9 +165,10 @@ class Report(JsonData):
         Raises:
             ValueError: another schema version, an unknown or a missing field.
         """
-        if (version := fields.get("schema_version")) != SCHEMA_VERSION:
+        whole = typed(dict[str, Any], fields, "report")
+        if (version := whole.pop("schema_version", None)) != SCHEMA_VERSION:
             raise ValueError(f"report schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
-        return super().from_dict({key: value for key, value in fields.items() if key != "schema_version"})
+        return super().from_dict(whole)
 
     def save(self, path: str | Path) -> None:
         """Writes the report as JSON."""
@@ -179,10 +181,7 @@ class Report(JsonData):
         Raises:
             ValueError: not JSON, or not a valid report; the message names the file.
         """
-        try:
-            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
-        except (ValueError, AttributeError) as error:
-            raise ValueError(f"{path}: not a valid report: {error}") from None
+        return read_json(path, "a valid report", cls.from_dict)
 
 
 def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:

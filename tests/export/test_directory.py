@@ -155,8 +155,8 @@ def test_stopped_anywhere(
 def test_what_dead_processes_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
     target = tmp_path / "out"
     in_child(lambda: strike(1, False, lambda: os.kill(os.getpid(), signal.SIGKILL)) and write(target, None))
-    (left,) = tmp_path.iterdir()
-    assert left.name.startswith(".out.new.") and contents(left) == NEW
+    left, lock = sorted(tmp_path.iterdir(), key=lambda each: each.is_file())
+    assert left.name.startswith(".out.new.") and contents(left) == NEW and lock.name == ".out.lock"
     (tmp_path / ".out.new.but mine").mkdir()
     with new_directory(target, overwrite=False) as first:
         fill(first, OLD)

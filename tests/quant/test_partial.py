@@ -330,14 +330,6 @@ def test_a_weight_file_that_changes_before_anything_is_kept(
     assert not (tmp_path / "out").exists()
 
 
-def test_two_runs_to_one_directory(text: str, tmp_path: Path) -> None:
-    with (
-        partial_module.Partial(tmp_path / "out", {}),
-        pytest.raises(ValueError, match=r"another process is working on .*out; wait"),
-    ):
-        partial_module.Partial(tmp_path / "out", {})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("solver", ["rtn", "gptq"])
 @pytest.mark.parametrize("overwrite", [False, True])

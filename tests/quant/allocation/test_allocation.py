@@ -191,7 +191,9 @@ def test_records_survive_json() -> None:
     sizes = [point.bits for point in found.record.curve]
     assert sizes == sorted(sizes) and sizes[-1] == 16.0
     assert {u.name for u in found.record.uniform} == {"nvfp4", "fp8"}
-    with pytest.raises(ValueError, match=r"Budget: .*missing"):
+    with pytest.raises(
+        ValueError, match=r"AllocationRecord: missing field\(s\) chosen, curve, rounds, seconds, uniform$"
+    ):
         AllocationRecord.from_dict({"budget": {}})
 
 

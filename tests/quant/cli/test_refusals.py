@@ -180,7 +180,7 @@ def test_what_a_guard_changed_is_in_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", ["torch", "numpy"])
 def test_no_memory_is_one_line(library: str) -> None:
-    """Asked of the allocators themselves, for more than there is; any other error of torch is a defect and shows."""
+    """Asked of the allocators themselves, for more than there is; any other error of torch is a defect, and said so."""
 
     @click.command(cls=Command)
     @click.option("--fail", is_flag=True)
@@ -191,7 +191,14 @@ def test_no_memory_is_one_line(library: str) -> None:
 
     result = CliRunner().invoke(command)
     assert result.exit_code == 2 and re.fullmatch(r"error: out of memory: [^\n]+\n", result.stderr)
-    assert isinstance(CliRunner().invoke(command, ["--fail"]).exception, RuntimeError)
+    result = CliRunner().invoke(command, ["--fail"])
+    assert result.exit_code == 70
+    assert re.fullmatch(
+        r"error: this is a bug in Blockscale: run with --debug, and report what that prints \(RuntimeError at "
+        r"test_refusals\.py:\d+: mat1 and mat2 shapes cannot be multiplied\)\n",
+        result.stderr,
+    )
+    assert isinstance(CliRunner().invoke(command, ["--fail", "--debug"]).exception, RuntimeError)
 
 
 @pytest.mark.parametrize("out", ["runs", "runs/model"])

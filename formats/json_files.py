@@ -1,0 +1,68 @@
+"""JSON files from others are read here: what is not as it should be ends in one line that names the file.
+
+Python's reader takes documents that break whatever works on them: lists nested up to the end of the stack, and halves
+of characters that no file and no terminal can hold. They are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+DEPTH = 100
+"""How deeply lists and objects may be nested."""
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # as JSON writes it, and as Python shows one that has no other half
+
+
+def read_json(path: str | Path, what: str, make: Callable[[Any], T]) -> T:
+    """What a JSON file stands for.
+
+    Args:
+        path: the file.
+        what: errors say that it is not this.
+        make: takes the document; its ValueError becomes that of the file.
+
+    Raises:
+        ValueError: it is not UTF-8, no JSON, nested too deeply, or not what `make` takes; the message names the file.
+        OSError: it cannot be read.
+    """
+    content = Path(path).read_bytes()
+    try:
+        return make(parse_json(content))
+    except ValueError as error:
+        raise ValueError(f"{path}: not {what}: {error}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON document; ValueError if it is none, or nested too deeply."""
+    if isinstance(text, bytes):
+        text = text.decode("utf-8")
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEPTH} deep") from None
+    check_depth(found)
+    if _HALF.search(text) and _HALF.search(str([found]).replace("\\\\", "")):
+        raise ValueError("half of a character, as in \\ud800")
+    return found
+
+
+def check_depth(document: Any) -> None:
+    """Raises ValueError where lists and objects are nested too deeply for what works on them."""
+    level: list[Any] = [document]
+    for _ in range(DEPTH + 1):
+        level = [item for each in level for item in _items(each) if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {DEPTH} deep")
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

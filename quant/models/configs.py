@@ -1,0 +1,108 @@
+"""Configs of models are read and checked here, and errors of what works on them become one line.
+
+transformers takes a config for granted: some fields it checks, over others its models stumble with any exception.
+"""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from quant.errors import UserError
+from quant.extras import require
+from quant.formats.json_files import read_json
+from quant.models.files import safetensors_file
+from quant.recipes.json_data import typed
+
+_BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
+_SIZE = re.compile(r"(size|dims?|heads?|layers?|experts?|embd|embed|inner|channels?|blocks?|width|depth|rank|groups?)$")
+_USUAL = {True: 1000, False: 1 << 20}  # of blocks, and of other sizes: no reason to look into the files
+_LONGEST = 500  # characters of a message that is not ours
+
+
+def read_fields(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file that came with a model.
+
+    Raises:
+        UserError: it cannot be read, or holds no JSON object.
+    """
+    try:
+        return read_json(file, "valid JSON", lambda found: typed(dict[str, Any], found, "the document"))
+    except (ValueError, OSError) as error:
+        raise UserError(f"{one_line(error)}; download it again") from None
+
+
+def read_generation_config(model: Any, path: Path) -> None:
+    """Gives a model the generation config of its directory, if there is one; UserError if it cannot be read."""
+    file = path / "generation_config.json"
+    if file.is_file():
+        read_fields(file)
+        with explained(file):
+            generation = require("transformers", "hf").GenerationConfig
+            model.generation_config = generation.from_pretrained(path, local_files_only=True)
+
+
+def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
+    """Refuses a config whose model could never be in the weight files: to list its parts would take forever.
+
+    Args:
+        config: of transformers.
+        files: with the weights.
+        where: what the error names.
+
+    Raises:
+        UserError: more blocks than tensors in the files, or a size beyond the number of weights in them.
+    """
+    wide = {name: value for name, value in _sizes(config.to_dict()) if value > _USUAL[name in _BLOCKS]}
+    if not wide:
+        return
+    nbytes, tensors = 0, 0
+    for file in files:
+        nbytes += file.stat().st_size
+        tensors += len(safetensors_file(file).keys()) if file.suffix == ".safetensors" else _USUAL[True]
+    for name, value in wide.items():
+        if value > (tensors if name in _BLOCKS else 2 * nbytes):
+            raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights that are there")
+
+
+def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """Whole numbers of a config that sizes of its model follow from, those of its parts too."""
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            yield from _sizes(value)
+        elif isinstance(value, int) and _SIZE.search(name):
+            yield name, value
+
+
+@contextmanager
+def explained(where: str | Path) -> Iterator[None]:
+    """While open, whatever transformers or a model's own code raises becomes one line that begins with `where`.
+
+    Raises:
+        UserError: instead of any exception but those of this package, and of memory.
+    """
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:
+        raise UserError(f"{where}: {one_line(error)}") from error
+
+
+def one_line(error: BaseException) -> str:
+    """The message of an error, on one line; with its class where the message alone says little, as of a KeyError."""
+    message = " ".join(str(error).split())
+    if not message or not isinstance(error, ValueError | OSError | RuntimeError):
+        message = f"{type(error).__name__}: {message}".removesuffix(": ")
+    if len(message) > _LONGEST:
+        message = f"{message[:_LONGEST]} …"
+    if "trust_remote_code" in message:
+        return (
+            "it needs Python files of its directory (auto_map), which would run; if you trust whoever made them, pass "
+            "--trust-remote-code"
+        )
+    return message

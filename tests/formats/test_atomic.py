@@ -1,0 +1,87 @@
+"""Texts are replaced whole, what dead processes left is removed, and one process at a time writes to a place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quant.formats import atomic
+from quant.formats.atomic import claimed, write_atomically
+
+
+def in_child(action: Callable[[], None]) -> int:
+    """Exit status of a forked process that does `action`; 1 for an exception."""
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            action()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child_without(action: Callable[[], None]) -> int:
+    """As `in_child`, in a process that does not know what its parent claimed."""
+    return in_child(lambda: (atomic._CLAIMED.clear(), action())[1])
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_text_is_replaced_with_the_usual_permissions(tmp_path: Path) -> None:
+    place = tmp_path / "below" / "text"
+    for text in ("one", "zwei ✓"):
+        write_atomically(place, text)
+        assert place.read_text(encoding="utf-8") == text
+    (tmp_path / "usual").touch()
+    assert stat.S_IMODE(place.stat().st_mode) == stat.S_IMODE((tmp_path / "usual").stat().st_mode)
+    assert os.listdir(place.parent) == ["text"]
+
+
+def test_what_a_killed_process_left_of_a_text_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = tmp_path / "text"
+    monkeypatch.setattr(atomic, "put_file", lambda *_: kill())
+    assert in_child(lambda: write_atomically(place, "lost")) == -signal.SIGKILL
+    (left,) = tmp_path.iterdir()
+    assert left.read_text() == "lost"
+    monkeypatch.undo()
+    write_atomically(place, "kept")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("text", "kept")]
+
+
+def test_a_claim_keeps_other_processes_out_and_not_its_own(tmp_path: Path) -> None:
+    place = tmp_path / "not" / "yet" / "out"
+
+    def claim() -> None:
+        with claimed(place):
+            pass
+
+    def refused() -> None:
+        with pytest.raises(OSError, match=rf"out: process {os.getppid()} is writing to it; wait for it, or stop it"):
+            claim()
+
+    with claimed(place):
+        claim()
+        assert in_child_without(refused) == 0
+    assert in_child(claim) == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    def die() -> None:
+        with claimed(tmp_path / "out"):
+            kill()
+
+    assert in_child(die) == -signal.SIGKILL
+    assert [file.name for file in tmp_path.iterdir()] == [".out.lock"]
+    with claimed(tmp_path / "out"):
+        assert (tmp_path / ".out.lock").read_text() == str(os.getpid())
+    assert not list(tmp_path.iterdir())

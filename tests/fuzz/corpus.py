@@ -1,0 +1,287 @@
+"""The corpus is one healthy input of every kind that commands read, and the commands that read it.
+
+The inputs are made by the commands themselves, in the process that is forked later, which imports everything that they
+need. A command's arguments name inputs as `in/NAME` and its results as `out`; a case runs in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf_samples
+import tiny_models
+import torch
+from fuzz import forks
+from safetensors.torch import save_file
+from samples import BASE, GOLDENS, TEXTS
+from torch import nn
+from transformers import AutoConfig, LlamaForCausalLM
+
+from quant.cli.main import COMMANDS
+from quant.export import partial
+
+_IMPORTED = (
+    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export", "quant.cli.inputs",
+    "quant.cli.pipeline", "quant.page.render", "quant.runtime.generate", "scipy.optimize", "torch._dynamo",
+    "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
+    "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",
+    "transformers.modeling_gguf_pytorch_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama", "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)  # fmt: skip
+"""What commands import, so that the forks need not."""
+
+ROWS = "--calib in/tokens.safetensors --calib-samples 2 --seqlen 8"
+SHORT = "--samples 1 --seqlen 8"
+TO = "--out out --quiet"
+RESUMED = f"quantize in/model --format nvfp4 --solver gptq {ROWS} {TO}"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file that is changed, and the commands that read it.
+
+    Attributes:
+        file: the changed file, below `in`, or beside it if it begins with a dot; "" changes an option instead.
+        kind: how it is changed, a key of `mutations.KINDS`.
+        commands: one of them runs, its words separated by spaces.
+        weight: how often the target is chosen.
+    """
+
+    file: str
+    kind: str
+    commands: Sequence[str]
+    weight: int = 4
+
+    def inputs(self, command: str) -> list[str]:
+        """What stands in `in` while a command runs, files and directories."""
+        named = [word.removeprefix("in/").partition("/")[0] for word in command.split() if word.startswith("in/")]
+        beside = [f"{name}.json" for name in named if name.endswith(".engine")]
+        return sorted({*named, *beside, *filter(None, [self.file.partition("/")[0]])})
+
+
+WRITTEN = ("ckpt/report.json", "ckpt/report.html", "scores.json")
+"""Inputs that commands may write: an export adds to the report of its checkpoint."""
+
+
+def make(home: Path) -> list[Target]:
+    """Writes the healthy inputs to `home`, and lists what to do with them."""
+    for command, _ in COMMANDS.values():
+        importlib.import_module(command.partition(":")[0])
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    _models(home)
+    _texts(home)
+    for argv in (
+        f"quantize in/model --format nvfp4 --kv-cache fp8 {ROWS} --out in/ckpt --quiet",
+        f"sensitivity in/model --calib in/tokens.safetensors {SHORT} --out in/scores.json --quiet",
+        "export in/ckpt --to onnx --out in/graph --quiet",
+    ):
+        done = forks.run(argv.split(), _beside(home))
+        assert not done.code, (argv, done)
+    shutil.copytree(home / "ckpt", home / "plain")
+    for name in ("plan.json", "report.json", "report.html"):
+        (home / "plain" / name).unlink()
+    shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
+    shutil.copy(home / "graph" / "receipt.json", home / "receipt.json")
+    _engine(home)
+    return _targets(_unfinished(home))
+
+
+def _beside(home: Path) -> Path:
+    """A folder in which the inputs are called `in`."""
+    folder = home.parent / "making"
+    folder.mkdir(exist_ok=True)
+    if not (folder / "in").exists():
+        (folder / "in").symlink_to(home)
+    return folder
+
+
+def _models(home: Path) -> None:
+    shutil.copytree(BASE, home / "model")
+    config = json.loads((BASE / "tokenizer_config.json").read_text(encoding="utf-8"))
+    template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    (home / "model" / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
+    tiny_models.qwen3_moe(dtype=torch.bfloat16).save_pretrained(home / "experts", max_shard_size="60KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BASE / name, home / "experts")
+    for name in ("compressed_tensors/NVFP4", "compressed_tensors/FP8_BLOCK", "modelopt/mixed", "modelopt/fp8"):
+        shutil.copytree(GOLDENS / name, home / Path(name).name)
+        for each in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(BASE / each, home / Path(name).name)
+    weights = {"a.weight": torch.randn(64, 128), "b.weight": torch.randn(32, 64), "b.bias": torch.zeros(32)}
+    save_file(weights, home / "w.safetensors")
+    torch.save(weights, home / "w.pt")
+    torch.save(weights, home / "old.bin", _use_new_zipfile_serialization=False)
+    size = torch.export.Dim("rows", max=64)
+    program = torch.export.export(nn.Linear(16, 16), (torch.randn(4, 16),), dynamic_shapes={"input": {0: size}})
+    torch.export.save(program, home / "m.pt2")
+    config = AutoConfig.from_pretrained(BASE)
+    config.tie_word_embeddings = True
+    gguf_samples.write_gguf(home / "m.gguf", LlamaForCausalLM(config))
+
+
+def _texts(home: Path) -> None:
+    text = (TEXTS / "calibration.txt").read_text(encoding="utf-8")[:20000]
+    (home / "text.txt").write_text(text, encoding="utf-8")
+    ids = torch.randint(5, 60, (4, 16), generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, home / "tokens.safetensors")
+    records = [{"text": text[i : i + 500], "messages": None, "id": i} for i in range(0, 20000, 500)]
+    (home / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    chat = {"messages": [{"role": "user", "content": text[:800]}, {"role": "assistant", "content": text[800:2000]}]}
+    (home / "chats.jsonl").write_text((json.dumps(chat) + "\n") * 3, encoding="utf-8")
+    rows = [
+        {"weight": format, "activation": format, "out": out, "in": inside, "tokens": 1, "seconds": 1e-6 * (i + 1)}
+        for i, format in enumerate((None, "nvfp4"))
+        for out, inside in ((128, 128), (64, 128), (256, 128), (128, 256))
+    ]
+    (home / "times.json").write_text(json.dumps({"name": "ours", "bandwidth": 1e12, "times": rows}), encoding="utf-8")
+    recipe = (
+        'name = "mine"\nweight = "nvfp4"\nactivation = "nvfp4"\nsolver = "rtn"\nkv_cache = "fp8"\n\n'
+        '[[rules]]\nmatch = "*.down_proj"\nweight = "mxfp8"\nactivation = "mxfp8"\nreason = "wide"\n'
+    )
+    (home / "recipe.toml").write_text(recipe, encoding="utf-8")
+
+
+def _engine(home: Path) -> None:
+    """What `quant audit` reads of an engine: its program as text, and the receipt beside it."""
+    nodes = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
+    tensors = "".join(
+        f' tensor={{ dims={{ 256 128 }} name="w{i}" const_payload_size=9 type=fp4_e2m1 }}\n'
+        f' tensor={{ dims={{ 8 128 }} name="x{i}" type=fp4_e2m1 }}\n'
+        for i in range(3)
+    )
+    lines = "".join(
+        f'  fully_connected={{ name="{node}/MatMul" input={{ "x{i}" "w{i}" }} output={{ "y{i}" }} '
+        f'layers="[ONNX Layer: {node}/MatMul]" }}\n'
+        for i, node in enumerate(nodes)
+    )
+    text = f"header {{\n  version = 1\n}}\n{tensors}\nmain {{\n{lines}}}\n"
+    (home / "m.engine").write_bytes(bytes(64) + text.encode() + bytes(64))
+    receipt = json.loads((home / "receipt.json").read_text())
+    digest = json.loads((home / "ckpt" / "report.json").read_text())["plan_digest"]
+    known = {"attention_nodes": ["model.layers.0.self_attn/Attention"], "layers": nodes}
+    (home / "m.engine.json").write_text(json.dumps({**receipt, "plan": digest, "engine": known}), encoding="utf-8")
+
+
+def _unfinished(home: Path) -> str:
+    """Makes the partial directory of a run that was killed before it wrote its checkpoint; gives the file of a step."""
+
+    def stop() -> None:
+        partial.Partial.put = _killed_after(4, partial.Partial.put)  # type: ignore[method-assign]
+
+    folder = _beside(home)
+    killed = forks.run(RESUMED.split(), folder, stop)
+    assert killed.code == -signal.SIGKILL, killed
+    shutil.move(folder / ".out.partial", home / ".out.partial")
+    return next((home / ".out.partial").glob("*.safetensors")).name
+
+
+def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
+    left = calls
+
+    def kill(self: partial.Partial, *arguments: Any, **options: Any) -> None:
+        nonlocal left
+        left -= 1
+        if not left:
+            self.flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        put(self, *arguments, **options)
+
+    return kill
+
+
+def _targets(step: str) -> list[Target]:
+    quantize = f"quantize in/model --format fp8_channel {TO}"
+    calibrated = f"quantize in/model --format nvfp4 {ROWS} {TO}"
+    evaluate = f"evaluate in/model --text in/tokens.safetensors {SHORT} --json"
+    generate = "generate in/model --prompt ab --max-new-tokens 3"
+    run = [
+        quantize, calibrated, evaluate, generate,
+        "quantize in/model --format nvfp4 --dry-run --json",
+        "plan validate in/plan.json --model in/model",
+        f"sensitivity in/model --calib in/tokens.safetensors {SHORT} {TO}",
+        f"quantize in/model --bits 6 {ROWS} {TO}",
+    ]  # fmt: skip
+    with_text = [
+        quantize, f"{generate} --json",
+        f"evaluate in/model --text in/text.txt {SHORT} --json",
+        f"quantize in/model --format nvfp4 --calib in/text.txt --calib-samples 2 --seqlen 8 {TO}",
+    ]  # fmt: skip
+    read = [
+        "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt",
+        f"evaluate in/ckpt --text in/tokens.safetensors {SHORT} --json",
+        "generate in/ckpt --prompt ab --max-new-tokens 3",
+        f"export in/ckpt --to modelopt {TO}",
+        f"export in/ckpt --to compressed-tensors {TO}",
+        f"export in/ckpt --to onnx {TO}",
+    ]  # fmt: skip
+    plans = [
+        "plan show in/plan.json --all", "plan show in/plan.json --json",
+        "plan validate in/plan.json --model in/model --target vllm",
+        "plan diff in/plan.json in/ckpt",
+        "plan edit in/plan.json --set *.down_proj=mxfp8 --out out",
+        f"quantize in/model --plan in/plan.json {ROWS} {TO}",
+        "quantize in/model --plan in/plan.json --dry-run",
+    ]  # fmt: skip
+    audits = ["audit in/m.engine", "audit in/m.engine --plan in/plan.json"]
+    recipes = [f"quantize in/model --recipe in/recipe.toml {more}" for more in ("--dry-run", f"{ROWS} {TO}")]
+    scored = f"quantize in/model --bits 6 --formats nvfp4,mxfp8,fp8 --sensitivity in/scores.json {ROWS} {TO}"
+    timed = f"quantize in/model --latency 1ms --formats nvfp4 --target in/times.json {ROWS} {TO}"
+    options = [
+        *run, *read[-1:], *plans[2:5:2], f"{quantize} --seed 0", f"{calibrated} --seed 0", f"{calibrated} --memory 8GB",
+        f"{calibrated} --guard 0.1\u00a0fp8\u00a0keep", f"{calibrated} --include *", f"{evaluate} --batch-size 1",
+        f"quantize in/model --max-kl 0.1 {ROWS} {TO}", f"quantize in/model --fit 8GB --ctx 32 --batch 2 {ROWS} {TO}",
+        "plan show in/plan.json --match *", f"export in/ckpt --to onnx --shapes batch=1:1:2,sequence=4:8:16 {TO}",
+    ]  # fmt: skip
+    found = [
+        Target("", "options", options, 12),
+        Target("model/config.json", "json", run, 16),
+        Target("model/generation_config.json", "json", run, 2),
+        Target("model/tokenizer.json", "json", with_text),
+        Target("model/tokenizer_config.json", "json", with_text),
+        Target("model/model.safetensors", "safetensors", run, 8),
+        Target("experts/config.json", "json", _of("experts", run)),
+        Target("experts/model.safetensors.index.json", "json", _of("experts", run[:6]), 8),
+        Target("ckpt/plan.json", "json", read, 8),
+        Target("ckpt/config.json", "json", read, 8),
+        Target("ckpt/report.json", "json", read[:3], 6),
+        Target("ckpt/model.safetensors", "safetensors", read, 8),
+        Target("plan.json", "json", plans, 12),
+        Target("recipe.toml", "toml", recipes, 6),
+        Target("receipt.json", "json", ["report in/ckpt --receipt in/receipt.json"]),
+        Target("m.engine", "text", audits, 3),
+        Target("m.engine.json", "json", audits, 3),
+        Target("scores.json", "json", [scored]),
+        Target("times.json", "json", [timed], 3),
+        Target(".out.partial/journal.jsonl", "journal", [RESUMED]),
+        Target(f".out.partial/{step}", "safetensors", [RESUMED], 1),
+        Target("m.gguf", "bytes", _of("m.gguf", [*run[:3], *run[4:6]]), 6),
+        Target("tokens.safetensors", "safetensors", [calibrated, evaluate]),
+    ]
+    for name, kind in (("text.txt", "text"), ("records.jsonl", "lines"), ("chats.jsonl", "lines")):
+        found.append(Target(name, kind, _of(name, with_text[-1:], "text.txt"), 2))
+    for name in ("w.safetensors", "w.pt", "old.bin", "m.pt2"):
+        kind = "safetensors" if name.endswith("safetensors") else "torch"
+        found.append(Target(name, kind, _of(name, [quantize, *run[4:6]]), 6))
+    for name in ("NVFP4", "FP8_BLOCK", "mixed", "fp8", "plain"):
+        other = "compressed-tensors" if name in ("mixed", "fp8") else "modelopt"
+        ours = _of(name, [*read[:1], read[4], f"export in/ckpt --to {other} {TO}"], "ckpt")
+        again = _of(name, [f"quantize in/model --format mxfp8 {TO}", run[4]])
+        files = ["config.json", "model.safetensors", *(["hf_quant_config.json"] if name in ("mixed", "fp8") else [])]
+        for file in files:
+            kind = "safetensors" if file.endswith("safetensors") else "json"
+            found.append(Target(f"{name}/{file}", kind, [*ours, *again], 4))
+    return found
+
+
+def _of(name: str, commands: Sequence[str], before: str = "model") -> list[str]:
+    """Commands with another input."""
+    return [command.replace(f"in/{before}", f"in/{name}") for command in commands]

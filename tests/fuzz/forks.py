@@ -1,0 +1,138 @@
+"""A command runs in a fork of a process that has everything imported, so that a case costs milliseconds, not seconds.
+
+Every fork has limits: processor time, memory beyond what it started with, bytes in a file, and time on the clock. Its
+stacks are printed when it runs out of time, which shows where a hang is.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import resource
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SECONDS = 10
+MEMORY = 1 << 30
+_FILE = 200 << 20
+_CLOCK = 60  # for a process that waits for something instead of computing
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command did: `code` is negative for the signal that ended it, `grown` bytes of memory at its peak."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+    grown: int
+
+
+@dataclass
+class _Running:
+    key: Any
+    folder: Path
+    started: float
+    resident: int
+
+
+def run(argv: Sequence[str], folder: Path, before: Callable[[], None] | None = None) -> Outcome:
+    """Runs one command in `folder`; `before` is called in the fork first."""
+    return next(run_all([(None, argv, folder, before)], 1))[1]
+
+
+def run_all(
+    commands: Iterable[tuple[Any, Sequence[str], Path, Callable[[], None] | None]], jobs: int
+) -> Iterator[tuple[Any, Outcome]]:
+    """Runs many, `jobs` at a time; gives the key of each command and its outcome as they end."""
+    gc.collect()
+    gc.freeze()  # what ends in a fork would else be what was begun here, perhaps with threads that are not there
+    waiting = iter(commands)
+    running: dict[int, _Running] = {}
+    exhausted = False
+    while running or not exhausted:
+        while len(running) < jobs and not exhausted:
+            command = next(waiting, None)
+            if command is None:
+                exhausted = True
+                break
+            key, argv, folder, before = command
+            running[_start(argv, folder, before)] = _Running(key, folder, time.monotonic(), _resident())
+        for pid, each in list(running.items()):
+            found, status, used = os.wait4(pid, os.WNOHANG)
+            if not found:
+                if time.monotonic() - each.started > _CLOCK:
+                    os.killpg(pid, signal.SIGKILL)
+                continue
+            del running[pid]
+            texts = ((each.folder / name).read_bytes().decode(errors="replace") for name in ("stdout", "stderr"))
+            seconds = used.ru_utime + used.ru_stime
+            yield (
+                each.key,
+                Outcome(os.waitstatus_to_exitcode(status), *texts, seconds, used.ru_maxrss * 1024 - each.resident),
+            )
+        time.sleep(0.002)
+
+
+def _start(argv: Sequence[str], folder: Path, before: Callable[[], None] | None) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 70
+    try:
+        os.setpgid(0, 0)
+        for name, handle in (("stdout", 1), ("stderr", 2)):
+            opened = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(opened, handle)
+            os.close(opened)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.chdir(folder)
+        _limit()
+        code = _command(argv, before)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _command(argv: Sequence[str], before: Callable[[], None] | None) -> int:
+    from quant.cli.main import main
+
+    sys.argv = ["quant", *argv]
+    if before is not None:
+        before()
+    try:
+        main(list(argv), prog_name="quant")
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    return 0
+
+
+def _limit() -> None:
+    faulthandler.register(signal.SIGXCPU, file=2, chain=True)
+    faulthandler.dump_traceback_later(_CLOCK - 1, file=2)
+    status = Path("/proc/self/status").read_text().splitlines()
+    taken = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
+    for limit, value in (
+        (resource.RLIMIT_DATA, taken + MEMORY),
+        (resource.RLIMIT_CPU, SECONDS),
+        (resource.RLIMIT_FSIZE, _FILE),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, resource.getrlimit(limit)[1]))
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
