@@ -1,10 +1,10 @@
 """This benchmark quantizes a small model alone on the machine and next to busy processes, and compares the seconds.
 
 Where another process wants the same cores, a thread sometimes has none. Threads that wait for it by spinning, as
-libgomp's do unless it is told otherwise, then use up the time that it is waiting for. Commands tell libgomp to sleep
-instead, and take rows of a weight through a whole solver in one thread. The two ways of waiting alternate, and so do
-runs alone and runs with neighbours. What counts is the ratio, so the machine should have nothing else to do; the CPU
-seconds show what the waiting itself costs.
+libgomp's do for milliseconds unless it is told otherwise, then use up the time that it is waiting for. Commands tell
+libgomp to sleep soon, and take rows of a weight through a whole solver in one thread. The two ways of waiting
+alternate, and so do runs alone and runs with neighbours. What counts is the ratio, so the machine should have nothing
+else to do; the CPU seconds show what the waiting itself costs.
 
     python benchmarks/neighbour.py                 GPTQ of a Llama of 8 layers, one neighbour, a thread for each core
 """

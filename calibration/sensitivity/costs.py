@@ -299,6 +299,6 @@ def parse_quantity(text: str, kind: str) -> float:
     """
     found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e-?[0-9]+)?)\s*([^0-9.]*?)\s*", text, re.IGNORECASE)
     units = _UNITS[kind]
-    if found is None or found[2].lower() not in units or float(found[1]) <= 0:
+    if found is None or found[2].lower() not in units or not 0 < float(found[1]) < math.inf:
         raise ValueError(f"{text!r} is no {kind}; write it like {_EXAMPLES[kind]}")
     return float(found[1]) * units[found[2].lower()]
