@@ -157,21 +157,53 @@ def shuffled(documents: Iterable[Document], seed: int) -> Iterator[Document]:
     yield from window
 
 
+def start_token(tokenizer: Any | None) -> int | None:
+    """The start token (BOS) with which the tokenizer begins every text; None where it begins with none."""
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if tokenizer is None or bos is None:
+        return None
+    ids = tokenizer("a", verbose=False)["input_ids"]
+    return int(bos) if len(ids) > 1 and int(ids[0]) == bos else None
+
+
+def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.Tensor:
+    """Rows of `seqlen` tokens from documents `[documents, tokens]`; no row crosses documents, the rests are dropped.
+
+    With a start token, every row begins with it, and a text's own at the beginning of a document is not counted twice.
+    """
+    if start is None:
+        usable = ids.shape[1] // seqlen
+        return ids[:, : usable * seqlen].reshape(-1, seqlen)
+    if seqlen == 1:
+        raise ValueError(f"seqlen=1: every row begins with token {start} and would hold nothing else; raise seqlen")
+    if bool((ids[:, 0] == start).all()):
+        ids = ids[:, 1:]
+    rows = cut_rows(ids, seqlen - 1)
+    return torch.cat([rows.new_full((len(rows), 1), start), rows], dim=1)
+
+
 def pack_rows(
-    documents: Iterable[Document], end: int | None, samples: int | None, seqlen: int, name: str
+    documents: Iterable[Document],
+    end: int | None,
+    samples: int | None,
+    seqlen: int,
+    name: str,
+    start: int | None = None,
 ) -> torch.Tensor:
     """Documents one after the other, cut every `seqlen` tokens; no more are read than the rows need.
 
     Args:
         end: id of the token that closes a text; None puts in none.
         samples: number of rows; None takes all that there are.
+        start: id of the token with which every row begins where there are texts; ids and chats come as they are fed.
 
     Raises:
         ValueError: there are not tokens enough.
     """
     parts: list[torch.Tensor] = []
-    tokens, count = 0, 0
+    tokens, count, texts = 0, 0, False
     for ids, is_open in documents:
+        texts |= is_open
         if is_open and end is not None and int(ids[-1]) != end:
             ids = torch.cat([ids, torch.tensor([end])])
         parts.append(ids)
@@ -179,13 +211,13 @@ def pack_rows(
         if samples is not None and tokens >= samples * seqlen:
             break
     _check_any(count, name)
-    rows, wanted = tokens // seqlen, samples or 1
-    if rows < wanted:
+    rows, wanted = cut_rows(torch.cat(parts)[None], seqlen, start if texts else None), samples or 1
+    if len(rows) < wanted:
         raise ValueError(
-            f"{name}: too short: {count} document(s) with {tokens} tokens give {rows} rows of {seqlen}; "
+            f"{name}: too short: {count} document(s) with {tokens} tokens give {len(rows)} rows of {seqlen}; "
             f"{wanted} row(s) need {wanted * seqlen} tokens. Give more text, or lower samples or seqlen"
         )
-    return torch.cat(parts)[: (samples or rows) * seqlen].reshape(-1, seqlen)
+    return rows[:samples]
 
 
 def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """`token_rows` and `calibration_rows` give the rows of tokens that calibration and evaluation feed to a model.
 
-`token_rows` tokenizes a whole text at once and cuts it into consecutive rows of the same length, without padding,
-separators or extra start tokens; the rest at the end is dropped. A row may begin in the middle of a sentence, and the
-same file gives the same rows everywhere, without which perplexities could not be compared. Token ids in a tensor or a
-safetensors file are cut in the same way.
+`token_rows` tokenizes a whole text at once and cuts it into consecutive rows of the same length, without padding or
+separators; the rest at the end is dropped. A row may begin in the middle of a sentence, and the same file gives the
+same rows everywhere, without which perplexities could not be compared. Where the tokenizer begins every text with a
+start token (BOS), every row begins with it: a model that always saw one predicts badly without. Token ids in a tensor
+or a safetensors file are cut as they are.
 
 `calibration_rows` also takes every other source of calibration text:
 
@@ -26,7 +27,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from quant.calibration.texts.documents import pack_rows, read_documents, shuffled, whole_rows
+from quant.calibration.texts.documents import cut_rows, pack_rows, read_documents, shuffled, start_token, whole_rows
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration.texts.records import parse_corpus, read_records
 
@@ -100,7 +101,8 @@ def calibration_rows(
     if shuffle and corpus is None:
         documents = shuffled(documents, seed)
     if pack:
-        rows = pack_rows(documents, getattr(tokenizer, "eos_token_id", None), samples, seqlen, name)
+        end = getattr(tokenizer, "eos_token_id", None)
+        rows = pack_rows(documents, end, samples, seqlen, name, start_token(tokenizer))
     else:
         rows = whole_rows(documents, samples, seqlen, name)
     if tokenizer is not None:
@@ -119,8 +121,9 @@ def token_rows(
     """Rows of token ids from a text file or from ids that exist already.
 
     Args:
-        text: a UTF-8 text file; a `.safetensors` file of token ids, with `:NAME` after it where it holds several
-            tensors; or a tensor of token ids, `[tokens]` or `[documents, tokens]` (no row crosses documents).
+        text: a UTF-8 text file, whose rows begin with BOS where the tokenizer's texts do; a `.safetensors` file of
+            token ids, with `:NAME` after it where it holds several tensors; or a tensor of token ids, `[tokens]` or
+            `[documents, tokens]` (no row crosses documents).
         tokenizer: a Hugging Face tokenizer; None will do for ids, which are then not checked against a vocabulary.
         samples: number of rows; None takes all that there are.
         seqlen: tokens in a row.
@@ -136,11 +139,10 @@ def token_rows(
     """
     _check_size(samples, seqlen)
     name = "token tensor" if isinstance(text, torch.Tensor) else str(text)
-    ids = _read_ids(text, tokenizer, name)
+    ids, start = _read_ids(text, tokenizer, name)
     if tokenizer is not None:
         _check_vocabulary(ids, len(tokenizer), name)
-    usable = ids.shape[1] // seqlen
-    rows = ids[:, : usable * seqlen].reshape(-1, seqlen)
+    rows = cut_rows(ids, seqlen, start)
     wanted = samples or 1
     if len(rows) < wanted:
         tokens = " × ".join(str(n) for n in ids.shape if n != 1) or "1"
@@ -154,21 +156,23 @@ def token_rows(
     return rows[:samples].clone()
 
 
-def _read_ids(text: Text, tokenizer: Any | None, name: str) -> torch.Tensor:
-    """Token ids as int64 `[documents, tokens]`."""
+def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[torch.Tensor, int | None]:
+    """Token ids as int64 `[documents, tokens]`, and the start token that every row of them is to have."""
+    start = None
     if isinstance(text, torch.Tensor):
         ids = text
     elif ".safetensors" in Path(name).suffix:
         ids = _read_safetensors(name)
     else:
         ids = _tokenize(Path(text), tokenizer)
+        start = start_token(tokenizer)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool or ids.dim() not in (1, 2):
         raise ValueError(
             f"{name}: expected token ids, integers [tokens] or [documents, tokens]; found {ids.dtype} {list(ids.shape)}"
         )
     if ids.numel() == 0:
         raise ValueError(f"{name}: empty, it holds no token")
-    return ids.long().reshape(-1, ids.shape[-1])
+    return ids.long().reshape(-1, ids.shape[-1]), start
 
 
 def _read_safetensors(name: str) -> torch.Tensor:

@@ -45,6 +45,20 @@ def test_texts_are_packed_with_an_end_after_each() -> None:
     assert rows(["abc", "de", "", "fghij"]) == [[0, 1, 2, END], [3, 4, END, 5], [6, 7, 8, 9]]
 
 
+def test_rows_of_texts_begin_with_the_start_token() -> None:
+    class Begun(Letters):
+        bos_token_id = TURN
+
+        def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+            return {"input_ids": [TURN, *super().__call__(text)["input_ids"]]}
+
+    # ◁ a b c ⊥ | ◁ d e ⊥: the chain of documents without its first ◁ is cut every three tokens.
+    found = calibration_rows(["abc", "de"], Begun(), samples=None, seqlen=4)
+    assert found.tolist() == [[TURN, 0, 1, 2], [TURN, END, TURN, 3]]
+    ids = torch.tensor([[TURN, 0, 1, 2], [TURN, 3, 4, 5]])
+    assert calibration_rows([ids], Begun(), samples=None, seqlen=4).tolist() == ids.tolist()
+
+
 def test_unpacked_rows_are_beginnings_of_documents_long_enough() -> None:
     assert rows(["abc", "defgh", "ijkl", "mnopqrstu"], pack=False) == [[3, 4, 5, 6], [8, 9, 10, 11], [12, 13, 14, 15]]
     with pytest.raises(ValueError, match=r"1 of 2 document\(s\) have 4 tokens \(the longest has 5\); 2 are needed"):

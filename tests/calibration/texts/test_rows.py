@@ -23,6 +23,18 @@ class Letters:
         return {"input_ids": [ord(letter) - ord("a") for letter in text if letter.isalpha()]}
 
 
+class Begun(Letters):
+    """Letters that begins every text with a start token."""
+
+    bos_token_id = 30
+
+    def __len__(self) -> int:
+        return 31
+
+    def __call__(self, text: str, **options: object) -> dict[str, list[int]]:
+        return {"input_ids": [30, *super().__call__(text)["input_ids"]]}
+
+
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
@@ -50,6 +62,15 @@ def test_rows_are_consecutive_and_the_rest_is_dropped(text: Path) -> None:
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16, 17, 18, 19]]
     assert token_rows(text, Letters(), samples=2, seqlen=4).tolist() == rows[:2].tolist()
     assert token_rows(str(text), Letters(), samples=1, seqlen=21).tolist() == [list(range(21))]
+
+
+def test_every_row_begins_as_the_tokenizers_texts_do(text: Path) -> None:
+    rows = token_rows(text, Begun(), samples=None, seqlen=4)
+    assert rows.tolist() == [[30, i, i + 1, i + 2] for i in range(0, 21, 3)]
+    ids = torch.tensor([[30, 0, 1, 2, 30, 3, 4, 5]])
+    assert token_rows(ids, Begun(), samples=None, seqlen=4).tolist() == [[30, 0, 1, 2], [30, 3, 4, 5]]
+    with pytest.raises(ValueError, match="every row begins with token 30"):
+        token_rows(text, Begun(), samples=None, seqlen=1)
 
 
 def test_seed_draws_distinct_rows_reproducibly(text: Path) -> None:
