@@ -266,6 +266,8 @@ def _run_state_dict(
     job.check_state_dict(plan)
     started = time.perf_counter()
     with console.stages(quiet) as progress:
+        amounts = [layer.numel * source.dtype.itemsize / 1e6 for layer in plan.layers]
+        progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
         solved, results = solve_state_dict(source.state_dict, plan, device=device, progress=progress)
     bytes_before = sum(tensor.nbytes for tensor in source.state_dict.values())
     seconds["solve"] = time.perf_counter() - started

@@ -132,6 +132,15 @@ def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
     pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"), quiet=True)
 
 
+def test_more_memory_than_the_container_has_is_not_used(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quant.calibration.walk.memory.memory_limit", lambda: 2_000_000)
+    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq", memory="8GB")
+    with pytest.raises(ValueError, match=r"and 2\.00 MB may be used: .* or more to this container$"):
+        pipeline.run(ours, quiet=True)
+
+
 def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
     """Does `work` in a fork of this process; gives how it ended: minus the signal, or its exit code."""
     child = os.fork()
