@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -130,12 +130,16 @@ def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]
 
 
 def write_tensors(
-    directory: Path, tensors: Mapping[str, torch.Tensor | Made], shard_bytes: int = SHARD_BYTES
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor | Made],
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    masks: Collection[str] | None = None,
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
     A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
-    into the file, and the exact value into the file's metadata, for `TensorFiles`.
+    into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`: see `write_tensor_file`.
 
     Returns:
         SHA-256 of each file, by file name.
@@ -171,7 +175,7 @@ def write_tensors(
         if kept := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(kept, allow_nan=False)
         try:
-            return write_tensor_file(directory / name, shard, metadata, durable=True)
+            return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks)
         except OSError as error:
             raise OSError(f"{directory / name} cannot be written: {error}") from error
 

@@ -13,12 +13,15 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from quant.export.checkpoint_check import value_problem
+from quant.formats.finite import is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
 _BEHIND = 2  # pieces that are written and wait to be hashed
@@ -57,16 +60,24 @@ def write_tensor_file(
     metadata: Mapping[str, str] | None = None,
     *,
     durable: bool = False,
+    masks: Collection[str] | None = None,
 ) -> str:
     """Writes `tensors` to `path`; a file that is there is replaced, not overwritten.
 
-    With `durable`, it is on the disk when this returns.
+    Args:
+        path: of the file.
+        tensors: by name.
+        metadata: for its header.
+        durable: whether it is on the disk when this returns.
+        masks: buffers, which may hold -infinity; every other tensor is then refused if it is not finite. None looks at
+            no values.
 
     Returns:
         SHA-256 of the file.
 
     Raises:
         OSError: it cannot be written.
+        ValueError: a tensor holds NaN or infinity; the file is incomplete.
     """
     names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
     hashed = hashlib.sha256()
@@ -75,7 +86,7 @@ def write_tensor_file(
     syncing: Future[None] | None = None
     hashing: deque[Future[None]] = deque()
     with path.open("wb") as file, _thread() as hasher, _thread() as syncer:
-        for piece in _pieces(tensors, names, metadata):
+        for piece in _pieces(tensors, names, metadata, masks):
             hashing.append(hasher.submit(hashed.update, piece))
             file.write(piece)
             if durable and (syncing is None or syncing.done()):
@@ -93,7 +104,10 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _pieces(
-    tensors: Mapping[str, torch.Tensor | Made], names: list[str], metadata: Mapping[str, str] | None
+    tensors: Mapping[str, torch.Tensor | Made],
+    names: list[str],
+    metadata: Mapping[str, str] | None,
+    masks: Collection[str] | None,
 ) -> Iterator[memoryview]:
     """The bytes of the file. A piece is valid until `_BEHIND` + 1 more have been given."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -109,12 +123,26 @@ def _pieces(
         tensor = tensors[name]
         made = tensor.make() if isinstance(tensor, Made) else tensor
         data = made.detach().contiguous().flatten().view(torch.uint8)
-        yield from _pieces_of_gpu(data) if data.is_cuda else _pieces_of_cpu(data.cpu())
+        if masks is not None and data.is_cuda:
+            _check(name, made, made, name in masks)
+        if data.is_cuda:
+            yield from _pieces_of_gpu(data)
+            continue
+        data = data.cpu()
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            if masks is not None:
+                _check(name, made, piece.view(made.dtype), name in masks)
+            yield piece.numpy().data
 
 
-def _pieces_of_cpu(data: torch.Tensor) -> Iterator[memoryview]:
-    for start in range(0, len(data), _PIECE_BYTES):
-        yield data[start : start + _PIECE_BYTES].numpy().data
+def _check(name: str, tensor: torch.Tensor, piece: torch.Tensor, is_buffer: bool) -> None:
+    """Raises ValueError where a piece of a tensor holds NaN or infinity."""
+    if not (is_finite_or_mask(piece) if is_buffer else is_finite(piece)):
+        raise ValueError(
+            f"{name} {list(tensor.shape)} {value_problem(tensor, is_buffer=is_buffer)}; nothing was written: repair "
+            "the model"
+        )
 
 
 def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,8 @@ from torch import nn
 
 from quant.api.reload import check_reload
 from quant.calibration.blocks import stored_dtype
-from quant.errors import UserError
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import checkpoint_tensors, layer_weights, plan_of_model, write_config, write_tensors
-from quant.export.checkpoint_check import value_problem
 from quant.export.directory import new_directory
 from quant.export.names import StoredNames, stored_names
 from quant.formats.tensor import BlockScaledTensor
@@ -88,9 +86,9 @@ def write_model(
     """
     plan = plan_of_model(model, plan)
     tensors = checkpoint_tensors(model, stored_dtype(model), names)
-    _check_finite(tensors, {names.stored(name) for name, _ in model.named_buffers()})
+    masks = {names.stored(name) for name, _ in model.named_buffers()}
     with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
-        hashes = write_tensors(temporary, tensors)
+        hashes = write_tensors(temporary, tensors, masks=masks)
         plan.save(temporary / PLAN_FILE)
         messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):
@@ -103,13 +101,6 @@ def write_model(
         if finish is not None:
             finish(temporary, hashes, messages)
     return hashes
-
-
-def _check_finite(tensors: Mapping[str, torch.Tensor], buffers: Collection[str]) -> None:
-    """Raises UserError where what would be written holds NaN or infinity."""
-    for name, tensor in tensors.items():
-        if problem := value_problem(tensor, is_buffer=name in buffers):
-            raise UserError(f"{name} {list(tensor.shape)} {problem}; nothing was written: repair the model")
 
 
 def save_state_dict(
@@ -138,9 +129,10 @@ def save_state_dict(
         for part, weight in layer_weights(layer, solved[layer]).items():
             for suffix, stored in layout.compress(weight, None, tensor.dtype).items():
                 out[f"{part}.{suffix}"] = stored
-    _check_finite(out, out.keys() - {f"{layer.name}.weight" for layer in plan.layers})
+    # Without a module, masks cannot be told from other tensors that no plan names.
+    masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
     with new_directory(Path(directory), overwrite=overwrite) as temporary:
-        hashes = write_tensors(temporary, out)
+        hashes = write_tensors(temporary, out, masks=masks)
         plan.save(temporary / PLAN_FILE)
         if finish is not None:
             finish(temporary, hashes, [])

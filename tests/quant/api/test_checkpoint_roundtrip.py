@@ -1,6 +1,7 @@
 """A model goes to a directory and back: the goldens' bytes, bit-identical logits, and transformers' own logits."""
 
 import copy
+import functools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -176,8 +177,7 @@ def test_a_foreign_checkpoint_loads_without_a_plan(golden: str) -> None:
 
 def test_a_sharded_checkpoint_loads(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, _ = saved("nvfp4a16")
-    write = files.write_tensors
-    monkeypatch.setattr("quant.api.save.write_tensors", lambda directory, tensors: write(directory, tensors, 50_000))
+    monkeypatch.setattr("quant.api.save.write_tensors", functools.partial(files.write_tensors, shard_bytes=50_000))
     hashes = save(done.model, done.plan, tmp_path / "out")
     assert len(hashes) > 3 and set(hashes) == {p.name for p in (tmp_path / "out").glob("*.safetensors")}
     assert same(logits(load(tmp_path / "out")), logits(done.model))
