@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -37,9 +36,10 @@ from quant.export.checkpoint import sha256_of
 from quant.export.checkpoint_check import plan_problems
 from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint_scan import Scan
+from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
 from quant.plan_check import check_plan_fits
-from quant.recipes.json_data import JsonData
+from quant.recipes.json_data import JsonData, typed
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
 from quant.recipes.targets import get_target
@@ -120,10 +120,7 @@ class _Subject:
         file = self.directory / REPORT_FILE
         if not file.is_file():
             raise _NotCheckedError(f"there is no {REPORT_FILE}")
-        report = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(report, dict) or not isinstance(report.get("files"), dict):
-            raise UserError(f"{file}: not a report, which lists files")
-        return report
+        return read_json(file, "a valid report", _report)
 
     @cached_property
     def opened(self) -> Checkpoint:
@@ -138,6 +135,12 @@ class _Subject:
         plan = Plan.load(file)
         check_plan_fits(plan, find_layers(self.opened.model))
         return plan
+
+
+def _report(document: Any) -> Mapping[str, Any]:
+    """A report, as far as it is compared with."""
+    fields = typed(dict[str, Any], document, "report")
+    return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
 
 
 def _files(subject: _Subject, failed: bool) -> Iterator[str]:

@@ -181,6 +181,14 @@ def test_a_plain_module(tmp_path: Path) -> None:
     assert "Sequential does not run on token ids" in found.skipped["forward pass"]
 
 
+@pytest.mark.parametrize("text", ["{", "[]", '{"files": 3}', '{"files": {"a": 1}}', "[" * 100_000])
+def test_a_report_that_is_none(text: str, saved: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(saved, tmp_path / "out")
+    (out / "report.json").write_text(text)
+    result = verify(out)
+    assert result.exit_code == 2 and f"files: {out / 'report.json'}: not a valid report" in result.stdout
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     result = verify(BASE)
     assert result.exit_code == 2 and "no quantized checkpoint" in result.stderr
