@@ -21,6 +21,7 @@ from quant.calibration.carrier import Carrier, brought
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7
+_STATES_SHARE = 0.08  # for one of the four sets of hidden states that exist while a block is solved
 NARROW = (torch.float16, torch.bfloat16)
 
 Device = torch.device | str | None
@@ -69,6 +70,11 @@ def elsewhere(model: nn.Module, device: torch.device | None) -> bool:
     return device is not None and device_of(model) != device
 
 
+def is_visited(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> bool:
+    """Whether `placed` copies the blocks of `model` to `device` one at a time, because it does not fit there."""
+    return device is not None and elsewhere(model, device) and not fits(model, device, dtype)
+
+
 @contextmanager
 def placed(model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None) -> Iterator[torch.device]:
     """While open, `model` runs on `device` and takes its inputs there; gives that device.
@@ -111,15 +117,19 @@ def _visiting(
 
     def enter(place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert device is not None
+        moved = tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
+        if "forward" in vars(block) or all(t.device == device for t in tensors_of(parts[place])):
+            return moved  # it needs no weights, or has them there
         copies = (coming.pop(place, None) or carrier.fetch(tensors_of(parts[place])))()
         following = place + 1 if place + 1 in blocks else 1
         if following not in (place, *coming):
             coming[following] = carrier.fetch(tensors_of(parts[following]))
         loans[place] = Loan(parts[place], copies, device, dtype)
-        return tuple(_moved(a, device) for a in args), {name: _moved(a, device) for name, a in kwargs.items()}
+        return moved
 
     def leave(place: int, block: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-        loans.pop(place).give_back()
+        if place in loans:
+            loans.pop(place).give_back()
 
     handles = []
     for place, block in blocks.items():
@@ -137,6 +147,13 @@ def fits(model: nn.Module, device: torch.device, dtype: torch.dtype | None = Non
     wide = None if dtype is None else dtype.itemsize
     needed = sum(t.numel() * (wide or t.itemsize) if t.dtype in NARROW else t.nbytes for t in tensors)
     return needed <= _SHARE * free_memory(device)
+
+
+def home_of_states(nbytes: int, device: torch.device | None) -> torch.device | None:
+    """Where hidden states of `nbytes` are kept: on a GPU only where they leave most of it to the blocks."""
+    if device is None or device.type != "cuda" or nbytes < _STATES_SHARE * free_memory(device):
+        return device
+    return torch.device("cpu")
 
 
 def free_memory(device: torch.device) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -30,8 +31,9 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
+from quant.calibration.block_major import blocks_first
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.placement import Device, device_of, find_device
+from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.prepared import prepared
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
@@ -108,14 +110,17 @@ def evaluate(
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
     sums = torch.zeros(4, dtype=torch.float64)
-    with torch.no_grad(), fast_matmul(), prepared(models, dtype, find_device(device)):
+    there = find_device(device)
+    away = [each for each in models if is_visited(each, there, dtype)]
+    with torch.no_grad(), fast_matmul(), prepared(models, dtype, there):
         if _has_no_predictions(model, rows[:1, :2]):
             cosine = _embedding_distance(models, rows, batch_size, progress)
             return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
         logits = [Logits(each, output_head(each)) for each in models]
-        found = ((start, _measure(logits, batch, start)) for start, batch in _batches(rows, batch_size, progress))
-        for of_batch in _in_order(found):
-            sums += of_batch
+        with _blocks_first(logits, away, rows, batch_size, dtype):
+            found = ((start, _measure(logits, batch, start)) for start, batch in _batches(rows, batch_size, progress))
+            for of_batch in _in_order(found):
+                sums += of_batch
     tokens = len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums / tokens).tolist()
     return Evaluation(
@@ -126,6 +131,20 @@ def evaluate(
         seconds=time.perf_counter() - started,
         baseline_perplexity=None if baseline is None else _exp(baseline_nll),
     )
+
+
+@contextmanager
+def _blocks_first(
+    logits: Sequence[Logits], away: Sequence[nn.Module], rows: torch.Tensor, size: int, dtype: torch.dtype | None
+) -> Iterator[None]:
+    """While open, the blocks of models that the device cannot hold have been run on all batches; see `blocks_first`."""
+    batches = [batch for _, batch in _batches(rows, size, None)]
+    with ExitStack() as stack:
+        for each in logits:
+            if each.model in away and batches:
+                each.decide(batches[0].to(device_of(each.model)))
+                stack.enter_context(blocks_first(each.model, batches, device_of(each.model), dtype))
+        yield
 
 
 def check_evaluable(model: nn.Module, rows: torch.Tensor) -> None:

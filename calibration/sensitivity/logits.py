@@ -38,9 +38,13 @@ class Logits:
 
     def hidden(self, rows: torch.Tensor) -> torch.Tensor:
         """Inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` of a model taken whole."""
+        self.decide(rows)
+        return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
+
+    def decide(self, rows: torch.Tensor) -> None:
+        """Finds out, on a few tokens of `rows`, whether the head can be taken by itself, where that is not known."""
         if self.split is None:
             self.split = self._can_split(few_of(rows))
-        return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
 
     def parts(self, hidden: torch.Tensor) -> list[slice]:
         """Slices of positions, each with about as many logits as suit the device."""

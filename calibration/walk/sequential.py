@@ -44,7 +44,7 @@ from quant.calibration.blocks import (
     without_hidden,
 )
 from quant.calibration.carrier import brought, value_of
-from quant.calibration.placement import Loan, fits, free_memory, placed, tensors_of
+from quant.calibration.placement import Loan, fits, home_of_states, placed, tensors_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import check_solvers, get_pipeline
@@ -57,7 +57,6 @@ from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
 Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
-_STATES_SHARE = 0.08  # of a GPU's free memory, for one of the four sets that exist while a block is worked on
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -213,7 +212,7 @@ class _Walk:
             few = calls_of_chain(self.model, chain, [lambda: self.model(self.few.to(there))])[0]
             calls = calls_of_chain(self.model, chain, [partial(self._run, batch, there) for batch in self.batches])
         first = [by_block[chain[0]].hidden for by_block in calls]
-        home = _home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, device)
+        home = home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, device)
         states = [hidden.to(home, dtype) for hidden in first]
         calls = [without_hidden(by_block) for by_block in calls]
         behind = States(states, states, few[chain[0]].hidden)
@@ -287,13 +286,6 @@ class _Walk:
             self.done += 1
             if self.progress:
                 self.progress(self.done, len(self.layers))
-
-
-def _home_of_states(nbytes: int, device: torch.device | None) -> torch.device | None:
-    """Where hidden states of `nbytes` are kept: on a GPU only where they leave most of it to the block."""
-    if device is None or device.type != "cuda" or nbytes < _STATES_SHARE * free_memory(device):
-        return device
-    return torch.device("cpu")
 
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:

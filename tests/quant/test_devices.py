@@ -200,6 +200,27 @@ def test_evaluation(format: str | None, device: torch.device) -> None:
     assert found.kl == pytest.approx(wanted.kl, rel=2e-2, abs=1e-6)
 
 
+def test_evaluation_copies_each_block_once_for_all_rows(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "fits", lambda *model: False)
+    model, copies = base(), 0
+    heads = [model.get_submodule(name) for name in block_names(model)]
+    made = placement.Loan.__init__
+
+    def counted(self: Any, modules: Any, *rest: Any) -> None:
+        nonlocal copies
+        copies += modules[0] in heads
+        made(self, modules, *rest)
+
+    monkeypatch.setattr(placement.Loan, "__init__", counted)
+    counts = []
+    for rows in (ROWS[:4], ROWS):
+        copies = 0
+        evaluate(model, rows, device=device)
+        counts.append(copies)
+    check_home(model)
+    assert counts[0] == counts[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("where")
 def test_text_of_its_own() -> None:
