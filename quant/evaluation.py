@@ -31,13 +31,13 @@ import torch
 from torch import nn
 
 from quant.calibration.attention_names import text_config
-from quant.calibration.block_major import blocks_first
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.prepared import prepared
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.sensitivity.logits import Logits, logits_of
+from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
 from quant.recipes.layers import output_head
