@@ -353,7 +353,10 @@ def _lines(journal: Path) -> list[dict[str, Any]]:
     """
     whole = journal.read_bytes().split(b"\n")[:-1] if journal.is_file() else []
     try:
-        return [_checked(line) for line in whole]
+        lines = [_checked(line) for line in whole]
+        if journal.name == _JOURNAL and lines and "depends" not in lines[0]:
+            raise ValueError("it does not begin with what the run depends on")
+        return lines
     except ValueError as error:
         raise ValueError(f"{journal}: {error}; pass --restart to begin anew") from None
 
@@ -365,6 +368,7 @@ def _checked(line: bytes) -> dict[str, Any]:
     found: dict[str, Any] = typed(dict[str, Any], parse_json(text), "line")
     for key, kind in _FIRST.items() if "depends" in found else _OTHERS.items():
         typed(kind, found.get(key), key)
+    found.setdefault("record", None)
     if "file" in found and not _STEP_FILE.fullmatch(found["file"]):
         raise ValueError(f"file: {found['file']!r} is no file of a step")
     return found

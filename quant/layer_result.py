@@ -68,8 +68,13 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
                 f"{plan_layer.name}: weight {list(weight.shape)} and its quantized form {list(quantized.shape)} differ"
             )
         signal, noise = _energies(weight, quantized)
-        if not math.isfinite(signal + noise):
+        if not math.isfinite(signal):
             raise ValueError(f"{plan_layer.name}: NaN or infinity in the weight; no error can be measured against it")
+        if not math.isfinite(noise):
+            raise ValueError(
+                f"{plan_layer.name}: weights of up to {float(weight.abs().max()):.2g} are infinite in "
+                f"{quantized.format}; keep the layer in 16 bit with --exclude"
+            )
         error = math.sqrt(noise / signal) if signal else 0.0
         snr = 10 * math.log10(signal / noise) if noise and signal else None
     planned = plan_layer.weight if quantized is None else quantized.format

@@ -47,6 +47,13 @@ DEVICES = click.option(
     metavar="N",
     help="Share the work among N processes of this machine, each with a GPU of its own.",
 )
+SEED = click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Seed of all random numbers.",
+)
 ATTENTION = click.option(
     "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
 )

@@ -55,7 +55,7 @@ _PROCESSOR_FILES = (
 
 
 def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
-    """Does the job and prints what happened; no other process can write to --out meanwhile.
+    """Does the job and prints what happened; no other run can write to --out meanwhile.
 
     Returns:
         The report as a dict; for a dry run, the plan.
@@ -63,7 +63,7 @@ def run(job: Job, *, quiet: bool = False) -> dict[str, Any]:
     Raises:
         ValueError, OSError: the user's mistakes; nothing has been written.
     """
-    with nullcontext() if job.dry_run or job.out is None else claimed(job.out):
+    with nullcontext() if job.dry_run or job.out is None or rank_and_world()[0] else claimed(job.out):
         return _run(job, quiet)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from quant.calibration.sensitivity.table import METHODS
-from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, command_line, model_options, print_json
+from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_line, model_options, print_json
 
 
 @click.command("quantize", cls=Command)
@@ -42,7 +42,7 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, command_line, 
 @click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Evaluation text, or token ids.")
 @click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+@SEED
 @DEVICE
 @DEVICES
 # The fields of AllocationRequest:

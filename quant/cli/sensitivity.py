@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.calibration.sensitivity.table import METHODS
-from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, Command, model_options, print_json
+from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.console import announce, announce_source, page, stages, status, table
 from quant.export.directory import check_apart
 from quant.formats.atomic import claimed
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--solver", default="rtn", show_default=True, help="Method that rounds the weights to be scored.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
-@click.option("--seed", default=0, show_default=True, help="Seed of all random numbers.")
+@SEED
 @DEVICE
 @DEVICES
 @model_options

@@ -1,6 +1,10 @@
 """A request that cannot be met is refused before anything slow, in one line with the way out."""
 
+import fcntl
+import json
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -11,7 +15,7 @@ import tiny_models
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
-from samples import BASE
+from samples import BASE, GOLDENS
 from torch import nn
 
 import quant
@@ -21,7 +25,7 @@ from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.plan_check import check_plan_fits
 from quant.recipes.layers import find_layers
-from quant.recipes.plan import Plan
+from quant.recipes.plan import LayerPlan, Plan
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 
@@ -299,3 +303,64 @@ def test_a_warning_of_ours_is_one_line(quiet: bool) -> None:
     ours = re.findall(r"(?m)^warning: 1: its input was zero in all calibration data, .+ such as fp8_token$", said)
     assert len(ours) == (not quiet) and said.count("zero") == (not quiet)
     assert [(str(each.message), each.filename) for each in caught] == [("another's", __file__)]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("quantize", BASE, "--format", "fp8_channel"),
+        ("export", GOLDENS / "compressed_tensors" / "NVFP4", "--to", "modelopt"),
+        ("plan", "edit", "PLAN", "--kv-cache", "keep"),
+        ("sensitivity", BASE),
+    ],
+)
+def test_a_place_that_another_process_writes_to_is_refused(command: tuple[object, ...], tmp_path: Path) -> None:
+    """A lock belongs to an open file, so that this process can stand for another one."""
+    Plan(()).save(tmp_path / "PLAN")
+    arguments = [str(tmp_path / "PLAN") if part == "PLAN" else str(part) for part in command]
+    with (tmp_path / ".out.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4242")
+        lock.flush()
+        result = CliRunner().invoke(main, [*arguments, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2 and not (tmp_path / "out").exists(), result.output
+    assert result.stderr == f"error: {tmp_path / 'out'}: process 4242 is writing to it; wait for it, or stop it\n"
+
+
+def test_a_reader_that_leaves_stops_nothing(tmp_path: Path) -> None:
+    layers = tuple(LayerPlan(f"layers.{i}", "linear", (64, 64)) for i in range(2000))  # more than a pipe holds
+    Plan(layers).save(tmp_path / "plan.json")
+    edit = f"plan edit {tmp_path / 'plan.json'} --set 'layers.*=mxfp8' --json --out {tmp_path / 'new.json'}"
+    script = f"set -o pipefail; {sys.executable} -m quant {edit} | head -c 10"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '{\n "before', "")
+    assert all(layer.weight is not None for layer in Plan.load(tmp_path / "new.json").layers)
+
+
+def test_names_in_files_do_not_command_the_terminal(tmp_path: Path) -> None:
+    place = tmp_path / "a\x1b[2Jb"
+    Plan((LayerPlan("c\x9b\x7f", "linear", (64, 64), reason="\x1b[31mred"),)).save(tmp_path / "plan.json")
+    edit = ["plan", "edit", str(tmp_path / "plan.json"), "--set", "*=mxfp8", "--out"]
+    for more in ([str(place)], [str(tmp_path / "b"), "--json"]):
+        result = CliRunner().invoke(main, [*edit, *more])
+        assert result.exit_code == 0 and not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", result.output), result.output
+    assert json.loads(result.stdout)["layers"][0]["name"] == "c\x9b\x7f"
+
+
+@pytest.mark.parametrize("seed", [2**70, -1])
+def test_a_seed_has_63_bits(seed: int, tmp_path: Path) -> None:
+    options = ["quantize", str(BASE), "--format", "fp8_channel", "--seed", str(seed), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 2 and f"{seed} is not in the range 0<=x<=9223372036854775807" in result.stderr
+
+
+def test_weights_that_a_format_takes_to_infinity_are_named(tmp_path: Path, ids: Path) -> None:
+    """3e38 is a number of BF16; six times the power of two that MXFP4 needs for it is none of float32."""
+    model = tiny_models.llama(dtype=torch.bfloat16, **SIZES)
+    model.model.layers[0].mlp.down_proj.weight.data[3, 5] = 3e38
+    model.save_pretrained(tmp_path / "model")
+    options = ["quantize", str(tmp_path / "model"), "--format", "mxfp4a16", "--out", str(tmp_path / "out"), "--quiet"]
+    result = CliRunner().invoke(main, options)
+    message = "model.layers.0.mlp.down_proj: weights of up to 3e+38 are infinite in mxfp4; keep the layer in 16 bit"
+    assert result.exit_code == 2 and message in result.stderr, result.output
+    assert CliRunner().invoke(main, [*options, "--exclude", "*.down_proj"]).exit_code == 0
