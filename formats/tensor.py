@@ -279,7 +279,7 @@ def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
     amax = torch.maximum(-low, high).float()
     if not bool(torch.isfinite(amax).all()):
         bad = int((~torch.isfinite(weight.float())).sum())
-        raise ValueError(f"{name} {shape}: {bad} NaN or infinite value(s); repair the weight or exclude the layer")
+        raise ValueError(f"{name} {shape}: {bad} NaN or infinite value(s); repair the model, or download it again")
     return amax
 
 
