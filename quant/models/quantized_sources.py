@@ -313,7 +313,9 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
     if tensors.stored_dtype(name) == "I32":
         shape_name = f"{original}_shape"
         parts["weight_shape"] = shape_name
+        words = shape[-1]
         shape = tuple(tensors.integers(shape_name)) if tensors.on_disk(shape_name) else shape
+        _check_bits(unpacking.word_bits(words, shape[-1]), original, quantization)
         groups = [weights.get("group_size") for weights in quantization.groups]
         size = _group_size(shape[1], tensors.stored_shape(scale)[-1], groups)
         decode: Any = partial(_pack_quantized, shape=shape, group_size=size)
@@ -362,13 +364,17 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
         raise UserError(f"{quantization.path}: {name} has no {listed(sorted(missing))}; download the model again")
     out = tensors.stored_shape(parts["scales"])[1]
     bits = unpacking.word_bits(tensors.stored_shape(parts["qzeros"])[1], out)
-    if bits not in (2, 4, 8):
-        raise UserError(f"{quantization.path}: {name} has codes of {bits} bits; 2, 4 and 8 can be read: {_WAY_OUT}")
+    _check_bits(bits, name, quantization)
     count = 32 // bits * prod(tensors.stored_shape(name)) // out
     if quantization.method == "awq":
         return f"{stem}.weight", Packed((out, count), parts, unpacking.awq)
     less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
     return f"{stem}.weight", Packed((out, count), parts, partial(unpacking.gptq, zeros_less_one=less_one))
+
+
+def _check_bits(bits: int, name: str, quantization: Quantization) -> None:
+    if bits not in (2, 4, 8):
+        raise UserError(f"{quantization.path}: {name} has codes of {bits} bits; 2, 4 and 8 can be read: {_WAY_OUT}")
 
 
 _FIND: dict[str, Callable[[str, QuantizedTensors, Quantization], Found | None]] = {

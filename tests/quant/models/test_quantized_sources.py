@@ -327,6 +327,18 @@ def test_pack_quantized_equals_its_package(bits: int, group: int | None, symmetr
         assert bits == 8 or torch.equal(found[name], tensor), name
 
 
+def test_codes_across_words_are_refused(tmp_path: Path) -> None:
+    def pack(name: str, weight: torch.Tensor) -> Tensors:
+        words = torch.zeros(weight.shape[0], weight.shape[1] * 3 // 32, dtype=torch.int32)
+        parts = {"packed": words, "scale": weight[:, :1], "shape": torch.tensor(weight.shape)}
+        return {f"{name}.weight_{part}": tensor for part, tensor in parts.items()}
+
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    released(tiny_models.llama(dtype=torch.bfloat16), tmp_path, pack, config)
+    with pytest.raises(UserError, match=r"_proj\.weight has codes of 3 bits; 2, 4 and 8 can be read: quant"):
+        open_model(tmp_path)
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_int_quantized_equals_its_package(symmetric: bool, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
