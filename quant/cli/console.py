@@ -17,13 +17,14 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    Task,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.segment import Segment
-from rich.table import Table
+from rich.table import Column, Table
 
 from quant.errors import counted, megabytes, printable
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
@@ -133,24 +134,32 @@ class Stages:
 
     def line(self) -> str | None:
         """The stage that runs in one line; None while none does."""
-        if self.stage is None:
-            return None
-        task = self.bars.tasks[self.tasks[self.stage]]
-        if task.finished:
-            return None
-        left = "" if task.time_remaining is None else f", {task.time_remaining:.0f} s left"
+        return None if self.stage is None or self._task(self.stage).finished else self._line(self.stage)
+
+    def last_lines(self) -> list[str]:
+        """Every stage in one line."""
+        return [self._line(stage) for stage in self.tasks]
+
+    def _task(self, stage: str) -> Task:
+        return self.bars.tasks[self.tasks[stage]]
+
+    def _line(self, stage: str) -> str:
+        task = self._task(stage)
+        left = "" if task.finished or task.time_remaining is None else f", {task.time_remaining:.0f} s left"
         elapsed = f"{task.elapsed or 0:.0f} s{left}"
         return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
 
 
 @contextmanager
 def stages(quiet: bool) -> Iterator[Stages]:
-    """A progress bar for each stage, or in a pipe a line every ten seconds."""
-    columns = TextColumn("{task.description:<12}"), BarColumn(20), MofNCompleteColumn()
-    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[facts]}")
-    with Progress(*columns, *times, console=CONSOLE, disable=quiet) as bars:
-        found = Stages(bars)
-        with nullcontext() if quiet or CONSOLE.is_terminal else _told_now_and_then(found):
+    """A progress bar for each stage; in a pipe a line every ten seconds, and one at the end of each stage."""
+    columns = TextColumn("{task.description:<12}"), BarColumn(14), MofNCompleteColumn()
+    times = TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()
+    facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True))  # what is left of a line
+    plain = not CONSOLE.is_terminal
+    with Progress(*columns, *times, facts, console=CONSOLE, disable=quiet or plain, expand=True) as progress:
+        found = Stages(progress)
+        with _told_now_and_then(found) if plain and not quiet else nullcontext():
             yield found
 
 
@@ -172,6 +181,8 @@ def _told_now_and_then(found: Stages) -> Iterator[None]:
     finally:
         over.set()
         teller.join()
+    for line in found.last_lines():
+        CONSOLE.print(line, soft_wrap=True)
 
 
 def solving_steps(model: Any, plan: Plan, data: Any) -> tuple[list[str], list[float], str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quant.calibration.walk import memory
+from quant.cli.main import COMMANDS
 from quant.kernels import processor
 
 GIB = 1 << 30
@@ -147,6 +148,14 @@ def test_commands_soon_stop_spinning_and_an_import_changes_nothing(start: str, w
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("OMP", "GOMP", "KMP"))}
     ran = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == wanted
+
+
+def test_no_command_loads_torch_before_it_runs() -> None:
+    """Else its threads would be set up too late."""
+    modules = sorted({where.partition(":")[0] for where, _ in COMMANDS.values()})
+    code = f"import sys, {', '.join(modules)}; print('torch' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout == "False\n"
 
 
 def test_the_memory_of_a_run_ends_at_the_limit_of_its_container(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -508,11 +508,13 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
         advance("solve", 3, 4)
         third = lines("3/4")
         advance("solve", 4, 4)
+        advance("evaluate", 1, 2)
+    last = capsys.readouterr().err.splitlines()[-2:]
     assert len(first) > 1 and len(second) > 1 and len(third) > 1
     assert re.fullmatch(r"quantizing 0/4, 0 s; layers.0, [\d.]+ .B of memory", first[0])
     assert re.match(r"quantizing 2/4, \d+ s.*; layers.1, 20 tokens/s, [\d.]+ .B of memory", second[0])
     assert re.match(r"quantizing 3/4, \d+ s.*; layers.2, 10 tokens/s, ", third[0])
-    assert not capsys.readouterr().err.strip().endswith("4/4")
+    assert re.match(r"quantizing 4/4, \d+ s; ", last[0]) and re.match(r"evaluating 1/2, \d+ s; ", last[1])
 
 
 def test_the_work_of_solving() -> None:
