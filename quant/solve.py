@@ -11,12 +11,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
 from quant.calibration.carrier import brought
+from quant.calibration.inputs import Inputs, inputs_of, understood
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
@@ -60,7 +62,7 @@ class Quantized:
 def solve_plan(
     model: nn.Module,
     plan: Plan,
-    data: torch.Tensor | None = None,
+    data: Any = None,
     *,
     device: Device = None,
     progress: Progress | None = None,
@@ -95,6 +97,21 @@ def solve_plan(
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
         data = own_text(model, plan, device=there, progress=progress)
+    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+        data = inputs_of(data, model)
+    with understood(model):
+        return _solve_and_scale(model, plan, data, settings, progress, partial, memory)
+
+
+def _solve_and_scale(
+    model: nn.Module,
+    plan: Plan,
+    data: Any,
+    settings: Settings,
+    progress: Progress | None,
+    partial: Partial | None,
+    memory: int | None,
+) -> Quantized:
     if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
         assert data is not None
         quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)

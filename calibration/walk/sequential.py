@@ -35,7 +35,6 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import (
-    Call,
     block_names,
     calls_of_chain,
     find_chains,
@@ -44,6 +43,7 @@ from quant.calibration.blocks import (
     without_hidden,
 )
 from quant.calibration.carrier import brought, value_of
+from quant.calibration.inputs import call_of
 from quant.calibration.placement import Loan, fits, home_of_states, placed, tensors_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.solvers.rotation_merge import merge_rotations
@@ -256,8 +256,8 @@ class _Walk:
         tensors = tensors_of(modules)
         loan = Loan(modules, [value_of(t).to(there) for t in tensors], there, None)
         work = self._work(self.model, members, "")
-        calls = [Call((batch.to(there),), {}, 0) for batch in self.batches]
-        work.solve(calls, calls, Call((self.few.to(there),), {}, 0), needs_output=False)
+        calls = [call_of(batch.to(there)) for batch in self.batches]
+        work.solve(calls, calls, call_of(self.few.to(there)), needs_output=False)
         self._finish(work, loan)
         self.keeper.end("", None)
 

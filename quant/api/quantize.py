@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.allocation.allocate import FORMATS, allocate
 from quant.allocation.goal import Goal
+from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration_data import own_text
@@ -26,8 +27,9 @@ from quant.solve import Quantized, solve_plan, with_options
 def quantize(
     model: nn.Module,
     recipe: str | Recipe | Plan = "nvfp4",
-    data: torch.Tensor | None = None,
+    data: Any = None,
     *,
+    forward_loop: Callable[[nn.Module], Any] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     solver: str | None = None,
@@ -46,8 +48,11 @@ def quantize(
         model: any module; a transformers model needs nothing else.
         recipe: a preset's name, a recipe, or a finished plan.
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
-            at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`. None lets a
-            causal language model write its own where the plan needs any; see `own_text`.
+            at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`, named tensors
+            `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as
+            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments. None lets a causal
+            language model write its own where the plan needs any; see `own_text`.
+        forward_loop: in the place of `data`: `forward_loop(model)` calls the model on calibration inputs.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
@@ -67,14 +72,22 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    if forward_loop is not None:
+        if data is not None:
+            raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
+        data = recorded(model, forward_loop)
+    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+        data = inputs_of(data, model)
     _check_data(data)
     if run is None and data is not None and data.is_floating_point():
-        run = _on_first(data)
+        run = on_first(data)
     if bits is not None or max_kl is not None or formats is not None:
         if recipe != "nvfp4":
             raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
         if guard is not None or observer is not None:
             raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
+        if isinstance(data, Inputs):
+            raise UserError("a budget measures on one tensor, token ids or images; pass one, or a recipe and this data")
         goal = Goal(bits=bits, max_kl=max_kl)
         if data is None:
             data = own_text(
@@ -96,20 +109,10 @@ def quantize(
     return solve_plan(model, with_options(plan, guard, observer), data, device=device, progress=progress)
 
 
-def _check_data(data: Any) -> None:
-    if data is None:
+def _check_data(data: torch.Tensor | Inputs | None) -> None:
+    if data is None or isinstance(data, Inputs):
         return
-    if not isinstance(data, torch.Tensor):
-        raise UserError(
-            f"data is a {type(data).__name__}; make rows of token ids of it: quant.calibration_rows(data, tokenizer, "
-            "samples=32, seqlen=512)"
-        )
     if not len(data) or not (data.is_floating_point() or data.dim() == 2):
         raise UserError(
             f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
         )
-
-
-def _on_first(data: torch.Tensor) -> Callable[[nn.Module], Any]:
-    """Calls a model on the first of its inputs."""
-    return lambda model: model(data[:1])

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from quant.api.load import can_run, load
+from quant.calibration.inputs import Inputs
 from quant.calibration.progress import Progress
+from quant.calibration.texts.named_inputs import read_inputs
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import own_text
 from quant.errors import UserError
@@ -65,6 +67,13 @@ def read_rows(source: Source, text: Path, samples: int, seqlen: int) -> torch.Te
     return token_rows(text, _tokenizer_for(source, str(text)), samples=samples, seqlen=seqlen)
 
 
+def named_inputs(source: Source, calib: str | None, samples: int) -> Inputs | None:
+    """Inputs of --calib by name, or images; None where it names a text, or nothing."""
+    if calib is None or calib == "self" or source.model is None:
+        return None
+    return read_inputs(calib, source.model, source.path if source.path and source.path.is_dir() else None, samples)
+
+
 def read_calibration(
     source: Source,
     calib: str | None,
@@ -77,8 +86,10 @@ def read_calibration(
     plan: Plan | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> torch.Tensor:
-    """Token rows of --calib, or text that the model writes itself for `plan`; None stands for one yet to be found."""
+) -> torch.Tensor | Inputs:
+    """Rows of --calib, or text that the model writes itself for `plan`; None stands for one yet to be found."""
+    if (inputs := named_inputs(source, calib, samples)) is not None:
+        return inputs
     if calib is None or calib == "self":
         assert source.model is not None
         plan = plan or make_plan(source.model, "fp8", include=include, exclude=exclude)
@@ -89,9 +100,9 @@ def read_calibration(
             run_probe(source.model, rows[:1, :2])
         except ValueError as error:
             raise UserError(
-                f"--calib {calib}: {type(source.model).__name__} cannot be calibrated on text: {error}; calibrate "
-                "in Python with inputs of its own, quant.quantize(model, …, data), or choose a format that needs none, "
-                "such as fp8_channel or mxfp8"
+                f"--calib {calib}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
+                ".safetensors file of its inputs by name, a folder of images, or in Python data=, or choose a format "
+                "that needs none, such as fp8_channel or mxfp8"
             ) from error
     return rows
 

@@ -14,10 +14,12 @@ import torch
 from quant.allocation.allocate import FORMATS
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, Goal
+from quant.calibration.inputs import on_first
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.cli.ranks.same import check_same
+from quant.cli.inputs import named_inputs
 from quant.errors import UserError
 from quant.export.directory import check_apart, check_destination
 from quant.export.partial import Partial, is_finished
@@ -222,12 +224,14 @@ class Job:
             refuse(plan, problems, source.layers)
             plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
             return with_options(plan, self.guard, self.observer)
+        inputs = named_inputs(source, self.calib, 1)
         plan = make_plan(
             source.shapes if source.model is None else source.model,
             recipe,
             include=self.include,
             exclude=self.exclude,
             solver=self.solver,
+            run=None if inputs is None else on_first(inputs),
             provenance=self.provenance(source, recipe=recipe.name),
         )
         if source.model is None:

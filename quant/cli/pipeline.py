@@ -7,6 +7,7 @@ computed.
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -19,6 +20,7 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.api.save import save_state_dict, write_model
+from quant.calibration.inputs import Inputs
 from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import rank_and_world, wait_for_all
@@ -121,6 +123,8 @@ def _run_allocated(
     eval_rows = _eval_rows(job, source, source.model)
     with console.stages(quiet) as progress:
         data = _calibration(job, source, device, progress)
+        if isinstance(data, Inputs):
+            raise UserError(f"--calib {job.calib}: a budget measures on token rows; give a text, or --format instead")
         found = allocate(
             source.model,
             data,
@@ -149,7 +153,7 @@ def _run_model(
     device: torch.device | None,
     quiet: bool,
     seconds: dict[str, float],
-    data: torch.Tensor | None = None,
+    data: torch.Tensor | Inputs | None = None,
     allocation: Allocation | None = None,
 ) -> Report:
     assert job.out is not None
@@ -172,7 +176,7 @@ def _solve_and_write(
     device: torch.device | None,
     quiet: bool,
     seconds: dict[str, float],
-    data: torch.Tensor | None,
+    data: torch.Tensor | Inputs | None,
     allocation: Allocation | None,
     partial: Partial,
 ) -> Report:
@@ -241,7 +245,7 @@ def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:
 
 def _rows(
     job: Job, source: Source, plan: Plan, partial: Partial, device: torch.device | None, progress: Progress
-) -> torch.Tensor:
+) -> torch.Tensor | Inputs:
     """Calibration rows; those that the model writes itself are kept, for writing them takes long."""
     own = job.calib in (None, "self")
     found = partial.get("calibration rows") if own else None
@@ -251,12 +255,21 @@ def _rows(
         # Each token would read every weight again.
         read_stored(source.model, stored_in(source.model))
     rows = _calibration(job, source, device, progress, plan)
-    check_same({f"the calibration text {job.calib}": tensor_hash(rows)}, device=device)
+    digest = _hash(rows)
+    check_same({f"the calibration text {job.calib}": digest}, device=device)
     if own:
+        assert isinstance(rows, torch.Tensor)
         partial.put("calibration rows", {"rows": rows}, None)
     else:
-        partial.expect("calibration text", tensor_hash(rows))
+        partial.expect("calibration text", digest)
     return rows
+
+
+def _hash(rows: torch.Tensor | Inputs) -> str:
+    """SHA-256 of the values of calibration rows."""
+    if isinstance(rows, torch.Tensor):
+        return tensor_hash(rows)
+    return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()
 
 
 def _run_state_dict(
@@ -290,7 +303,7 @@ def _run_state_dict(
 
 def _calibration(
     job: Job, source: Source, device: torch.device | None, progress: Progress, plan: Plan | None = None
-) -> torch.Tensor:
+) -> torch.Tensor | Inputs:
     """Rows of --calib; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
         source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,

@@ -35,8 +35,9 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option(
     "--calib",
     metavar="SOURCE",
-    help="Calibration text: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
-    "[#COLUMN], or self: the model writes it.  [default: self, if the plan needs text]",
+    help="Calibration data: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
+    "[#COLUMN], named inputs in safetensors, a folder of images, or self: the model writes text.  [default: self, if "
+    "the plan needs text]",
 )
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
 @click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Evaluation text, or token ids.")

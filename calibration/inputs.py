@@ -1,0 +1,215 @@
+"""`Inputs` are calibration inputs of any kind: what a model is called with, call by call, in the place of token rows.
+
+A row of tokens is one positional tensor. A speech model takes sounds and the tokens written so far, CLIP images and
+texts, an encoder-decoder two texts. Here each row is one call with arguments of its own:
+
+    pixel_values [8, 3, 224, 224]           one tensor: rows along its first dimension
+    {"input_ids": …, "pixel_values": …}     named tensors: the same, each row with a part of each
+    a DataLoader, a list, any iterable      its items: a tensor, a tuple of positional or a dict of keyword arguments
+
+Everything that walks over token rows slices them, splits them into batches and calls `model(batch)`. `Inputs` slice
+and split alike, and while `understood` is open the model takes a batch of them for the arguments that it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from quant.calibration.blocks import Call, stored_dtype
+from quant.calibration.placement import device_of
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a model is called with: positional and keyword arguments, their tensors with a batch dimension."""
+
+
+class Inputs:
+    """Calls of a model, with as much of a tensor's interface as walks over rows use.
+
+    Args:
+        calls: the arguments of each.
+    """
+
+    def __init__(self, calls: Sequence[Arguments]) -> None:
+        self.calls = list(calls)
+
+    def __len__(self) -> int:
+        return len(self.calls)
+
+    def __getitem__(self, rows: slice) -> Inputs:
+        return Inputs(self.calls[rows])
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[rows, tokens]`, as the second dimensions of the tensors have them."""
+        sizes = [tensor.shape[1] for call in self.calls for tensor in _tensors(call) if tensor.dim() > 1]
+        return torch.Size((len(self.calls), max(sizes, default=1)))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, in the order of the calls."""
+        return [tensor for call in self.calls for tensor in _tensors(call)]
+
+    def is_floating_point(self) -> bool:
+        """True: these are no rows of token ids."""
+        return True
+
+    def numel(self) -> int:
+        """Numbers in all tensors."""
+        return sum(tensor.numel() for tensor in self.tensors())
+
+    def dim(self) -> int:
+        """As of a tensor of images, whose rows are whole inputs."""
+        return 4
+
+    def to(self, device: Any) -> Inputs:
+        """The same calls elsewhere."""
+        return Inputs([_move(call, device) for call in self.calls])
+
+    def split(self, rows: int) -> list[Inputs]:
+        """Batches of at most `rows` consecutive calls whose arguments can be joined: those of one shape."""
+        batches: list[list[Arguments]] = []
+        for call in self.calls:
+            last = batches[-1] if batches else []
+            if last and len(last) < rows and _outline(last[0]) == _outline(call):
+                last.append(call)
+            else:
+                batches.append([call])
+        return [Inputs(batch) for batch in batches]
+
+    def arguments(self) -> Arguments:
+        """The calls as one: their tensors joined along the first dimension."""
+        if len(self.calls) == 1:
+            return self.calls[0]
+        flat, spec = zip(*(tree_flatten(call) for call in self.calls), strict=True)
+        by_place = zip(*flat, strict=True)
+        joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0] for parts in by_place]
+        return tree_unflatten(joined, spec[0])  # type: ignore[no-any-return]
+
+
+def inputs_of(data: Any, model: nn.Module) -> Inputs:
+    """Any calibration data but one tensor as `Inputs`; floating-point tensors take the dtype of the model.
+
+    Args:
+        data: named tensors, whose rows are calls; or an iterable of calls, each a tensor, a tuple or a mapping, with a
+            batch dimension as a data loader gives them.
+        model: is called with them.
+
+    Raises:
+        ValueError: there is nothing in it, or something that is no argument of a model.
+    """
+    calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
+    if not calls:
+        raise ValueError("the calibration data is empty")
+    dtype = stored_dtype(model)
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+    return Inputs([tree_map(cast, call) for call in calls])
+
+
+def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:
+    """The calls that `forward_loop(model)` makes; it runs once, with the model as it is.
+
+    Raises:
+        ValueError: it made none.
+    """
+    calls: list[Arguments] = []
+    handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    try:
+        with torch.no_grad():
+            forward_loop(model)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ValueError("forward_loop never called the model that it was given")
+    return Inputs(calls)
+
+
+@contextmanager
+def understood(model: nn.Module) -> Iterator[None]:
+    """While open, `model(batch)` with a batch of `Inputs` calls the model with the arguments in it."""
+
+    def expand(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        return args[0].arguments() if args and isinstance(args[0], Inputs) else None
+
+    handle = model.register_forward_pre_hook(expand, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def on_first(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
+    """Calls a model on the first of the rows, wherever the model is."""
+
+    def run(model: nn.Module) -> Any:
+        with understood(model):
+            return model(rows[:1].to(device_of(model)))
+
+    return run
+
+
+def call_of(batch: torch.Tensor | Inputs) -> Call:
+    """The call of a model on a batch of rows, its first tensor as what flows through the model."""
+    if not isinstance(batch, Inputs):
+        return Call((batch,), {}, 0)
+    args, kwargs = batch.arguments()
+    slots: list[int | str] = [slot for slot, value in enumerate(args) if isinstance(value, torch.Tensor)]
+    slots += [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    return Call(args, dict(kwargs), slots[0])
+
+
+def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
+    """A call for each row of named tensors."""
+    wrong = [name for name, value in data.items() if not isinstance(value, torch.Tensor) or not value.dim()]
+    if wrong or not data:
+        raise ValueError(f"calibration data by name holds tensors with a row for each call; {wrong or 'it'} does not")
+    counts = {name: len(value) for name, value in data.items()}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+        raise ValueError(f"the named tensors have different numbers of rows ({listed}); give each as many")
+    rows = range(next(iter(counts.values())))
+    return [((), {name: value[row : row + 1] for name, value in data.items()}) for row in rows]
+
+
+def _items(data: Any) -> Iterable[Any]:
+    if isinstance(data, str | bytes) or not isinstance(data, Iterable):
+        raise ValueError(
+            f"data is a {type(data).__name__}; give a tensor, named tensors, or an iterable of calls of the model"
+        )
+    return data
+
+
+def _arguments(item: Any) -> Arguments:
+    if isinstance(item, Mapping):
+        found: Arguments = (), dict(item)
+    else:
+        found = (tuple(item) if isinstance(item, tuple | list) else (item,)), {}
+    if not _tensors(found):
+        raise ValueError(
+            f"calibration data holds a {type(item).__name__} without tensors; for texts, "
+            "quant.calibration_rows(data, tokenizer, samples=32, seqlen=512) makes rows of token ids"
+        )
+    return found
+
+
+def _tensors(call: Arguments) -> list[torch.Tensor]:
+    return [value for value in tree_flatten(call)[0] if isinstance(value, torch.Tensor)]
+
+
+def _move(call: Arguments, device: Any) -> Arguments:
+    return tree_map(  # type: ignore[no-any-return]
+        lambda value: value.to(device) if isinstance(value, torch.Tensor) else value, call
+    )
+
+
+def _outline(call: Arguments) -> Any:
+    """What two calls share that can be joined: the same arguments, and tensors of the same shapes and dtypes."""
+    values, spec = tree_flatten(call)
+    return spec, [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]

@@ -1,0 +1,133 @@
+"""Calibration inputs of any kind give what the same inputs give as one tensor, and reach models of several inputs."""
+
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import quant
+from quant.calibration.inputs import Inputs, inputs_of, understood
+from quant.errors import UserError
+
+ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
+
+
+def llama() -> nn.Module:
+    return tiny_models.llama(gain=3, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def state(done: quant.Quantized) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in done.model.state_dict().items()}
+
+
+def as_loader() -> Any:
+    return DataLoader([{"input_ids": row} for row in ROWS], batch_size=2)
+
+
+SAME = {
+    "names": {"data": {"input_ids": ROWS}},
+    "dicts": {"data": [{"input_ids": row[None]} for row in ROWS]},
+    "tuples": {"data": [(row[None],) for row in ROWS]},
+    "tensors": {"data": [row[None] for row in ROWS]},
+    "generator": {"data": (row[None] for row in ROWS)},
+    "loop": {"forward_loop": lambda model: [model(row[None]) for row in ROWS]},
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_static_scales_are_those_of_the_rows(kind: str) -> None:
+    expected = state(quant.quantize(llama(), "nvfp4", ROWS))
+    found = state(quant.quantize(llama(), "nvfp4", **SAME[kind]))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("kind", ["names", "loop"])
+def test_gptq_solves_the_same_problem(kind: str) -> None:
+    expected = state(quant.quantize(llama(), "nvfp4a16", ROWS, solver="gptq"))
+    given = SAME[kind] if kind != "loop" else {"forward_loop": lambda model: [model(row[None]) for row in ROWS]}
+    found = state(quant.quantize(llama(), "nvfp4a16", solver="gptq", **given))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_loader_gives_its_batches() -> None:
+    model = llama()
+    inputs = inputs_of(as_loader(), model)
+    assert [call[1]["input_ids"].shape for call in inputs.calls] == [(2, 16)] * 3
+    assert torch.equal(torch.cat([call[1]["input_ids"] for call in inputs.calls]), ROWS)
+    quant.quantize(model, "nvfp4", as_loader())
+
+
+def test_batches_join_calls_of_one_shape_alone() -> None:
+    calls = [((), {"x": torch.full((1, n), float(n))}) for n in (2, 2, 3, 3, 3)]
+    batches = Inputs(calls).split(2)
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    assert [tuple(batch.arguments()[1]["x"].shape) for batch in batches] == [(2, 2), (2, 3), (1, 3)]
+
+
+def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
+    sizes = {"vocab_size": 64, "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+             "decoder_attention_heads": 4, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "num_mel_bins": 16,
+             "max_source_positions": 16, "max_target_positions": 32, "pad_token_id": 0, "bos_token_id": 1,
+             "eos_token_id": 2, "decoder_start_token_id": 1}  # fmt: skip
+    model = tiny_models.build("Whisper", "ForConditionalGeneration", sizes)
+    return model, {"input_features": torch.randn(4, 16, 32), "decoder_input_ids": ROWS[:4, :6]}
+
+
+def t5() -> tuple[Any, dict[str, torch.Tensor]]:
+    return tiny_models.t5(), {"input_ids": ROWS[:4], "decoder_input_ids": ROWS[:4, :6]}
+
+
+def clip() -> tuple[Any, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers", reason="the extra hf")
+    text = transformers.CLIPTextConfig(**tiny_models.WIDTHS, **tiny_models.BLOCKS, eos_token_id=2)
+    vision = transformers.CLIPVisionConfig(**tiny_models.IMAGES)
+    sizes = {"text_config": text, "vision_config": vision, "projection_dim": 64}
+    images = torch.randn(4, 3, 32, 32)
+    return tiny_models.build("CLIP", "Model", sizes), {"input_ids": ROWS[:4], "pixel_values": images}
+
+
+@pytest.mark.parametrize("make", [whisper, t5, clip])
+@pytest.mark.parametrize(("recipe", "solver"), [("nvfp4", None), ("fp8_channel", "gptq")])
+def test_models_of_several_inputs_are_calibrated(make: Any, recipe: str, solver: str | None) -> None:
+    model, given = make()
+    with torch.no_grad():
+        before = model(**given)[0]
+    result = quant.quantize(model, recipe, given, solver=solver)
+    with torch.no_grad():
+        after = result.model(**given)[0]
+    cosine = torch.nn.functional.cosine_similarity(after.flatten(1), before.flatten(1)).mean()
+    assert cosine > (0.999 if recipe == "fp8_channel" else 0.95)
+    assert "fusion_groups" not in result.plan.provenance  # found on the first of the inputs
+    assert any(len(members) == 3 for members in result.plan.groups().values())
+
+
+def test_the_hook_is_gone_afterwards() -> None:
+    model = llama()
+    with understood(model):
+        assert model(Inputs([((ROWS[:1],), {})])).logits.shape[:2] == (1, 16)
+    assert not model._forward_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"data": []}, "empty"),
+        ({"data": ["a text"]}, "calibration_rows"),
+        ({"data": "a text"}, "data is a str"),
+        ({"data": {"a": torch.zeros(2, 1), "b": torch.zeros(3, 1)}}, "different numbers of rows"),
+        ({"forward_loop": lambda model: None}, "never called"),
+        ({"forward_loop": lambda model: None, "data": ROWS}, "one of them"),
+    ],
+)
+def test_what_is_no_input_is_refused(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        quant.quantize(llama(), "nvfp4", **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_takes_one_tensor() -> None:
+    with pytest.raises(UserError, match="one tensor"):
+        quant.quantize(llama(), data={"input_ids": ROWS}, bits=6)
