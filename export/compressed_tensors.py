@@ -25,7 +25,7 @@ from quant.export.patterns import matches
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
-from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target
 
 VERSION = "0.19.0"  # of the layout: the compressed-tensors release whose output this reproduces
@@ -262,6 +262,12 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
         warnings.append(
             f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
             "transformers up to 5.23 multiplies experts in 16 bit, and gives slightly other logits"
+        )
+    if odd := plan.provenance.get(ODD_INPUTS):
+        warnings.append(
+            f"{_counted(odd)} quant.load or a server such as vLLM for a scale for each token: transformers with "
+            "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
+            "slightly other logits"
         )
     cut = names.cut if names else ()
     kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]

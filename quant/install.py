@@ -91,6 +91,8 @@ def protect(model: nn.Module) -> None:
     """Keeps a quantized model of transformers from being saved as if it were none."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = refuse_save_pretrained  # type: ignore[assignment]
+        # By this, modeling code calls layers whose weight it would else multiply by itself (Falcon-Mamba's dt_proj).
+        model.config._is_quantized = True  # type: ignore[union-attr]
 
 
 def refuse_save_pretrained(*args: Any, **options: Any) -> None:

@@ -10,15 +10,18 @@ so 20 dB is an error of a tenth; uniform rounding gains about 6 dB a bit.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from quant.errors import counted
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import JsonData
 from quant.recipes.plan import LayerPlan
 
 _CHUNK_ELEMENTS = 1 << 18
+_LOST = 0.5  # relative error; the coarsest format has about 0.15
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,18 @@ def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockSc
         solver=plan_layer.solver if planned else None,
         reason=plan_layer.reason,
     )
+
+
+def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
+    """Which layers lost most of their weight's values: one sentence, or nothing."""
+    lost = [result for result in results if (result.relative_error or 0) > _LOST]
+    if not lost:
+        return []
+    listed = ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in lost[:3])
+    return [
+        f"{counted(len(lost), 'layer')} lost most of the values, by relative error: {listed}. Where fused layers share "
+        "a scale, much smaller values beside larger ones become zero: keep such layers in 16 bit with --exclude"
+    ]
 
 
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:

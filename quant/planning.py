@@ -16,7 +16,7 @@ from torch import nn
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
-from quant.recipes.plan import Plan
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
 
 
@@ -57,6 +57,8 @@ def make_plan(
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     plan = resolve(layers, recipe, only=include, provenance=provenance)
+    if odd := _odd_inputs(layers, plan):
+        plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
     if not plan.quantized:
         if isinstance(model, nn.Module) and any(hasattr(module, "quantized_weight") for module in model.modules()):
             raise UserError("the model is quantized already; start from the original one")
@@ -64,6 +66,16 @@ def make_plan(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"
         )
     return plan
+
+
+def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
+    """Layers whose inputs get a scale for each token and are no `[batch, tokens, in]`."""
+    seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
+    return [
+        layer.name
+        for layer in plan.quantized
+        if layer.name in seen and layer.activation is not None and layer.activation.block == (1, 0)
+    ]
 
 
 def _why_none(plan: Plan) -> str:
@@ -102,6 +114,25 @@ def fusion_warnings(plan: Plan) -> list[str]:
         f"fusion groups {unknown}. Each layer has a tensor scale of its own, and a runtime that merges layers with one "
         "input (q/k/v, gate/up) expects them to share one"
     ]
+
+
+def coverage_warnings(plan: Plan) -> list[str]:
+    """Which weights stay in 16 bit and why, where they are more than half of all: one sentence, or nothing."""
+    own = [layer for layer in plan.layers if layer.tied_to is None]
+    kept: dict[str, list[LayerPlan]] = {}
+    for layer in own:
+        if layer.weight is None:
+            kept.setdefault(layer.reason, []).append(layer)
+    counts = {reason: sum(layer.numel for layer in layers) for reason, layers in kept.items()}
+    total, left = sum(layer.numel for layer in own), sum(counts.values())
+    if 2 * left <= total:
+        return []
+    most = sorted(kept, key=lambda reason: -counts[reason])[:3]
+    listed = "; ".join(
+        f"{counted(len(kept[reason]), 'layer')}, {kept[reason][0].name} first, {counts[reason] / total:.0%}: {reason}"
+        for reason in most
+    )
+    return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
 
 
 def _run_on_meta(model: nn.Module) -> None:

@@ -50,6 +50,7 @@ class Layer:
         tied_to: name of the layer whose parameter it shares, if it does.
         obstacle: why it cannot be quantized at all, if so.
         kept: why it stays in 16 bit unless a rule names it, where its kind does not say so.
+        input_dims: dimensions of the input of a linear layer, where it was seen: 3 for `[batch, tokens, in]`.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Layer:
     tied_to: str | None = None
     obstacle: str | None = None
     kept: str | None = None
+    input_dims: int | None = None
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -110,7 +112,7 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
 
 
 def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Module], Any]) -> list[Layer]:
-    """`layers` with fusion groups filled in, found by one forward pass.
+    """`layers` with fusion groups and the dimensions of inputs filled in, found by one forward pass.
 
     Args:
         model: the model that `layers` came from.
@@ -121,6 +123,7 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
 
     linears = {layer.name for layer in layers if layer.kind == "linear"}
     readers: dict[int, list[str]] = {}
+    dimensions: dict[str, int] = {}
     held = []
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -128,6 +131,7 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
             if args and isinstance(args[0], torch.Tensor):
                 held.append(args[0])  # kept alive, so that no other tensor gets its id
                 readers.setdefault(id(args[0]), []).append(name)
+                dimensions[name] = args[0].dim()
 
         return hook
 
@@ -143,7 +147,10 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         names = list(dict.fromkeys(names))
         if len(names) > 1:
             group_of.update(dict.fromkeys(names, group_name(names)))
-    return [replace(layer, group=group_of.get(layer.name, layer.group)) for layer in layers]
+    return [
+        replace(layer, group=group_of.get(layer.name, layer.group), input_dims=dimensions.get(layer.name))
+        for layer in layers
+    ]
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:

@@ -32,6 +32,8 @@ from quant.recipes.json_text import json_text
 
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"  # in a checkpoint
+ODD_INPUTS = "inputs_without_batch_and_tokens"
+"""Key of the provenance: layers with a scale for each token whose inputs are no `[batch, tokens, in]`."""
 KINDS = ("linear", "experts", "embedding", "head", "norm", "conv", "parameter", "other")
 
 

@@ -86,10 +86,8 @@ def read_calibration(
     plan: Plan | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> torch.Tensor | Inputs:
-    """Rows of --calib, or text that the model writes itself for `plan`; None stands for one yet to be found."""
-    if (inputs := named_inputs(source, calib, samples)) is not None:
-        return inputs
+) -> torch.Tensor:
+    """Token rows of --calib, or text that the model writes itself for `plan`; None stands for one yet to be found."""
     if calib is None or calib == "self":
         assert source.model is not None
         plan = plan or make_plan(source.model, "fp8", include=include, exclude=exclude)

@@ -18,8 +18,8 @@ from quant.calibration.inputs import on_first
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration_data import lacks_data, solver_needs_data
-from quant.cli.ranks.same import check_same
 from quant.cli.inputs import named_inputs
+from quant.cli.ranks.same import check_same
 from quant.errors import UserError
 from quant.export.directory import check_apart, check_destination
 from quant.export.partial import Partial, is_finished

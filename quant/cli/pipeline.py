@@ -26,7 +26,7 @@ from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import rank_and_world, wait_for_all
 from quant.calibration_data import lacks_data
 from quant.cli import console
-from quant.cli.inputs import read_calibration, read_rows, tokenizer_if_any
+from quant.cli.inputs import named_inputs, read_calibration, read_rows, tokenizer_if_any
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
@@ -36,12 +36,12 @@ from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
 from quant.extras import versions
 from quant.formats.atomic import claimed, write_atomically
-from quant.layer_result import LayerResult
+from quant.layer_result import LayerResult, loss_warnings
 from quant.models.files import copy_along
 from quant.models.open import Source, open_model
 from quant.page.render import render_html
 from quant.page.report import Report, kv_cache_of, peak_rss, print_summary
-from quant.planning import fusion_warnings
+from quant.planning import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan
 from quant.runtime.attention import quantized_attention
 from quant.solve import solve_plan, solve_state_dict
@@ -123,8 +123,6 @@ def _run_allocated(
     eval_rows = _eval_rows(job, source, source.model)
     with console.stages(quiet) as progress:
         data = _calibration(job, source, device, progress)
-        if isinstance(data, Inputs):
-            raise UserError(f"--calib {job.calib}: a budget measures on token rows; give a text, or --format instead")
         found = allocate(
             source.model,
             data,
@@ -254,7 +252,8 @@ def _rows(
     if own and source.model is not None and (device is None or device.type == "cpu"):
         # Each token would read every weight again.
         read_stored(source.model, stored_in(source.model))
-    rows = _calibration(job, source, device, progress, plan)
+    inputs = named_inputs(source, job.calib, job.calib_samples)
+    rows = inputs if inputs is not None else _calibration(job, source, device, progress, plan)
     digest = _hash(rows)
     check_same({f"the calibration text {job.calib}": digest}, device=device)
     if own:
@@ -303,7 +302,7 @@ def _run_state_dict(
 
 def _calibration(
     job: Job, source: Source, device: torch.device | None, progress: Progress, plan: Plan | None = None
-) -> torch.Tensor | Inputs:
+) -> torch.Tensor:
     """Rows of --calib; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
         source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,
@@ -348,7 +347,12 @@ def _report(
         peak_rss_bytes=peak_rss(),
         device=describe(device),
         files={},
-        warnings=[*runtime_warnings(plan, dtype, names), *fusion_warnings(plan)],
+        warnings=[
+            *runtime_warnings(plan, dtype, names),
+            *fusion_warnings(plan),
+            *coverage_warnings(plan),
+            *loss_warnings(results),
+        ],
         kv_cache=kv_cache_of(source.config, plan),
     )
 

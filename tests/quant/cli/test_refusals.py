@@ -247,14 +247,13 @@ def llama() -> nn.Module:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (["some text"], r"data is a list; make rows of token ids of it: quant.calibration_rows\(data"),
-        ({"input_ids": torch.zeros(1, 8)}, "data is a dict"),
+        (["some text"], r"a str without tensors; for texts, quant.calibration_rows\(data"),
         (torch.zeros(8, dtype=torch.int64), r"data is \[8\]; expected token ids \[rows, seqlen\]"),
         (torch.zeros(0, 8, dtype=torch.int64), r"data is \[0, 8\]"),
     ],
 )
 def test_data_that_is_no_rows(data: object, message: str) -> None:
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=message):
         quant.quantize(llama(), "nvfp4", data)
 
 

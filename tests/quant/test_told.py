@@ -1,0 +1,38 @@
+"""What a user has to know of a finished run: most weights left in 16 bit, and layers that became zero."""
+
+import tiny_models
+import torch
+
+import quant
+from quant.layer_result import loss_warnings
+from quant.planning import coverage_warnings
+
+
+def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:
+    plan = quant.make_plan(tiny_models.llama(), "fp8_channel", include=["*.o_proj"])
+    (line,) = coverage_warnings(plan)
+    kept = sum(layer.numel for layer in plan.layers if layer.weight is None)
+    total = sum(layer.numel for layer in plan.layers)
+    assert line.startswith(f"{kept / total:.0%} of the weights stay in 16 bit (")
+    assert "model.layers.0.self_attn.q_proj first" in line and "matched by no --include" in line and "\n" not in line
+
+
+def test_a_model_mostly_quantized_has_nothing_to_tell() -> None:
+    assert coverage_warnings(quant.make_plan(tiny_models.llama(num_hidden_layers=4), "fp8_channel")) == []
+
+
+def test_a_fused_layer_that_becomes_zero_is_told() -> None:
+    """NVFP4 gives fused layers one tensor scale; values 1e-8 of the largest are below its smallest block scale."""
+    model = tiny_models.llama()
+    model.model.layers[1].self_attn.k_proj.weight.data.mul_(1e-8)
+    done = quant.quantize(model, "nvfp4a16")
+    assert not done.model.model.layers[1].self_attn.k_proj.dequantize().any()
+    (line,) = loss_warnings(done.layers)
+    assert line.startswith("1 layer lost most of the values") and "model.layers.1.self_attn.k_proj (100%)" in line
+    assert loss_warnings(quant.quantize(tiny_models.llama(), "nvfp4a16").layers) == []
+
+
+def test_zero_weights_lose_nothing() -> None:
+    model = tiny_models.llama()
+    torch.nn.init.zeros_(model.model.layers[0].mlp.down_proj.weight)
+    assert loss_warnings(quant.quantize(model, "nvfp4a16").layers) == []
