@@ -24,6 +24,7 @@ from quant.errors import UserError, listed
 from quant.export.checkpoint_reader import BESIDE, TensorFiles
 from quant.extras import require
 from quant.models import huggingface
+from quant.models.configs import one_line
 
 _DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
 """Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
@@ -52,7 +53,7 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
             way_out = "load it with quant.load"
         else:
             way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
-        return [f"transformers {version} does not load this checkpoint ({huggingface.one_line(error)}): {way_out}"]
+        return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_DROPPED)]
     problems = [
         f"{what} {listed(sorted(names), 3)}"
@@ -77,7 +78,7 @@ def _read_back(directory: Path, cls: Any) -> None:
     except ValueError as error:
         raise UserError(
             f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
-            f"way that is not known here ({huggingface.one_line(error)}); keep those layers in 16 bit with --exclude"
+            f"way that is not known here ({one_line(error)}); keep those layers in 16 bit with --exclude"
         ) from error
 
 
