@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.hardware import current
 from quant.kernels.timing import graph_microseconds
+from quant.recipes.json_text import json_text
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 TOKENS = (1, 16, 64, 256, 1024, 4096)
@@ -149,7 +149,7 @@ def main() -> None:
                     )
     show("Linear kernels in vLLM, µs", {**machine(), **versions("vllm", "triton")}, rows)
     if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        args.json.write_text(json_text(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

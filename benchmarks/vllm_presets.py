@@ -30,6 +30,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from quant.recipes.json_text import json_text
+
 DATA = Path(__file__).parent / "data"
 PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", "int4a16",
@@ -233,7 +235,7 @@ def kernels(llm: Any) -> str:
 def report(args: argparse.Namespace, **found: Any) -> None:
     """Appends a result to the file of results: one line, so that processes can share it."""
     with (args.out / "results.jsonl").open("a") as file:
-        file.write(json.dumps({"name": args.name, **found}) + "\n")
+        file.write(json_text({"name": args.name, **found}) + "\n")
 
 
 def last_line(error: BaseException) -> str:
@@ -265,7 +267,15 @@ def run_all(args: argparse.Namespace) -> None:
     print(f"made after {time.time() - started:.0f} s", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(args.processes) as pool:
         for index, (jobs, switch) in enumerate(shares(args, [DENSE, *args.families])):
-            pool.submit(start, f"vllm-{index}", "--do", "serve", "--jobs", json.dumps(jobs), BLOCKSCALE_VLLM=switch)
+            pool.submit(
+                start,
+                f"vllm-{index}",
+                "--do",
+                "serve",
+                "--jobs",
+                json_text(jobs),
+                BLOCKSCALE_VLLM=switch,
+            )
     print(f"done after {time.time() - started:.0f} s", file=sys.stderr, flush=True)
 
 

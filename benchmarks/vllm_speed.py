@@ -26,6 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from quant.recipes.json_text import json_text
+
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-8b": (
         "LlamaForCausalLM",
@@ -68,7 +70,7 @@ def write_config(shape: str, layers: int | None, out: Path) -> Path:
         config["num_hidden_layers"] = layers
     folder = out / shape
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (folder / "config.json").write_text(json_text(config, indent=1) + "\n")
     return folder
 
 
@@ -174,7 +176,7 @@ def busy(ranges: list[Any]) -> float:
 
 
 def say(found: dict[str, Any]) -> None:
-    print("RESULT " + json.dumps(found), flush=True)
+    print("RESULT " + json_text(found), flush=True)
 
 
 class Engine:
@@ -182,7 +184,7 @@ class Engine:
 
     def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
         self.log = args.out / f"{args.label}-{label}.log"
-        options = ["--engine", json.dumps(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
+        options = ["--engine", json_text(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
                    "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
         self.process = subprocess.Popen(
             [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -247,8 +249,8 @@ def main() -> None:
             rows.append({args.label: what, **{f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()},
                          "speed-up": f"{best['vLLM'] / best['plug-in']:.3f}"})  # fmt: skip
         print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
-        (args.out / f"{args.label}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"Engine: {json.dumps(args.engine)}, {json.dumps(args.theirs)} and {json.dumps(args.ours)}")
+        (args.out / f"{args.label}.json").write_text(json_text(found, indent=1) + "\n")
+    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
     for each in engines.values():
         each.process.kill()
 

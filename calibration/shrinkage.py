@@ -65,7 +65,7 @@ class MomentSpread:
         products, weighted, squares = self.sums
         evenness = self.squared_tokens / self.tokens**2
         if evenness == 1:
-            return products.new_tensor(self.columns / (self.columns + self.tokens))
+            return torch.tensor(self.columns / (self.columns + self.tokens), device=products.device)
         mean = products / self.tokens
         # Σ n_r² (P_r / n_r - mean)², written out.
         spread = squares - 2 * mean * weighted + self.squared_tokens * mean.square()
@@ -73,7 +73,7 @@ class MomentSpread:
         power = mean.diagonal()
         scale = 1 / (power * power[:, None]).clamp(min=torch.finfo(torch.float32).tiny)
         scale.fill_diagonal_(0)
-        found = (variance * scale).sum() / (mean.square() * scale).sum()
+        found = torch.sum(variance * scale) / torch.sum(mean.square() * scale)
         return (STRENGTH * found).nan_to_num(1.0).clamp(0, 1)
 
 

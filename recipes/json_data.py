@@ -33,7 +33,8 @@ class JsonData:
             ValueError: an unknown or a missing field, or a value of another type; the message names the field.
         """
         check_fields(fields, cls, cls.__name__)
-        return cls(**{name: typed(_hints(cls)[name], value, name) for name, value in fields.items()})
+        hints = _hints(cls)  # type: ignore[arg-type]  # mypy does not see that a class is hashable
+        return cls(**{name: typed(hints[name], value, name) for name, value in fields.items()})
 
 
 def check_fields(fields: Any, cls: type, where: str, more: Mapping[str, Any] | None = None) -> None:

@@ -109,6 +109,7 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     for _, (first, shift, sums) in in_order(small, device):
         total.first = first if total.first is None or first is None else total.first.add_(first)
         total.shift = shift if total.shift is None or shift is None else total.shift.add_(shift)
+        assert sums is not None
         total.spread.sums += sums
     total.tokens = sum(gathered(sum(len(x) for _, x, _, _ in waiting)))
     total.spread.tokens = total.tokens
