@@ -145,12 +145,14 @@ def write_slots(pages: KVPages, slots: torch.Tensor, k: torch.Tensor, v: torch.T
     count, kv_heads, dim = k.shape
     scales = [x if x is not None else slots for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else pages.k for x in (pages.k_blocks, pages.v_blocks)]
-    tokens = min(2048 // triton.next_power_of_2(dim), triton.next_power_of_2(max(count // 128, 1)))
+    width = triton.next_power_of_2(dim)
+    # The search for block scales is unrolled eight times: a warp with more values than these would not fit registers.
+    tokens = 1 if count <= 128 else max(256 // width, 1)
     if count:
         write_slots_kernel[triton.cdiv(count, tokens), kv_heads](
             k, v, pages.k, pages.v, *scales, *blocks, slots, *k.stride()[:2], *v.stride()[:2], kv_heads, count,
-            kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim),
-            page=pages.page_size, tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
+            kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
+            num_warps=1,
         )  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.quantization.utils.quant_utils import QuantKey, 
 from vllm.model_executor.utils import replace_parameter
 from vllm.platforms import current_platform
 
-import quant.vllm_plugin.between  # noqa: F401 - defines torch.ops.quant.swiglu
 from quant.kernels.linear.experts import grouped_linear
 from quant.vllm_plugin import weights
 
@@ -122,11 +121,8 @@ class BlockscaleNvFp4Experts(mk.FusedMoEExpertsModular):
 
         rows, offsets, places = route(hidden_states, topk_ids.contiguous(), len(w1))
         both = grouped_linear(rows, self.w13, offsets)
-        if activation is MoEActivation.SILU:
-            middle = torch.ops.quant.swiglu(both)
-        else:
-            middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
-            self.activation(activation, middle, both)
+        middle = both.new_empty(len(both), self.adjust_N_for_activation(both.shape[1], activation))
+        self.activation(activation, middle, both)
         self.slots = grouped_linear(middle, self.w2, offsets), places
 
 

@@ -2,7 +2,8 @@
 
 It puts our kernel classes at the head of vLLM's lists, where they take quantized layers with inputs in 16 bit. vLLM is
 left as it is, with one line in its log that says why, where the environment has `BLOCKSCALE_VLLM=0`, where vLLM is a
-release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU.
+release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU. `BLOCKSCALE_VLLM=overlap`
+also replaces norms and SwiGLU (`quant/vllm_plugin/between.py`), which no GPU has run inside vLLM yet.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
@@ -70,19 +71,23 @@ def install() -> str:
         (lists._POSSIBLE_NVFP4_KERNELS, linear.BlockscaleNvFp4LinearKernel),
         (lists._POSSIBLE_MXFP4_KERNELS, linear.BlockscaleMxFp4LinearKernel),
         (lists._POSSIBLE_MXFP8_KERNELS, linear.BlockscaleMxfp8LinearKernel),
-        (lists._POSSIBLE_KERNELS, linear.BlockscaleInt4LinearKernel),
         (lists._POSSIBLE_WFP8A16_KERNELS, linear.BlockscaleFp8LinearKernel),
     )
     for by_platform, ours in places:
         known = by_platform[PlatformEnum.CUDA]
         if ours not in known:
             known.insert(0, ours)
+    # Nobody has measured our INT4 beside Machete, which vLLM prefers to Marlin on Hopper.
+    known = lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]
+    if linear.BlockscaleInt4LinearKernel not in known:
+        known.insert(known.index(lists.MarlinLinearKernel), linear.BlockscaleInt4LinearKernel)
     # For NVFP4 without activation scales two modules go by this name and ask no list.
     lists.MarlinNvFp4LinearKernel = linear.BlockscaleNvFp4LinearKernel
     modelopt.MarlinNvFp4LinearKernel = linear.weight_only_nvfp4
     experts.install()
     attention.install()
-    between.install()
+    if os.environ.get("BLOCKSCALE_VLLM") == "overlap":
+        between.install()
     envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
     return (
         "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, experts in NVFP4 and NVFP4 KV caches may take "

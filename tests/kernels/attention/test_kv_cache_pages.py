@@ -201,14 +201,14 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
     assert bool(ours._pools["k"].view(torch.uint8).any())
 
 
-@pytest.mark.parametrize("name", FORMAT_NAMES)
-def test_slots_are_written_as_by_the_oracle(name: str | None) -> None:
+@pytest.mark.parametrize(("name", "count"), [(None, 6), ("fp8", 6), ("fp8_token", 6), ("nvfp4", 6), ("nvfp4", 130)])
+def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
     from quant.kernels.portable.kv_cache import write_slots
 
-    ours, theirs = cache_of(name, pages=8, layers=1), cache_of(name, pages=8, layers=1)
+    ours, theirs = cache_of(name, pages=9, layers=1), cache_of(name, pages=9, layers=1)
     ours._scales = theirs._scales
-    slots = [5 * 16 + 14, 5 * 16 + 15, 2 * 16, -1, 0, 7 * 16 + 9]
+    slots = [-1, *torch.randperm(9 * 16)[: count - 1].tolist()]
     qkv = torch.randn(len(slots), 3, 2, 32).to(torch.bfloat16)  # strided, as a merged projection leaves it
     k, v = qkv[:, 1], qkv[:, 2]
     with interpreted():

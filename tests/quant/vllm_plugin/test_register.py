@@ -113,6 +113,7 @@ def test_methods_take_the_arguments_of_vllms_own(vllm: Any) -> None:
 
 
 def test_our_classes_come_first_however_often_they_are_installed(vllm: Any) -> None:
+    from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.kernels import linear as lists
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
     from vllm.platforms import PlatformEnum
@@ -124,6 +125,10 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any) -> N
     for by_platform in (lists._POSSIBLE_NVFP4_KERNELS, lists._POSSIBLE_MXFP4_KERNELS, lists._POSSIBLE_WFP8A16_KERNELS):
         names = [cls.__name__ for cls in by_platform[PlatformEnum.CUDA]]
         assert names[0].startswith("Blockscale") and len(set(names)) == len(names)
+    names = [cls.__name__ for cls in lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]]
+    order = [names.index(f"{name}LinearKernel") for name in ("Machete", "BlockscaleInt4", "Marlin")]
+    assert order == sorted(order) and names.count("BlockscaleInt4LinearKernel") == 1
+    assert "RMSNorm" not in op_registry_oot
     assert lists.MarlinNvFp4LinearKernel is vllm.linear.BlockscaleNvFp4LinearKernel
     # The list that --linear-backend marlin goes by still has Marlin.
     assert "MarlinNvFp4LinearKernel" in {cls.__name__ for cls in lists._LINEAR_BACKEND_KERNEL_MAP["marlin"]}
@@ -213,7 +218,7 @@ def test_a_layer_in_float16_stays_with_marlin(vllm: Any, monkeypatch: pytest.Mon
     assert seen == [layer] and layer.weight.dtype is torch.uint8
 
 
-def test_experts_add_up_to_the_oracles_sum(vllm: Any) -> None:
+def test_experts_add_up_to_the_oracles_sum(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
     from interpreter import interpreted
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -233,6 +238,11 @@ def test_experts_add_up_to_the_oracles_sum(vllm: Any) -> None:
     kernel.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (count, 2 * inner)
 
+    def silu_and_mul(activation: object, out: torch.Tensor, both: torch.Tensor) -> None:
+        gate, up = both.float().chunk(2, -1)
+        out.copy_(torch.nn.functional.silu(gate) * up)
+
+    monkeypatch.setattr(kernel, "activation", silu_and_mul)
     x = torch.randn(tokens, hidden).bfloat16()
     weights, index = torch.rand(tokens, count).topk(2)
     out = torch.empty_like(x)
@@ -257,8 +267,9 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
 
     from quant.vllm_plugin import between
 
-    monkeypatch.setattr(custom_op, "op_registry_oot", custom_op.op_registry_oot)
-    between.install()
+    assert between.op_registry_oot is custom_op.op_registry_oot
+    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", between.BlockscaleRMSNorm)
+    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", between.BlockscaleSiluAndMul)
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         norm, gate = RMSNorm(64, dtype=torch.bfloat16), SiluAndMul()
     assert type(norm) is between.BlockscaleRMSNorm and type(gate) is between.BlockscaleSiluAndMul
