@@ -167,7 +167,7 @@ class BlockKeeper(Keeper):
         layers = self.noted[self.kept_layers :]
         self.kept_layers = len(self.noted)
         keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
-        if states is None or not states.quantized:
+        if states is None:
             return states
         kinds = {"quantized": states.quantized}
         if states.original is not states.quantized:

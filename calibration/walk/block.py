@@ -500,7 +500,6 @@ class BlockWork:
             member, solved = self.solved[name]
             assert solved is not None
             note = f"block error {found.before:.3g} before autoround, {found.after:.3g} after"
-            weight = weight.to(self.device)
             self.solved[name] = (member, replace(solved, weight=weight, notes=(*solved.notes, note)))
             self.stand_ins[name].dense = weight.dequantize(self.stand_ins[name].dense.dtype)
 
@@ -515,25 +514,28 @@ class BlockWork:
         if rank_and_world()[1] == 1:
             return reconstruct_block(self.block, calls, outputs, layers, settings)
         cpu = torch.device("cpu")
-        own = [
-            (number_of(i), call.to(cpu), output.to(cpu))
-            for i, (call, output) in enumerate(zip(calls, outputs, strict=True))
-        ]
-        everywhere = at_first(own)
+        everywhere = at_first(
+            [
+                (number_of(i), call.to(cpu), output.to(cpu))
+                for i, (call, output) in enumerate(zip(calls, outputs, strict=True))
+            ]
+        )
 
-        def learn() -> Reconstructed:
+        learned: list[Reconstructed] = []
+
+        def learn() -> tuple[float, float]:
             assert everywhere is not None
             batches = sorted((batch for part in everywhere for batch in part), key=itemgetter(0))
-            found = reconstruct_block(
-                self.block,
-                [call.to(self.device) for _, call, _ in batches],
-                [output.to(self.device) for _, _, output in batches],
-                layers,
-                settings,
-            )
-            return replace(found, weights={name: weight.to(cpu) for name, weight in found.weights.items()})
+            here = [call.to(self.device) for _, call, _ in batches]
+            wanted = [output.to(self.device) for _, _, output in batches]
+            learned.append(reconstruct_block(self.block, here, wanted, layers, settings))
+            return learned[0].before, learned[0].after
 
-        return from_first(learn)
+        before, after = from_first(learn)
+        own = {index: {name: found.weights[name]} for found in learned for index, name in enumerate(layers)}
+        outlines = [({name: layer.quantized.shape}, layer.quantized.format) for name, layer in layers.items()]
+        everything = all_solved(own, outlines, self.device)
+        return Reconstructed({name: weight for part in everything for name, weight in part.items()}, before, after)
 
     def _observe_at_once(self, calls: Sequence[Call]) -> list[torch.Tensor]:
         """Solves all groups from one pass over the original inputs."""

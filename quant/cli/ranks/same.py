@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from quant.calibration.ranks import gathered, rank_and_world
+from quant.calibration.ranks import gathered, rank_and_world, wait_for_all
 from quant.errors import UserError
 from quant.extras import versions
 
@@ -42,6 +42,8 @@ def check_same(what: Mapping[str, str], files: Sequence[Path] = (), device: torc
         for name in dict.fromkeys((*first, *found)):
             if found.get(name) != first.get(name):
                 here, there = (values.get(name, "none") for values in (found, first))
+                if rank_and_world()[0]:
+                    wait_for_all()  # until the first rank has said it, and this one is ended
                 how = "" if len(here + there) > 80 else f" ({here}; rank 0 has {there})"
                 raise UserError(
                     f"rank {rank} on {machine} differs from rank 0 in {name}{how}; all ranks need the same files, "

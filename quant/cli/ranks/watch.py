@@ -21,7 +21,7 @@ from typing import Any
 from quant.errors import printable
 
 # Errors of several ranks come together: the one that says most is printed after so many seconds.
-_TOGETHER = 0.5
+_TOGETHER = 1.0
 # A rank that told its error waits so long for the first one to end.
 _FAREWELL = 10.0
 
@@ -106,7 +106,7 @@ class Watch:
             time.sleep(_FAREWELL)  # ends with the first rank
             os._exit(2)
         if follows:
-            time.sleep(4 * _TOGETHER)  # the watching thread knows more, and ends this process
+            time.sleep(3 * _TOGETHER)  # the watching thread knows more, and ends this process
         self.over.set()
         with self.lock:
             self._dismiss()

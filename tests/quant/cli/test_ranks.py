@@ -1,0 +1,309 @@
+"""Several ranks write what one rank writes; one that is lost or fails is named, and the run goes on later.
+
+Ranks are forks of the test process, so that they start at once; one test starts them as users do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import save_file
+
+from quant.calibration import ranks
+from quant.calibration.ranks import in_order, number_of, own_batches, sum_in_order
+from quant.cli.quantize import quantize_command
+from quant.cli.ranks import launch
+from quant.cli.run import evaluate_command
+from quant.export import partial as partial_module
+from quant.export.partial import partial_path
+
+ROWS, SEQLEN = 16, 32  # four batches of the walk
+_SECONDS = 120
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with calibration rows and tiny models."""
+    home = tmp_path_factory.mktemp("ranks")
+    ids = torch.randint(5, 60, (ROWS, SEQLEN), generator=torch.Generator().manual_seed(1))
+    save_file({"input_ids": ids}, home / "rows.safetensors")
+    for name, sizes in {
+        "llama": {},
+        "qwen3_moe": {},
+        "mixtral": {},
+        "wide": {"hidden_size": 128, "intermediate_size": 256},
+    }.items():
+        build = getattr(tiny_models, "llama" if name == "wide" else name)
+        build(dtype=torch.bfloat16, gain=2.0, num_hidden_layers=2, **sizes).save_pretrained(home / name)
+    return home
+
+
+def options(home: Path, model: str, out: Path, *more: str) -> list[str]:
+    """Arguments of `quantize`."""
+    rows = f"--calib={home / 'rows.safetensors'}"
+    return [str(home / model), rows, f"--calib-samples={ROWS}", f"--seqlen={SEQLEN}", f"--out={out}", "--quiet", *more]
+
+
+def in_ranks(work: Sequence[Callable[[], object]], log: Path) -> tuple[list[int], list[str]]:
+    """Does each piece of work in a fork of this process, all of them ranks of one command.
+
+    Returns:
+        How they ended: minus the signal, or the exit code; and what each said on standard error.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    children = []
+    for rank, function in enumerate(work):
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                os.environ |= {
+                    "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(len(work)),
+                    "LOCAL_WORLD_SIZE": str(len(work)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                }  # fmt: skip
+                said = os.open(f"{log}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+                os.dup2(said, 1)
+                os.dup2(said, 2)
+                sys.stdout, sys.stderr = (os.fdopen(os.dup(said), "w", buffering=1) for _ in range(2))
+                torch.set_num_threads(1)
+                signal.alarm(_SECONDS)  # ranks that wait for each other in vain
+                function()
+                code = 0
+            except SystemExit as error:
+                code = int(error.code or 0)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return codes, [Path(f"{log}.{rank}").read_text() for rank in range(len(work))]
+
+
+def run(arguments: list[str], count: int, log: Path, command: Any = quantize_command) -> list[str]:
+    """Runs a command on several ranks, which must end well; gives what they said."""
+    codes, said = in_ranks([lambda: command(arguments)] * count, log)
+    assert codes == [0] * count, said
+    return said
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """What does not depend on the command line and the time."""
+    plan = json.loads((directory / "plan.json").read_text())
+    del plan["provenance"]["command"]
+    weights = {p.name: p.read_bytes() for p in directory.iterdir() if p.suffix == ".safetensors"}
+    return {**weights, "config": (directory / "config.json").read_bytes(), "plan": json.dumps(plan).encode()}
+
+
+CASES = [
+    ("llama", "--format=nvfp4", "--solver=rtn", "--kv-cache=fp8"),
+    ("llama", "--format=nvfp4", "--solver=awq+gptq", "--observer=mse"),
+    ("llama", "--format=nvfp4a16", "--solver=gptq", "--guard=0.05 fp8 keep"),
+    ("wide", "--format=int4a16", "--solver=rotation:64+lowrank:8+gptq"),
+    ("llama", "--format=nvfp4a16", "--solver=gptq+autoround:4"),
+    ("qwen3_moe", "--format=nvfp4", "--solver=gptq"),
+    ("mixtral", "--format=nvfp4a16", "--solver=local_hessian"),
+    ("mixtral", "--format=fp8", "--solver=mse"),
+]
+
+
+@pytest.mark.parametrize(("model", "arguments"), [(model, arguments) for model, *arguments in CASES])
+def test_ranks_write_the_bytes_of_one(model: str, arguments: list[str], home: Path, tmp_path: Path) -> None:
+    counts = (1, 3)  # of four batches, one rank has two
+    for count in counts:
+        run(options(home, model, tmp_path / str(count), *arguments), count, tmp_path / "log")
+    assert files(tmp_path / "3") == files(tmp_path / "1")
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["1", "3"]
+
+
+def test_ranks_without_rows_and_evaluation(home: Path, tmp_path: Path) -> None:
+    """Six ranks for four batches; and the figures of an evaluation, to the last digit."""
+    text = str(home / "rows.safetensors")
+    for count in (1, 6):
+        more = ["--format=nvfp4a16", "--solver=gptq", f"--eval={text}", "--eval-samples=5"]
+        run(options(home, "llama", tmp_path / str(count), *more), count, tmp_path / "log")
+    assert files(tmp_path / "6") == files(tmp_path / "1")
+    reports = [json.loads((tmp_path / count / "report.json").read_text())["evaluation"] for count in "16"]
+    arguments = [str(tmp_path / "1"), f"--text={text}", f"--baseline={home / 'llama'}", "--samples=5"]
+    said = run([*arguments, f"--seqlen={SEQLEN}", "--json"], 2, tmp_path / "log", evaluate_command)
+    assert said[1] == ""
+    one, six, two = (
+        {name: value for name, value in figures.items() if name != "seconds"}
+        for figures in (*reports, json.loads(said[0]))
+    )
+    assert one == six == two and one["kl"] > 0
+
+
+def killed(rank: int, at: int, log: Path, arguments: list[str], count: int) -> tuple[list[int], list[str], float]:
+    """Runs a command whose rank kills itself when it begins its `at`-th step, or when it has given so many hashes."""
+
+    def dies() -> None:
+        seen = [0]
+        put = partial_module.Partial.put
+
+        def counted(*given: Any, **more: Any) -> None:
+            seen[0] += 1
+            if seen[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            put(*given, **more)
+
+        partial_module.Partial.put = counted  # type: ignore[method-assign]
+        quantize_command(arguments)
+
+    started = time.monotonic()
+    work = [dies if each == rank else lambda: quantize_command(arguments) for each in range(count)]
+    return (*in_ranks(work, log), time.monotonic() - started)
+
+
+@pytest.mark.parametrize(("solver", "rank", "at"), [("rtn", 1, 3), ("gptq", 1, 4), ("gptq", 0, 4)])
+def test_a_lost_rank_is_named_and_another_number_of_ranks_goes_on(
+    solver: str, rank: int, at: int, home: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    arguments = options(home, "llama", out, "--format=nvfp4a16", f"--solver={solver}")
+    codes, said, seconds = killed(rank, at, tmp_path / "log", arguments, 3)
+    assert seconds < 20
+    assert codes == [-signal.SIGKILL if each == rank else 2 for each in range(3)], said
+    speaker = 1 if rank == 0 else 0
+    assert re.fullmatch(
+        rf"error: rank {rank} \(process \d+ on \S+\) was lost: .*the same command goes on behind it, on any number of "
+        r"ranks\n",
+        said[speaker],
+    ), said
+    assert all(said[each] == "" for each in range(3) if each not in (speaker, rank)), said
+    assert not out.exists()
+    steps = [line for file in partial_path(out).glob("*.jsonl") for line in file.read_text().splitlines()]
+    assert len(steps) > 1
+    run(arguments, 2, tmp_path / "log")
+    assert not partial_path(out).exists()
+    run(options(home, "llama", tmp_path / "whole", "--format=nvfp4a16", f"--solver={solver}"), 1, tmp_path / "log")
+    assert files(out) == files(tmp_path / "whole")
+
+
+def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
+    other = tmp_path / "llama"
+    tiny_models.llama(dtype=torch.bfloat16, gain=1.0, num_hidden_layers=2).save_pretrained(other)
+    save_file({"input_ids": torch.full((ROWS, SEQLEN), 7)}, tmp_path / "rows.safetensors")
+    for changed, what in (
+        ({str(home / "llama"): str(other)}, r"the file model\.safetensors"),
+        ({f"--calib={home / 'rows.safetensors'}": f"--calib={tmp_path / 'rows.safetensors'}"}, "the calibration text"),
+        ({"--solver=gptq": "--solver=rtn"}, "the plan"),
+    ):
+        same = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=gptq")
+        work = [lambda given=given: quantize_command(given) for given in (same, [changed.get(o, o) for o in same])]
+        codes, said = in_ranks(work, tmp_path / "log")
+        assert codes == [2, 2]
+        assert re.match(rf"error: rank 1 on \S+ differs from rank 0 in {what}", said[0]), said
+        assert said[0].count("\n") == 1 and said[1] == ""
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_error_of_one_rank_is_said_once_with_its_name(home: Path, tmp_path: Path) -> None:
+    def fails() -> None:
+        from quant.calibration.walk import block
+
+        def refuse(*_: Any) -> None:
+            raise ValueError("model.layers.1: the input holds NaN")
+
+        block.BlockWork._rotate = refuse  # type: ignore[method-assign, assignment]
+        quantize_command(arguments)
+
+    arguments = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=gptq")
+    codes, said = in_ranks([lambda: quantize_command(arguments), fails], tmp_path / "log")
+    assert codes == [2, 2]
+    assert re.fullmatch(r"error: rank 1 \(process \d+ on \S+\): model\.layers\.1: the input holds NaN\n", said[0]), said
+    assert said[1] == ""
+
+
+def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
+    matrices = [torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) * 10 ** (i % 5) for i in range(8)]
+    expected = torch.zeros(7, 5)
+    for matrix in matrices:
+        expected += matrix
+
+    def work() -> None:
+        ranks.join()
+        own = list(own_batches(len(matrices)))
+        assert own == [number_of(i) for i in range(len(own))]
+        found = sum_in_order(own, lambda i: matrices[own[i]].clone(), (7, 5), torch.device("cpu"))
+        assert torch.equal(found, expected)
+        entries = [(number, [matrices[number][: number % 3], None]) for number in own]
+        everything = list(in_order(entries, torch.device("cpu")))
+        assert [number for number, _ in everything] == list(range(8))
+        for number, (values, nothing) in everything:
+            assert nothing is None and values is not None and torch.equal(values, matrices[number][: number % 3])
+
+    for count in (1, 3, 5):
+        codes, said = in_ranks([work] * count, tmp_path / "log")
+        assert codes == [0] * count, said
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "found"),
+    [
+        ("auto", 0, "auto"),
+        ("cpu", 1, "cpu"),
+        ("auto", 1, "4 ranks on a machine where PyTorch sees 1 GPU: pass --device cpu"),
+        ("cuda", 2, "4 ranks on a machine where PyTorch sees 2 GPUs: pass --devices 2, or --device cpu"),
+        ("cuda:1", 4, "--device cuda:1 is one GPU, and there are several ranks; pass cuda, and each takes its own"),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own(asked: str, gpus: int, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    if found in ("auto", "cpu"):
+        assert launch.local_device(asked) == found
+    else:
+        with pytest.raises(ValueError, match=re.escape(found)):
+            launch.local_device(asked)
+
+
+def test_the_launcher_shows_the_first_rank_and_what_others_said_where_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/sh\necho "$RANK of $WORLD_SIZE on $MASTER_ADDR: $*"; echo "$RANK warns" >&2\n'
+        "[ $OMP_NUM_THREADS = 3 ] || exit 3\n"
+        'case "$4 $RANK" in "fail "*) exit 2;; "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(launch.sys, "executable", str(program))
+    monkeypatch.setattr(launch, "_FAREWELL", 0.5)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    assert launch.launch("quantize", ["well"], 2) == 0
+    out, err = capfd.readouterr()
+    assert out == "0 of 2 on 127.0.0.1: -m quant quantize well\n" and err == "0 warns\n"
+    assert launch.launch("quantize", ["fail"], 2) == 2
+    assert capfd.readouterr().err == "0 warns\nrank 1: 1 warns\n"
+    assert launch.launch("quantize", ["die"], 2) == 128 + signal.SIGKILL
+    assert "error: rank 1 was killed by signal 9; run the same command again\nrank 1: 1 warns" in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_devices_starts_the_ranks(home: Path, tmp_path: Path) -> None:
+    given = options(home, "llama", tmp_path / "two", "--format=nvfp4a16")
+    given.remove("--quiet")
+    command = [sys.executable, "-m", "quant", "quantize", *given, "--devices=2", "--device=cpu"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"written to {tmp_path / 'two'}") == 1
+    run(options(home, "llama", tmp_path / "one", "--format=nvfp4a16"), 1, tmp_path / "log")
+    assert files(tmp_path / "two") == files(tmp_path / "one")
