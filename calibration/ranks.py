@@ -49,6 +49,17 @@ def join() -> None:
     dist.init_process_group(backend, store=PrefixStore("quant", store), rank=rank, world_size=world, timeout=_PATIENCE)
 
 
+def leave() -> None:
+    """Ends the common work when all ranks have come here: what follows, each does for itself.
+
+    Other libraries share work among ranks as soon as they see some: compressed-tensors does so in loading a checkpoint,
+    and would wait forever for ranks that do not load it.
+    """
+    if dist.is_available() and dist.is_initialized():
+        wait_for_all()
+        dist.destroy_process_group()
+
+
 def gathered(value: T) -> list[T]:
     """The value of each rank, in their order; it is pickled on its way."""
     _, world = rank_and_world()

@@ -23,7 +23,7 @@ from quant.api.save import save_state_dict, write_model
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
-from quant.calibration.ranks import rank_and_world, wait_for_all
+from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration_data import lacks_data
 from quant.cli import console
 from quant.cli.inputs import named_inputs, read_calibration, read_rows, tokenizer_if_any
@@ -211,7 +211,9 @@ def _solve_and_write(
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
 
-    if rank_and_world()[0] > 0:
+    is_first = rank_and_world()[0] == 0
+    leave()
+    if not is_first:
         return report
     started = time.perf_counter()
 

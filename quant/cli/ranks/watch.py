@@ -112,16 +112,13 @@ class Watch:
             self._dismiss()
 
     def ends(self) -> None:
-        """Takes leave when all ranks have done their work."""
-        import torch.distributed as dist
+        """Takes leave when the common work is done."""
+        from quant.calibration.ranks import leave
 
-        from quant.calibration.ranks import wait_for_all
-
-        wait_for_all()
+        leave()
         self.over.set()
         for other in self.others.values():
             _send(other, ends=True)
-        dist.destroy_process_group()
 
 
 def _weight(word: dict[str, Any]) -> int:
