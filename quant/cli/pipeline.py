@@ -103,6 +103,10 @@ def _run(job: Job, quiet: bool) -> dict[str, Any]:
                 console.print_plan(plan)
             return plan.to_dict()
         if source.model is None:
+            is_first = rank_and_world()[0] == 0
+            leave()  # one rank alone does this
+            if not is_first:
+                return {}
             report = _run_state_dict(job, source, plan, device, quiet, seconds)
         else:
             report = _run_model(job, source, source.model, plan, device, quiet, seconds)

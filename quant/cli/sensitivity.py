@@ -67,7 +67,7 @@ def sensitivity_command(
     if out is not None:
         check_apart(out, find_model(model), calib)
     silent = quiet or as_json
-    if out is not None and not rank_and_world()[0]:
+    if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
     there = find_device(device)
     announce(there, silent)
