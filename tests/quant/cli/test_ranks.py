@@ -286,7 +286,8 @@ def test_the_launcher_shows_the_first_rank_and_what_others_said_where_it_fails(
     program.write_text(
         '#!/bin/sh\necho "$RANK of $WORLD_SIZE on $MASTER_ADDR: $*"; echo "$RANK warns" >&2\n'
         "[ $OMP_NUM_THREADS = 3 ] || exit 3\n"
-        'case "$4 $RANK" in "fail 0") sleep 0.3; exit 2;; "fail 1") exit 2;; "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
+        'case "$4 $RANK" in "fail 0") sleep 0.3; exit 2;; "fail 1") exit 2;; esac\n'
+        'case "$4 $RANK" in "die 1") kill -9 $$;; "die 0") sleep 9;; esac\n'
     )
     program.chmod(0o755)
     monkeypatch.setattr(launch.sys, "executable", str(program))
