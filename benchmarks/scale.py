@@ -198,8 +198,9 @@ def ours(arguments: list[str], profile: bool) -> None:
 
 
 def quantize(
-    model: Path, solver: str, rows: tuple[int, int], threads: int, profile: bool = False, devices: int | None = None
-) -> dict[str, Any]:
+    model: Path, format: str, solver: str, rows: tuple[int, int], threads: int, profile: bool = False,
+    devices: int | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Our run, disk to disk; its stages and the hashes of its files come from its report."""
     out = model.parent / "out"
     text = model.parent / "rows.safetensors"
@@ -209,7 +210,7 @@ def quantize(
     command = [sys.executable, __file__, *(["--profiled"] if profile else []), "--ours", str(model)]
     if devices is not None:
         command = [sys.executable, "-m", "quant", "quantize", f"--devices={devices}", str(model)]
-    command += ["--format=nvfp4a16", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
+    command += [f"--format={format}", f"--solver={solver}", f"--out={out}", "--restart", "--overwrite", "--quiet"]
     command += [f"--calib={text}", f"--calib-samples={rows[0]}", f"--seqlen={rows[1]}"]
     found = sampled(command, threads)
     if profile:
@@ -284,6 +285,7 @@ def _sizes(text: str) -> list[int]:
 @click.option("--hidden", type=int, help="Width, a multiple of 512; other sizes follow.  [default: 4096, experts 7168]")
 @click.option("--experts", default=0, help="Routed experts of a layer, in the proportions of DeepSeek-V3.")
 @click.option("--shards", default=9, show_default=True, help="Weight files.")
+@click.option("--format", "format_name", default="nvfp4a16", show_default=True, help="Format of the weights.")
 @click.option("--solvers", default="rtn,gptq", show_default=True, help="Solvers to run.")
 @click.option("--rows", default="32x512", show_default=True, help="Calibration rows and tokens; several, as 128x1024.")
 @click.option("--threads", default=torch.get_num_threads(), show_default=True, help="CPU threads.")
@@ -294,7 +296,7 @@ def _sizes(text: str) -> list[int]:
 @click.option("--profile", is_flag=True, help="Also print where each of our runs spent its time; it takes longer.")
 @click.option("--peer", type=click.Path(path_type=Path), hidden=True, help="Run ModelOpt here, print JSON.")
 def main(
-    layers: str, hidden: int | None, experts: int, shards: int, solvers: str, rows: str, threads: int,
+    layers: str, hidden: int | None, experts: int, shards: int, format_name: str, solvers: str, rows: str, threads: int,
     directory: Path | None, plot: Path | None, json_path: Path | None, devices: str | None, profile: bool,
     peer: Path | None,
 ) -> None:  # fmt: skip
@@ -320,14 +322,14 @@ def main(
                     name = solver if solver == "rtn" else f"{solver} {samples}×{seqlen}"
                     one = None
                     for count in _sizes(devices or ""):
-                        found = quantize(model, solver, (samples, seqlen), threads, profile, count)
+                        found = quantize(model, format_name, solver, (samples, seqlen), threads, profile, count)
                         one = one or found
                         row = table_row(name, depth, nbytes, found)
                         table.append(with_speed_up(row, found, one, count))
                         click.echo(f"{name} on {count}: {found['seconds']:.1f} s, {found['stages']}", err=True)
                     if devices:
                         continue
-                    found = quantize(model, solver, (samples, seqlen), threads, profile)
+                    found = quantize(model, format_name, solver, (samples, seqlen), threads, profile)
                     table.append(table_row(name, depth, nbytes, found))
                     click.echo(f"{depth} layers, {name}: {found['seconds']:.1f} s, {table[-1]['stages']}", err=True)
             shutil.rmtree(model)
