@@ -39,7 +39,9 @@ def lines(
             axes.axhline(par, color="0.5", lw=1, ls="--")
         axes.set(yscale="log", title=title, xlabel=x)
         axes.set_xscale("log", base=2)
-        axes.set_xticks([4**i for i in range(12) if any(row[x] >= 4**i for row in rows)])
+        least, most = min(row[x] for row in rows), max(row[x] for row in rows)
+        step = 4 if most > 64 * least else 2
+        axes.set_xticks([step**i for i in range(24) if least <= step**i <= most])
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.yaxis.set_major_formatter(ScalarFormatter())
         axes.xaxis.set_minor_locator(NullLocator())
@@ -47,7 +49,7 @@ def lines(
         axes.grid(color="0.92")
         axes.spines[["top", "right"]].set_visible(False)
     low, high = panels[0].get_ylim()
-    ticks = [t for t in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8) if low <= t <= high]
+    ticks = [t for t in (0.25, 0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 15, 30, 60, 125) if low <= t <= high]
     if len(ticks) > 1:
         panels[0].set_yticks(ticks)
         panels[0].yaxis.set_minor_locator(NullLocator())
