@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from quant.errors import printable
+from quant.recipes.json_text import json_text
 
 # Errors of several ranks come together: the one that says most is printed after so many seconds.
 _TOGETHER = 1.0
@@ -137,7 +138,7 @@ def _kept_alive(connection: socket.socket) -> socket.socket:
 
 def _send(connection: socket.socket, **word: Any) -> None:
     with suppress(OSError):  # the other one is gone already
-        connection.sendall(json.dumps(word).encode() + b"\n")
+        connection.sendall(json_text(word).encode() + b"\n")
 
 
 def _word(connection: socket.socket) -> dict[str, Any]:
