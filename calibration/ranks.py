@@ -26,27 +26,31 @@ Entry = tuple[int, Sequence[torch.Tensor | None]]
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 
+_joined = False
 _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 
 
 def rank_and_world() -> tuple[int, int]:
-    """This process's number and how many there are: (0, 1) outside torch.distributed."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
+    """This process's number and how many there are: (0, 1) before `join`.
+
+    A training script has a process group of its own, and may quantize on one of its ranks alone.
+    """
+    return (dist.get_rank(), dist.get_world_size()) if _joined else (0, 1)
 
 
 def join() -> None:
     """Joins the ranks that torchrun's environment variables name; tensors of GPUs go over NCCL, others over gloo."""
-    if dist.is_initialized():
-        return
-    from torch._C._distributed_c10d import PrefixStore  # some builds of PyTorch have none of this
-    from torch.distributed.rendezvous import rendezvous
+    global _joined
+    if not dist.is_initialized():
+        from torch._C._distributed_c10d import PrefixStore  # some builds of PyTorch have none of this
+        from torch.distributed.rendezvous import rendezvous
 
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast of NVLink hangs where GPUs are handed out singly
-    store, rank, world = next(rendezvous("env://", timeout=_GATHERING))
-    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, store=PrefixStore("quant", store), rank=rank, world_size=world, timeout=_PATIENCE)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # multicast of NVLink hangs where GPUs are handed out singly
+        store, rank, world = next(rendezvous("env://", timeout=_GATHERING))
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+        store = PrefixStore("quant", store)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=_PATIENCE)
+    _joined = True
 
 
 def leave() -> None:
@@ -55,8 +59,10 @@ def leave() -> None:
     Other libraries share work among ranks as soon as they see some: compressed-tensors does so in loading a checkpoint,
     and would wait forever for ranks that do not load it.
     """
-    if dist.is_available() and dist.is_initialized():
+    global _joined
+    if _joined:
         wait_for_all()
+        _joined = False
         dist.destroy_process_group()
 
 
