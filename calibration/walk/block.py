@@ -270,7 +270,7 @@ class BlockWork:
         found: list[LayerStats | None] = [None for _ in stage]
         if any(group.pipeline.needs_moment for group in stage):
             found = stats_of(sums, self.device, owners)
-        return found, [[_pair(held) for _, held in in_order(part, self.device)] for part in pairs]
+        return found, [[_pair(held) for _, held in in_order(part, self.device)] if judged else [] for part in pairs]
 
     def _owners(self, stage: Sequence[Group]) -> list[int] | None:
         """The rank that solves each of several groups; None where all ranks solve the only one together."""

@@ -65,7 +65,9 @@ def evaluate_command(
     """
     from quant.calibration.placement import find_device
     from quant.cli.inputs import open_runnable, read_rows
+    from quant.cli.ranks.same import check_same
     from quant.evaluation import evaluate
+    from quant.export.partial import WatchedFiles, tensor_hash
     from quant.runtime.attention import quantized_attention
 
     there = find_device(device)
@@ -76,6 +78,7 @@ def evaluate_command(
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
     rows = read_rows(source, text, samples, seqlen)
+    check_same({"the text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
         result = evaluate(module, rows, other, batch_size=batch_size, device=there, progress=advance)

@@ -63,6 +63,8 @@ def sensitivity_command(
     from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
     from quant.cli.inputs import open_original, read_calibration
+    from quant.cli.ranks.same import check_same
+    from quant.export.partial import WatchedFiles, tensor_hash
 
     if out is not None:
         check_apart(out, find_model(model), calib)
@@ -78,6 +80,7 @@ def sensitivity_command(
         rows = read_calibration(
             source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress
         )
+        check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)
         found = score(module, rows[:samples], seed=seed, path=out, device=there, progress=progress, **options)
     if as_json:
         print_json(found.to_dict())

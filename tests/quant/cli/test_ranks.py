@@ -216,6 +216,12 @@ def test_ranks_with_other_files_are_named(home: Path, tmp_path: Path) -> None:
         assert re.match(rf"error: rank 1 on \S+ differs from rank 0 in {what}", said[0]), said
         assert said[0].count("\n") == 1 and said[1] == ""
     assert not (tmp_path / "out").exists()
+    work = [
+        lambda text=text: evaluate_command([str(home / "llama"), f"--text={text}", "--samples=2", f"--seqlen={SEQLEN}"])
+        for text in (home / "rows.safetensors", tmp_path / "rows.safetensors")
+    ]
+    codes, said = in_ranks(work, tmp_path / "log")
+    assert codes == [2, 2] and "error: rank 1 on " in said[0] and "differs from rank 0 in the text" in said[0], said
 
 
 def test_the_error_of_one_rank_is_said_once_with_its_name(home: Path, tmp_path: Path) -> None:
