@@ -95,7 +95,7 @@ def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tu
     """The layers with their fusion groups, and why those are not known if so."""
     layers = group_experts(find_layers(model))
     why = None
-    for attempt in [run] if run else [_run_on_meta, _run_one_row]:
+    for attempt in [run] if run else [_run_on_meta, _run_one_row, _run_stand_in]:
         try:
             return find_groups(model, layers, attempt), None
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
@@ -141,6 +141,22 @@ def _run_on_meta(model: nn.Module) -> None:
     on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     torch.func.functional_call(model, on_meta, (ids,))
+
+
+def _run_stand_in(model: nn.Module) -> None:
+    """One forward pass over zeros in the shape of images, sounds or two texts, as the model's config describes them."""
+    config: Any = model.config
+    size = getattr(config, "image_size", None) or 32
+    sizes = {
+        "pixel_values": (1, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)),
+        "input_values": (1, 1600),
+        "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 50)),
+    }
+    name: str = model.main_input_name  # type: ignore[assignment]
+    where = next(model.parameters())
+    ids = torch.zeros(1, 2, dtype=torch.long, device=where.device)
+    given = {name: ids if name == "input_ids" else torch.zeros(sizes[name], dtype=where.dtype, device=where.device)}
+    model(**given, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {}))
 
 
 def _run_one_row(model: nn.Module) -> None:

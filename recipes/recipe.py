@@ -5,6 +5,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
+       a tower that holds most of the weights is the model and no tower;
        a router is in no fusion group, for no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
@@ -16,6 +17,7 @@ fusion group (layers that read the same input, which runtimes merge into one mat
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,7 +195,8 @@ def resolve(
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
     broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
-    planned = _keep_shared([_plan_layer(layer, recipe, only, broad) for layer in layers])
+    house = _house_rules(layers, only)
+    planned = _keep_shared([_plan_layer(layer, recipe, only, broad, house) for layer in layers])
     planned = _keep_whole_groups(_without_routers(planned))
     how = {"guard": recipe.guard} if recipe.guard else {}
     if recipe.observer != "absmax":
@@ -208,15 +211,33 @@ def resolve(
     return plan
 
 
-def _plan_layer(layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collection[str]) -> LayerPlan:
+def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
+    """By name, why a layer stays in 16 bit for what it is called.
+
+    A tower is small beside the language model, or it is the model. `--include` with a glob for its layers alone asks
+    for it.
+    """
+    found = {}
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    for reason, globs in _KEPT_NAMES.items():
+        inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
+        if reason != ROUTER:
+            if 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
+                continue
+            matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
+            inside -= set().union(*(names for names in matched if names <= inside))
+        found |= dict.fromkeys(inside, reason)
+    return found
+
+
+def _plan_layer(
+    layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collection[str], house: Mapping[str, str]
+) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
     if layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
-    for reason, globs in _KEPT_NAMES.items():
-        if any(fnmatchcase(layer.name, glob) for glob in globs):
-            choice = Rule("*", KEEP, KEEP, recipe.solver, reason)
-    if layer.kept is not None:
-        choice = Rule("*", KEEP, KEEP, recipe.solver, layer.kept)
+    if (kept := layer.kept or house.get(layer.name)) is not None:
+        choice = Rule("*", KEEP, KEEP, recipe.solver, kept)
     for rule in recipe.rules:
         # An embedding is quantized only by a rule of its own, never as one of many that a glob happens to match.
         meant = layer.kind != "embedding" or rule.match not in broad or is_16bit(rule.weight)

@@ -89,7 +89,7 @@ def test_the_house_keeps_with_reasons() -> None:
     ],
 )
 def test_routers_and_vision_towers_are_known_by_name(name: str, kept: bool) -> None:
-    plan = resolve([Layer(name, "linear", (64, 64))], NVFP4)
+    plan = resolve([Layer(name, "linear", (64, 64)), Layer("model.layers.3.mlp.up_proj", "linear", (128, 64))], NVFP4)
     assert (plan.layers[0].weight is None) is kept
 
 
@@ -324,3 +324,19 @@ def test_a_value_of_the_wrong_type_is_an_error_of_the_file(tmp_path: Path, text:
     file.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.toml"):
         Recipe.load(file)
+
+
+def tower(size: int) -> list[Layer]:
+    return [Layer("vision_model.layers.0.fc1", "linear", (size, 64)), Layer("language_model.fc1", "linear", (64, 64))]
+
+
+@pytest.mark.parametrize(("size", "only", "quantized"), [
+    (32, (), {"language_model.fc1"}),
+    (128, (), {"vision_model.layers.0.fc1", "language_model.fc1"}),
+    (32, ("*vision*",), {"vision_model.layers.0.fc1"}),
+    (32, ("*vision*", "language*"), {"vision_model.layers.0.fc1", "language_model.fc1"}),
+    (32, ("*fc1",), {"language_model.fc1"}),
+])  # fmt: skip
+def test_a_vision_tower_is_small_or_asked_for(size: int, only: tuple[str, ...], quantized: set[str]) -> None:
+    plan = resolve(tower(size), get_recipe("fp8_channel"), only=only)
+    assert {layer.name for layer in plan.quantized} == quantized
