@@ -25,6 +25,7 @@ from quant.export.patterns import matches
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E8M0, INT4
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.json_data import typed
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.targets import get_target
 
@@ -45,6 +46,7 @@ _LAYOUTS = {
 }
 # In no runtime a linear layer. Others may be one there: routers, Conv1D of GPT-2, the convolutions of Mamba.
 _NEVER_LINEAR = ("norm", "embedding", "parameter")
+_GROUPS = dict[str, dict[str, Any]]
 _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
 
 
@@ -385,14 +387,17 @@ def read_config(config: Mapping[str, Any], names: StoredNames) -> tuple[FormatsO
     Raises:
         ValueError: a scheme that is not supported.
     """
-    groups = [
-        (group["targets"], (weight_format_of(group["weights"]), activation_format_of(group.get("input_activations"))))
-        for group in config["config_groups"].values()
-    ]
+    groups = []
+    for name, group in typed(_GROUPS, config.get("config_groups"), "config_groups").items():
+        weights = typed(dict[str, Any], group.get("weights"), f"{name}.weights")
+        inputs = typed(dict[str, Any] | None, group.get("input_activations"), f"{name}.input_activations")
+        targets = typed(list[str], group.get("targets"), f"{name}.targets")
+        groups.append((targets, (weight_format_of(weights), activation_format_of(inputs))))
+    ignored = typed(list[str] | None, config.get("ignore"), "ignore") or []
 
     def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
         called = names.both(matrix)
-        if any(_matches(name, pattern) for pattern in config.get("ignore") or () for name in called):
+        if any(_matches(name, pattern) for pattern in ignored for name in called):
             return None
         return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
 
@@ -406,15 +411,19 @@ def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[s
         ValueError: another transform. What was done to weights alone is in them already.
     """
     blocks: list[tuple[int, list[str], list[str]]] = []
-    for scheme in ((config.get("transform_config") or {}).get("config_groups") or {}).values():
-        for place in scheme["apply"]:
-            if place["location"].startswith("weight"):
+    transform = typed(dict[str, Any] | None, config.get("transform_config"), "transform_config") or {}
+    for scheme in (typed(_GROUPS | None, transform.get("config_groups"), "transform_config") or {}).values():
+        for place in typed(list[dict[str, Any]], scheme.get("apply"), "transform_config: apply"):
+            location = typed(str, place.get("location"), "transform_config: location")
+            if location.startswith("weight"):
                 continue
-            plain = scheme["type"] == "hadamard" and not scheme.get("randomize") and not place.get("inverse")
-            if not (plain and place["location"] == "input" and isinstance(scheme.get("head_dim"), int)):
+            plain = scheme.get("type") == "hadamard" and not scheme.get("randomize") and not place.get("inverse")
+            if not (plain and location == "input" and isinstance(scheme.get("head_dim"), int)):
                 what = {key: scheme.get(key) for key in ("type", "randomize", "head_dim")}
-                raise ValueError(f"transform_config asks for {what} at {place['location']!r}: not supported")
-            blocks.append((scheme["head_dim"], place["targets"], place.get("ignore") or []))
+                raise ValueError(f"transform_config asks for {what} at {location!r}: not supported")
+            targets = typed(list[str], place.get("targets"), "transform_config: targets")
+            ignored = typed(list[str] | None, place.get("ignore"), "transform_config: ignore") or []
+            blocks.append((scheme["head_dim"], targets, ignored))
 
     def rotation_of(matrix: str) -> int:
         called = names.both(matrix) if blocks else []

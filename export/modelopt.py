@@ -27,6 +27,7 @@ import torch
 from quant.export.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.json_data import typed
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import get_target
 
@@ -45,6 +46,7 @@ _ALGORITHMS = {
     ("mxfp8", "mxfp8"): "MXFP8",
     ("mxfp4", "mxfp4"): "mxfp4",
 }
+_TABLES = dict[str, dict[str, Any]] | None
 _KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
 # Algorithms that state their group size, and those that config.json describes in a group of its own.
 _GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8")
@@ -275,7 +277,7 @@ def read_config(
     """
     named = {
         names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
-        for name, fields in (config.get("quantized_layers") or {}).items()
+        for name, fields in (typed(_TABLES, config.get("quantized_layers"), "quantized_layers") or {}).items()
     }
     every = None if named else _formats_in(config)
 
@@ -292,9 +294,9 @@ def read_config(
 def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:
     # Groups of config.json say the size where ModelOpt leaves it out beside the algorithm.
     size = config.get("group_size")
-    for group in (config.get("config_groups") or {}).values():
-        size = size or group.get("weights", {}).get("group_size")
-    return formats_of(str(config.get("quant_algo")), size)
+    for name, group in (typed(_TABLES, config.get("config_groups"), "config_groups") or {}).items():
+        size = size or typed(dict[str, Any], group.get("weights", {}), f"{name}.weights").get("group_size")
+    return formats_of(str(config.get("quant_algo")), typed(int | None, size, "group_size"))
 
 
 def _kv_format(config: Mapping[str, Any]) -> Format | None:

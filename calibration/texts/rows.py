@@ -240,6 +240,8 @@ def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
 def _check_size(samples: int | None, seqlen: int) -> None:
     if seqlen < 1 or (samples is not None and samples < 1):
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
+    if (samples or 1) * seqlen >= 2**62:
+        raise ValueError(f"samples={samples} and seqlen={seqlen}: more tokens than there are numbers for")
 
 
 def _check_name(source: Text) -> None:

@@ -312,7 +312,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
         multiplied = inside[0] if inside else None
     else:
         multiplied = gemm
-    if multiplied is None:
+    if multiplied is None or len(multiplied.inputs) < 2:
         return "unknown"
     activation, weight = (operand.type for operand in multiplied.inputs[:2])
     if _BITS.get(weight, 16) >= 16:

@@ -18,6 +18,11 @@ from quant.formats.json_files import read_json
 from quant.models.files import safetensors_file
 from quant.recipes.json_data import typed
 
+_FLAGS = {
+    "do_sample", "output_attentions", "output_hidden_states", "output_logits", "output_scores", "return_dict",
+    "return_dict_in_generate", "use_cache",
+}  # fmt: skip
+_TOKENS = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_id"}
 _BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 _SIZE = re.compile(r"(size|dims?|heads?|layers?|experts?|embd|embed|inner|channels?|blocks?|width|depth|rank|groups?)$")
 _USUAL = {True: 1000, False: 1 << 20}  # of blocks, and of other sizes: no reason to look into the files
@@ -36,11 +41,26 @@ def read_fields(file: Path) -> dict[str, Any]:
         raise UserError(f"{one_line(error)}; download it again") from None
 
 
+def checked_fields(file: Path) -> dict[str, Any]:
+    """As `read_fields`, of a config, whose classes and the fields that forward passes go by have the right types."""
+    fields = read_fields(file)
+    try:
+        typed(list[str] | None, fields.get("architectures"), "architectures")
+        for name in _FLAGS & fields.keys():
+            typed(bool | None, fields[name], name)
+        for name in _TOKENS & fields.keys():
+            ids = fields[name]
+            typed(list[int] if isinstance(ids, list) else int | None, ids, name)
+    except ValueError as error:
+        raise UserError(f"{file}: {error}; mend it, or download it again") from None
+    return fields
+
+
 def read_generation_config(model: Any, path: Path) -> None:
     """Gives a model the generation config of its directory, if there is one; UserError if it cannot be read."""
     file = path / "generation_config.json"
     if file.is_file():
-        read_fields(file)
+        checked_fields(file)
         with explained(file):
             generation = require("transformers", "hf").GenerationConfig
             model.generation_config = generation.from_pretrained(path, local_files_only=True)

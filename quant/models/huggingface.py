@@ -23,7 +23,7 @@ from quant.errors import UserError, listed
 from quant.export.checkpoint_reader import TensorFiles
 from quant.export.names import stored_names
 from quant.extras import require
-from quant.models.configs import check_sizes, explained, one_line, read_fields, read_generation_config
+from quant.models.configs import check_sizes, checked_fields, explained, one_line, read_fields, read_generation_config
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
 from quant.models.quantized_sources import (
@@ -34,7 +34,6 @@ from quant.models.quantized_sources import (
     refuse_packed,
 )
 from quant.models.state_dict import open_safetensors
-from quant.recipes.json_data import typed
 from quant.stored_weights import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -61,6 +60,8 @@ def load(
     if quantization is None:
         for shard in shards:
             _refuse_codes(shard)
+    if (path / "generation_config.json").is_file():
+        checked_fields(path / "generation_config.json")
     with quiet():
         config = read_config(path)
         check_sizes(config, shards, path / "config.json")
@@ -127,9 +128,8 @@ def read_config(path: Path) -> Any:
     """
     check_links(path)
     file = path / "config.json"
-    fields = read_fields(file)
+    checked_fields(file)
     with explained(file):
-        typed(list[str] | None, fields.get("architectures"), "architectures")
         return require("transformers", "hf").AutoConfig.from_pretrained(path, **local_options())
 
 

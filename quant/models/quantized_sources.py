@@ -17,7 +17,6 @@ weights have no scales, the file is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +30,10 @@ from quant.errors import UserError, listed
 from quant.export import modelopt
 from quant.formats.mapped import in_memory
 from quant.models import unpacking
+from quant.models.configs import read_fields
 from quant.models.files import safetensors_file
 from quant.models.unpacking import Block, Parts
+from quant.recipes.json_data import typed
 from quant.recipes.plan import PLAN_FILE
 
 _FP8 = ("F8_E4M3", "F8_E5M2")
@@ -59,6 +60,10 @@ _LAYOUT_KEYS = {
     "awq": ("version", "format"),
     "compressed-tensors": ("format",),
 }
+_FIELDS: dict[str, Any] = {
+    "bits": int | None, "config_groups": dict[str, dict[str, Any]] | None, "group_size": int | None,
+    "sparsity_config": dict[str, Any] | None, "weight_block_size": list[int] | None,
+}  # fmt: skip
 _WAY_OUT = "quantize the original model"
 
 
@@ -119,10 +124,14 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     keys = ("quantization_config", "compression_config")
     found = next((place[key] for place in places for key in keys if isinstance(place.get(key), dict)), None)
     if found is None and (path / modelopt.CONFIG_FILE).is_file():
-        inside = json.loads((path / modelopt.CONFIG_FILE).read_text(encoding="utf-8")).get("quantization") or {}
-        found = {"quant_method": "modelopt", **inside}
+        inside = read_fields(path / modelopt.CONFIG_FILE).get("quantization")
+        found = {"quant_method": "modelopt", **(inside if isinstance(inside, dict) else {})}
     if found is None:
         return None
+    try:
+        _check_types(found)
+    except ValueError as error:
+        raise UserError(f"{path}: its quantization_config says {error}; download the model again") from None
     method = str(found.get("quant_method") or "modelopt").lower()
     if (path / PLAN_FILE).is_file():
         raise UserError(f"{path}: already quantized by this toolkit, as its {PLAN_FILE} says; {_WAY_OUT}")
@@ -130,6 +139,23 @@ def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | Non
     if why := _why_not(quantization):
         raise UserError(f"{path}: already quantized, {why}")
     return quantization
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of another type than those that are read here."""
+    for key, kind in _FIELDS.items():
+        typed(kind, config.get(key), key)
+    for name, group in (config.get("config_groups") or {}).items():
+        weights = typed(dict[str, Any] | None, group.get("weights"), f"{name}.weights") or {}
+        for key, kind in (("group_size", int | None), ("block_structure", list[int] | None)):
+            typed(kind, weights.get(key), f"{name}.{key}")
+        _check_block(weights.get("block_structure"), weights.get("group_size"), name)
+    _check_block(config.get("weight_block_size"), None, "weight_block_size")
+
+
+def _check_block(block: list[int] | None, size: int | None, name: str) -> None:
+    if (block is not None and (len(block) != 2 or min(block) < 1)) or (size is not None and size < -1):
+        raise ValueError(f"{name}: {block or size} is no size of a block")
 
 
 def _why_not(found: Quantization) -> str | None:

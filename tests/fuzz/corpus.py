@@ -71,28 +71,34 @@ WRITTEN = ("ckpt/report.json", "ckpt/report.html", "scores.json")
 """Inputs that commands may write: an export adds to the report of its checkpoint."""
 
 
-def make(home: Path) -> list[Target]:
-    """Writes the healthy inputs to `home`, and lists what to do with them."""
+def make_some(home: Path) -> None:
+    """Writes the healthy inputs that commands which write are tried with, and imports all that commands need."""
     for command, _ in COMMANDS.values():
         importlib.import_module(command.partition(":")[0])
     for module in _IMPORTED:
         importlib.import_module(module)
     _models(home)
     _texts(home)
-    for argv in (
-        f"quantize in/model --format nvfp4 --kv-cache fp8 {ROWS} --out in/ckpt --quiet",
-        f"sensitivity in/model --calib in/tokens.safetensors {SHORT} --out in/scores.json --quiet",
-        "export in/ckpt --to onnx --out in/graph --quiet",
-    ):
-        done = forks.run(argv.split(), _beside(home))
-        assert not done.code, (argv, done)
+    _run(home, f"quantize in/model --format nvfp4 --kv-cache fp8 {ROWS} --out in/ckpt --quiet")
+    shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
+
+
+def make(home: Path) -> list[Target]:
+    """Writes all healthy inputs to `home`, and lists what to do with them."""
+    make_some(home)
+    _run(home, f"sensitivity in/model --calib in/tokens.safetensors {SHORT} --out in/scores.json --quiet")
+    _run(home, "export in/ckpt --to onnx --out in/graph --quiet")
     shutil.copytree(home / "ckpt", home / "plain")
     for name in ("plan.json", "report.json", "report.html"):
         (home / "plain" / name).unlink()
-    shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
     shutil.copy(home / "graph" / "receipt.json", home / "receipt.json")
     _engine(home)
     return _targets(_unfinished(home))
+
+
+def _run(home: Path, command: str) -> None:
+    done = forks.run(command.split(), _beside(home))
+    assert not done.code, (command, done)
 
 
 def _beside(home: Path) -> Path:
@@ -216,7 +222,7 @@ def _targets(step: str) -> list[Target]:
         f"quantize in/model --format nvfp4 --calib in/text.txt --calib-samples 2 --seqlen 8 {TO}",
     ]  # fmt: skip
     read = [
-        "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt",
+        "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt", "verify in/ckpt --quiet",
         f"evaluate in/ckpt --text in/tokens.safetensors {SHORT} --json",
         "generate in/ckpt --prompt ab --max-new-tokens 3",
         f"export in/ckpt --to modelopt {TO}",
@@ -252,7 +258,7 @@ def _targets(step: str) -> list[Target]:
         Target("experts/model.safetensors.index.json", "json", _of("experts", run[:6]), 8),
         Target("ckpt/plan.json", "json", read, 8),
         Target("ckpt/config.json", "json", read, 8),
-        Target("ckpt/report.json", "json", read[:3], 6),
+        Target("ckpt/report.json", "json", [*read[:3], read[4]], 6),
         Target("ckpt/model.safetensors", "safetensors", read, 8),
         Target("plan.json", "json", plans, 12),
         Target("recipe.toml", "toml", recipes, 6),
@@ -273,7 +279,7 @@ def _targets(step: str) -> list[Target]:
         found.append(Target(name, kind, _of(name, [quantize, *run[4:6]]), 6))
     for name in ("NVFP4", "FP8_BLOCK", "mixed", "fp8", "plain"):
         other = "compressed-tensors" if name in ("mixed", "fp8") else "modelopt"
-        ours = _of(name, [*read[:1], read[4], f"export in/ckpt --to {other} {TO}"], "ckpt")
+        ours = _of(name, [*read[:1], read[5], f"export in/ckpt --to {other} {TO}"], "ckpt")
         again = _of(name, [f"quantize in/model --format mxfp8 {TO}", run[4]])
         files = ["config.json", "model.safetensors", *(["hf_quant_config.json"] if name in ("mixed", "fp8") else [])]
         for file in files:

@@ -131,8 +131,9 @@ def run(every: int, workers: int, only: str | None = None) -> Counter[str]:
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
         root = Path(name).resolve()
+        os.environ |= {"HOME": str(root), "BLOCKSCALE_CACHE": str(root / "cache")}
         (root / "corpus").mkdir()
-        corpus.make(root / "corpus")
+        corpus.make_some(root / "corpus")
         for number, job in enumerate(job for job in jobs() if only in (None, job.name)):
             old = None
             if job.before is not None:

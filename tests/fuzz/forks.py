@@ -1,7 +1,7 @@
 """A command runs in a fork of a process that has everything imported, so that a case costs milliseconds, not seconds.
 
-Every fork has limits: processor time, memory beyond what it started with, bytes in a file, and time on the clock. Its
-stacks are printed when it runs out of time, which shows where a hang is.
+Every fork has limits: processor time, memory beyond what it started with, bytes in a file, and time asleep. Its stacks
+are printed when it runs out of processor time, which shows where a hang is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 SECONDS = 10
 MEMORY = 1 << 30
 _FILE = 200 << 20
-_CLOCK = 60  # for a process that waits for something instead of computing
+_ASLEEP = 30  # seconds; one that waits for a processor is not asleep
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,17 @@ class Outcome:
 class _Running:
     key: Any
     folder: Path
-    started: float
     resident: int
+    used: str = ""
+    since: float = 0.0
+
+    def is_stuck(self, pid: int) -> bool:
+        """Whether it has slept for long, without computing anything."""
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        used, now = " ".join(fields[11:13]), time.monotonic()
+        if used != self.used or fields[0] == "R":
+            self.used, self.since = used, now
+        return now - self.since > _ASLEEP
 
 
 def run(argv: Sequence[str], folder: Path, before: Callable[[], None] | None = None) -> Outcome:
@@ -65,11 +74,11 @@ def run_all(
                 exhausted = True
                 break
             key, argv, folder, before = command
-            running[_start(argv, folder, before)] = _Running(key, folder, time.monotonic(), _resident())
+            running[_start(argv, folder, before)] = _Running(key, folder, _resident())
         for pid, each in list(running.items()):
             found, status, used = os.wait4(pid, os.WNOHANG)
             if not found:
-                if time.monotonic() - each.started > _CLOCK:
+                if each.is_stuck(pid):
                     os.killpg(pid, signal.SIGKILL)
                 continue
             del running[pid]
@@ -79,7 +88,7 @@ def run_all(
                 each.key,
                 Outcome(os.waitstatus_to_exitcode(status), *texts, seconds, used.ru_maxrss * 1024 - each.resident),
             )
-        time.sleep(0.002)
+        time.sleep(0.005)
 
 
 def _start(argv: Sequence[str], folder: Path, before: Callable[[], None] | None) -> int:
@@ -122,7 +131,6 @@ def _command(argv: Sequence[str], before: Callable[[], None] | None) -> int:
 
 def _limit() -> None:
     faulthandler.register(signal.SIGXCPU, file=2, chain=True)
-    faulthandler.dump_traceback_later(_CLOCK - 1, file=2)
     status = Path("/proc/self/status").read_text().splitlines()
     taken = next(int(line.split()[1]) for line in status if line.startswith("VmData")) * 1024
     for limit, value in (
