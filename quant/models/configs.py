@@ -94,7 +94,7 @@ def _sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
     for name, value in fields.items():
         if isinstance(value, dict):
             yield from _sizes(value)
-        elif isinstance(value, int) and _SIZE.search(name):
+        elif isinstance(value, int) and _SIZE.search(str(name)):  # Aria has a table by numbers
             yield name, value
 
 
