@@ -217,7 +217,7 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
     A tower is small beside the language model, or it is the model. `--include` with a glob for its layers alone asks
     for it.
     """
-    found = {}
+    found: dict[str, str] = {}
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     for reason, globs in _KEPT_NAMES.items():
         inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
