@@ -76,8 +76,8 @@ class Scan:
 def _runs(file: Path) -> list[_Run]:
     try:
         with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > file.stat().st_size:
+            length, size = int.from_bytes(opened.read(8), "little"), file.stat().st_size
+            if length > size:
                 raise ValueError("the header is longer than the file")
             header = json.loads(opened.read(length))
         header.pop("__metadata__", None)
@@ -88,6 +88,8 @@ def _runs(file: Path) -> list[_Run]:
             if dtype is None or begin == end:
                 continue
             begin, end = begin + 8 + length, end + 8 + length
+            if not 8 + length <= begin <= end <= size:
+                raise ValueError(f"{name} lies outside the file")
             if runs and runs[-1].dtype is dtype and runs[-1].end == begin:
                 runs[-1].begins.append(begin)
                 runs[-1].names.append(name)

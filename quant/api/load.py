@@ -301,6 +301,10 @@ def _is_wide_float(tensor: torch.Tensor) -> bool:
 
 def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
     tensors = _with_fused_experts(model, tensors)
+    there = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if name in there and tensor.shape != there[name].shape:
+            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(there[name].shape)} in the model")
     missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
     for target, source in getattr(model, "all_tied_weights_keys", {}).items():
         if source in missing and target in tensors:  # transformers ties the one to the other, which here has no value

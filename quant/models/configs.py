@@ -5,6 +5,7 @@ transformers takes a config for granted: some fields it checks, over others its 
 
 from __future__ import annotations
 
+import json
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -54,6 +55,14 @@ def checked_fields(file: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{file}: {error}; mend it, or download it again") from None
     return fields
+
+
+def check_numbers(file: Path) -> None:
+    """Raises UserError for a JSON file with NaN or infinity, which would be written again beside a result."""
+    try:
+        json.dumps(read_fields(file), allow_nan=False)
+    except ValueError as error:
+        raise UserError(f"{file}: {one_line(error)}; mend it, or download it again") from None
 
 
 def read_generation_config(model: Any, path: Path) -> None:

@@ -23,7 +23,15 @@ from quant.errors import UserError, listed
 from quant.export.checkpoint_reader import TensorFiles
 from quant.export.names import stored_names
 from quant.extras import require
-from quant.models.configs import check_sizes, checked_fields, explained, one_line, read_fields, read_generation_config
+from quant.models.configs import (
+    check_numbers,
+    check_sizes,
+    checked_fields,
+    explained,
+    one_line,
+    read_fields,
+    read_generation_config,
+)
 from quant.models.files import check_links, safetensors_file, shard_names
 from quant.models.hub import TRUSTED
 from quant.models.quantized_sources import (
@@ -189,6 +197,8 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     transformers = require("transformers", "hf")
     options = {"gguf_file": gguf_file} if gguf_file else {}
     check_links(path)
+    if (path / "tokenizer_config.json").is_file():
+        check_numbers(path / "tokenizer_config.json")
     with quiet():
         try:
             tokenizer = transformers.AutoTokenizer.from_pretrained(path, **local_options(), **options)

@@ -126,7 +126,7 @@ class Case:
         return (
             any(name in line for name in names)
             or "--" in line
-            or re.search(r"model\.layers|lm_head|embed|^error: [ab] \[", line) is not None
+            or re.search(r"model\.layers|lm_head|embed|^error: ([ab] \[|(calibration )?rows: )", line) is not None
         )
 
 

@@ -14,12 +14,14 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
-from samples import GOLDENS
+from safetensors.torch import load_file, save_file
+from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
 from quant.errors import UserError
+from quant.export.checkpoint_scan import Scan
+from quant.models.huggingface import load_tokenizer
 from quant.models.open import open_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -218,3 +220,33 @@ def test_nesting_and_packed_archives_are_one_line(tmp_path: Path) -> None:
     ):
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+
+
+def test_a_header_that_points_outside_its_file_is_refused_at_once(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "compressed_tensors" / "NVFP4", tmp_path / "source")
+    file = source / "model.safetensors"
+    length = int.from_bytes(file.read_bytes()[:8], "little")
+    header = json.loads(file.read_bytes()[8 : 8 + length])
+    next(v for k, v in header.items() if v.get("dtype") == "F8_E4M3")["data_offsets"] = [0, 2**63]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + file.read_bytes()[8 + length :])
+    with pytest.raises(ValueError, match=r"model\.safetensors: truncated or damaged .*lies outside the file"):
+        Scan([file])
+    with pytest.raises(ValueError, match=r"model\.safetensors"):
+        quant.load(source)
+
+
+def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+    source = shutil.copytree(GOLDENS / "compressed_tensors" / "FP8_BLOCK", tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].T.contiguous()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"source: lm_head\.weight is \[128, 256\], and \[256, 128\] in the model"):
+        quant.load(source)
+
+
+def test_a_tokenizer_config_with_infinity_is_refused(tmp_path: Path) -> None:
+    source = shutil.copytree(BASE, tmp_path / "source")
+    (source / "tokenizer_config.json").write_text('{"model_max_length": 1e999}')
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: Out of range float values are not JSON compliant"):
+        load_tokenizer(source)
