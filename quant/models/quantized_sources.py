@@ -255,6 +255,10 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 
+    def file_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._home[name]
+
     def stored_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor as it is on disk."""
         return tuple(self._files[self._home[name]].get_slice(name).get_shape())
@@ -335,7 +339,12 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
     parts |= {f"weight{s}": f"{original}{s}" for s in suffixes if tensors.on_disk(f"{original}{s}")}
     if tensors.on_disk(f"{original.removesuffix('weight')}pre_quant_scale"):
         raise UserError(f"{quantization.path}: {original} is scaled for scaled inputs (pre_quant_scale); {_WAY_OUT}")
-    shape = tensors.stored_shape(name)
+    shape, scales = tensors.stored_shape(name), tensors.stored_shape(scale)
+    if len(shape) < 2 or (tensors.stored_dtype(name) in ("I32", "U8") and not scales):
+        raise UserError(
+            f"{tensors.file_of(name)}: {name} {list(shape)} with {scale} {list(scales)} is no quantized weight: its "
+            "codes are a matrix, and packed ones have a scale for each group; download the checkpoint again"
+        )
     if tensors.stored_dtype(name) == "I32":
         shape_name = f"{original}_shape"
         parts["weight_shape"] = shape_name
@@ -343,11 +352,11 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
         shape = tuple(tensors.integers(shape_name)) if tensors.on_disk(shape_name) else shape
         _check_bits(unpacking.word_bits(words, shape[-1]), original, quantization)
         groups = [weights.get("group_size") for weights in quantization.groups]
-        size = _group_size(shape[1], tensors.stored_shape(scale)[-1], groups)
+        size = _group_size(shape[1], scales[-1], groups)
         decode: Any = partial(_pack_quantized, shape=shape, group_size=size)
         return original, Packed(shape, parts, decode)
     if tensors.stored_dtype(name) == "U8":
-        shape = (*shape[:-1], _columns(shape[-1], tensors.stored_shape(scale)[-1], "weight_packed" in parts))
+        shape = (*shape[:-1], _columns(shape[-1], scales[-1], "weight_packed" in parts))
     return original, Packed(shape, parts, partial(_scaled, blocks=quantization.blocks))
 
 

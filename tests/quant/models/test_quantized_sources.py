@@ -445,6 +445,7 @@ def test_scales_without_a_config_are_an_error(meta: bool, tmp_path: Path) -> Non
         ("no scale", r"q_proj\.weight is in FP8 and has no scale, though the config says FP8 in blocks"),
         ("no codes", r"q_proj\.weight_scale_inv belongs to a quantized weight"),
         ("other blocks", r"q_proj\.weight cannot be dequantized: \[3, 1\] scales for \[64, 64\] weights"),
+        ("one row", r"q_proj\.weight \[64\] with \S+q_proj\.weight_scale_inv \[1, 1\] is no quantized weight"),
     ],
 )
 def test_codes_and_scales_that_do_not_fit(changed: str, match: str, tmp_path: Path) -> None:
@@ -453,6 +454,8 @@ def test_codes_and_scales_that_do_not_fit(changed: str, match: str, tmp_path: Pa
     tensors, name = load_file(file), "model.layers.1.self_attn.q_proj.weight"
     if changed == "other blocks":
         tensors[f"{name}_scale_inv"] = torch.ones(3, 1)
+    elif changed == "one row":
+        tensors[name] = tensors[name][0].clone()
     else:
         del tensors[f"{name}_scale_inv" if changed == "no scale" else name]
     save_file(tensors, file, {"format": "pt"})
