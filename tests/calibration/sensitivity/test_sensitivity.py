@@ -431,7 +431,8 @@ def test_a_table_that_holds_no_number_is_refused_by_group_and_format(tmp_path: P
     fields = json.loads((tmp_path / "table.json").read_text())
     fields["groups"][2]["scores"]["fp8"] = float(score)
     (tmp_path / "table.json").write_text(json.dumps(fields))
-    message = rf"table\.json: not a sensitivity table: {re.escape(fields['groups'][2]['name'])}: its score in fp8 is"
+    name = re.escape(fields["groups"][2]["name"])
+    message = rf"table\.json: not a sensitivity table: groups\[2\]: {name}: its score in fp8 is"
     with pytest.raises(ValueError, match=message):
         Sensitivity.load(tmp_path / "table.json")
 

@@ -313,7 +313,7 @@ def test_a_directory_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no quantized checkpoint"):
         load(BASE)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match=r"config\.json: not a valid config"):
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON"):
         load(tmp_path)
 
 
