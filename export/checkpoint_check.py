@@ -73,15 +73,16 @@ def matrix_problems(
         (dtypes, wanted), tensor = expected[name], tensors[name]
         if tensor.dtype not in dtypes:
             yield name, f"is {_named(tensor.dtype)}; {format} has {' or '.join(map(_named, dtypes))}"
-        elif problem := _shape_problem(tensor, wanted) or _value_problem(name, tensor, format, shape):
+        elif problem := _shape_problem(name, tensor, wanted) or _value_problem(name, tensor, format, shape):
             yield name, problem
 
 
-def _shape_problem(tensor: torch.Tensor, wanted: tuple[int, ...] | str) -> str | None:
-    """Layouts differ in the axes of length one."""
+def _shape_problem(name: str, tensor: torch.Tensor, wanted: tuple[int, ...] | str) -> str | None:
+    """Layouts differ in the axes of length one of scales; codes have the axes of the matrix."""
     if isinstance(wanted, str):
         return None if tensor.numel() == 1 else f"is {list(tensor.shape)}, expected {wanted}"
-    if [n for n in tensor.shape if n != 1] == [n for n in wanted if n != 1]:
+    given = tuple(tensor.shape)
+    if given == wanted or ("scale" in name and [n for n in given if n != 1] == [n for n in wanted if n != 1]):
         return None
     return f"is {list(tensor.shape)}, expected {list(wanted)}"
 

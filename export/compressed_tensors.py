@@ -130,8 +130,7 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
         codes = codes.view(torch.uint8) ^ 0x88
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits if format.element.bits < 8 else codes.shape[1])
     scale = tensors["weight_scale"]
-    if format.scale.is_wide:
-        scale = scale.float().reshape(format.scale_shape(shape))
+    scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
     global_scale = _inverse(tensors["weight_global_scale"]) if format.global_scale else None
     input_scale = None
     if "input_global_scale" in tensors:

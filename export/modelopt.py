@@ -151,8 +151,7 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
     """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
-    if format.scale.is_wide:
-        scale = scale.float().reshape(format.scale_shape(shape))
+    scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
     global_scale = tensors["weight_scale_2"].reshape(()) if format.global_scale else None
     input_scale = tensors["input_scale"].reshape(()) if "input_scale" in tensors else None
     return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale

@@ -107,6 +107,8 @@ def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
     op, trt = opset(), trt_opset()
     block = format.block[1]
     if format.global_scale:
+        if int(input_scale.dtype) != FLOAT:  # the exact inverse of a stored reciprocal
+            input_scale = op.Cast(input_scale, to=FLOAT)
         codes, scale = trt.TRT_FP4DynamicQuantize(
             x, input_scale, axis=-1, block_size=block, scale_type=FLOAT8E4M3FN, _outputs=2
         )

@@ -50,7 +50,8 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted.")
 @click.option("--fit", metavar="SIZE", help="… so that weights and KV cache take at most SIZE, such as 24GB.")
 @click.option("--ctx", default="4096", show_default=True, metavar="N", help="Tokens per sequence for --fit: 32k.")
-@click.option("--batch", default=1, show_default=True, help="Concurrent sequences, for --fit and --latency.")
+@click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1, show_default=True,
+              help="Concurrent sequences, for --fit and --latency.")  # fmt: skip
 @click.option("--latency", metavar="TIME", help="… so that a decoding step takes at most TIME, such as 12ms.")
 @click.option("--max-kl", type=float, metavar="NATS", help="Find the smallest model whose measured KL stays below.")
 @click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%.")

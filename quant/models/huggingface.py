@@ -215,6 +215,12 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
         "is_local",
     ):  # how it was read is no property of the tokenizer that is saved
         tokenizer.init_kwargs.pop(key, None)
+    length = tokenizer.model_max_length
+    if not isinstance(length, int | float):
+        raise UserError(
+            f"{path / 'tokenizer_config.json'}: model_max_length is no number but a "
+            f"{type(length).__name__}; download it again"
+        )
     return tokenizer
 
 

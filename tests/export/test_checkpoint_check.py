@@ -77,6 +77,12 @@ LIES: list[tuple[str, Callable[[Tensors], object], str, str]] = [
     (CT + "NVFP4", cast(f"{Q}.weight_packed", torch.bool), f"{Q}.weight_packed", "is bool; nvfp4 has uint8"),
     (CT + "NVFP4", cast(f"{Q}.weight_packed", torch.int8), f"{Q}.weight_packed", "is int8"),
     (CT + "NVFP4", shaped(f"{Q}.weight_packed", 64, 128), f"{Q}.weight_packed", "is [64, 128], expected [128, 64]"),
+    (
+        CT + "NVFP4",
+        shaped(f"{Q}.weight_packed", 1, 128, 64),
+        f"{Q}.weight_packed",
+        "is [1, 128, 64], expected [128, 64]",
+    ),
     (CT + "NVFP4", shaped(f"{Q}.weight_scale", 8, 128), f"{Q}.weight_scale", "is [8, 128], expected [128, 8]"),
     (CT + "NVFP4", shaped(f"{Q}.weight_global_scale", 2), f"{Q}.weight_global_scale", "is [2], expected one number"),
     (CT + "NVFP4", added(f"{Q}.weight_zero_point", 128, 8), f"{Q}.weight_zero_point", "is left over"),
@@ -120,6 +126,14 @@ def test_a_checkpoint_that_lies(
         quant.load(source)
     message = str(caught.value)
     assert tensor in message and str(source) in message and "\n" not in message
+
+
+def test_scales_may_have_more_axes_of_length_one(tmp_path: Path) -> None:
+    rows = torch.arange(8)[None]
+    plain = quant.load(spoilt(CT + "NVFP4", tmp_path / "plain", lambda tensors: None))
+    more = quant.load(spoilt(CT + "NVFP4", tmp_path / "more", shaped(f"{Q}.weight_scale", 1, 128, 8)))
+    with torch.no_grad():
+        assert torch.equal(more(rows).logits, plain(rows).logits)
 
 
 @pytest.mark.parametrize("arguments", [["--to", "modelopt"], ["--to", "onnx"]], ids=lambda a: a[1])

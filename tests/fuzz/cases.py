@@ -126,7 +126,8 @@ class Case:
         return (
             any(name in line for name in names)
             or "--" in line
-            or re.search(r"model\.layers|lm_head|embed|^error: ([ab] \[|(calibration )?rows: )", line) is not None
+            or re.search(r"model\.(layers|norm)|lm_head|embed", line) is not None
+            or re.match(r"error: ([ab](\.bias)? \[|(calibration )?rows: |row \d+, position)", line) is not None
         )
 
 
