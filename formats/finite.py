@@ -1,8 +1,8 @@
 """Whether a tensor holds NaN or infinity is decided by its bits: one or two integer maxima, and nothing is converted.
 
-The bits of a float without its sign sort like its magnitude, infinity above all numbers and NaN above infinity. As
-signed integers the largest is that of the positive values, as unsigned integers that of the negative ones. A tensor is
-read once, in pieces that stay in the cache between both.
+The bits of a float without its sign sort like its magnitude, infinity above all numbers and NaN above infinity. The
+maximum of the bits as signed integers finds NaN and infinity among positive values, the maximum as unsigned integers
+among negative values. A tensor is read once, in pieces that stay in the cache between both.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ _KINDS: dict[str, type[Tiles] | type[GluonTiles] | type[PrefillTiles] | type[Den
 }
 
 FEW = 64
-"""Up to this many tokens the time of a matmul is that of reading W; beyond, that of the products."""
+"""Up to this many tokens reading W takes most of the time of a matmul; beyond, the products do."""
 PREFILL_UNITS = {
     (256, 1): 1.25,
     (128, 2): 1.34,

@@ -134,17 +134,23 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     unread = stored_in(model)
     if plan.provenance.get("guard") or any(get_pipeline(layer.solver).spec.merge for layer in plan.quantized):
         return list(unread)
-    quantized = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    quantized = {layer.tensor_name for layer in plan.quantized}
     return [name for name in unread if name not in quantized]
 
 
 def _check_finite(model: nn.Module, plan: Plan) -> None:
     """Raises UserError where what is not quantized holds NaN or infinity; weights that are, are checked then."""
-    read_later = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    read_later = {layer.tensor_name for layer in plan.quantized}
     for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
         for name, tensor in tensors:
-            if name not in read_later and (problem := value_problem(in_memory(tensor.detach()), is_buffer=is_buffer)):
-                raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
+            if name not in read_later:
+                _check_values(name, in_memory(tensor.detach()), is_buffer=is_buffer)
+
+
+def _check_values(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+    """Raises UserError where a tensor holds NaN or infinity."""
+    if problem := value_problem(tensor, is_buffer=is_buffer):
+        raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
 
 
 def with_options(plan: Plan, guard: str | None = None, observer: str | None = None) -> Plan:
@@ -282,11 +288,10 @@ def solve_state_dict(
     """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
     there = find_device(device)
     solved, results = {}, []
-    read_later = {layer.name if layer.kind == "experts" else f"{layer.name}.weight" for layer in plan.quantized}
+    read_later = {layer.tensor_name for layer in plan.quantized}
     for name in tensors.keys() - read_later:
         # Without a module, masks cannot be told from weights.
-        if problem := value_problem(tensors[name], is_buffer=True):
-            raise UserError(f"{name} {list(tensors[name].shape)} {problem}; repair the model, or download it again")
+        _check_values(name, tensors[name], is_buffer=True)
     for done, layer in enumerate(plan.layers, 1):
         weight = tensors[layer.tensor_name]
         if layer.weight is None:

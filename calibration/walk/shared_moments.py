@@ -91,12 +91,11 @@ def pooled(
 def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
     moments.waiting = []
-    outlines = [
-        found for part in gathered([(x.shape[1], drift is not None) for _, x, drift, _ in waiting]) for found in part
-    ]
+    own = [(*x.shape, drift is not None, rows) for _, x, drift, rows in waiting]
+    outlines = [outline for part in gathered(own) for outline in part]
     if not outlines:
         return
-    places, (columns, drifts) = [place for place, *_ in waiting], outlines[0]
+    places, (_, columns, drifts, _) = [place for place, *_ in waiting], outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
     for part, (_, x, drift, rows) in zip(means, waiting, strict=True):
         part.add_means(x, drift)
@@ -111,9 +110,8 @@ def _add_together(moments: Moments, device: torch.device) -> None:
         total.shift = shift if total.shift is None or shift is None else total.shift.add_(shift)
         assert sums is not None
         total.spread.sums += sums
-    total.tokens = sum(gathered(sum(len(x) for _, x, _, _ in waiting)))
-    total.spread.tokens = total.tokens
-    total.spread.squared_tokens = sum(gathered(sum(len(x) ** 2 // rows for _, x, _, rows in waiting)))
+    total.tokens = total.spread.tokens = sum(tokens for tokens, *_ in outlines)
+    total.spread.squared_tokens = sum(tokens**2 // rows for tokens, *_, rows in outlines)
 
     def second(index: int) -> torch.Tensor:
         part = MomentSum(total.width)

@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+from children import in_child
 from click.testing import CliRunner
 
 from quant.cli.base import Command
@@ -65,19 +66,6 @@ def strike(at: int, after: bool, blow: Callable[[], None]) -> Callable[[], None]
 def write(target: Path, work: Path | None) -> None:
     with new_directory(target, overwrite=True, work=work) as directory:
         fill(directory, NEW)
-
-
-def in_child(action: Callable[[], None]) -> int:
-    """Exit status of a forked process that does `action`; negative for the signal that ended it."""
-    child = os.fork()
-    if not child:
-        code = 9
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.parametrize("after", [False, pytest.param(True, marks=pytest.mark.slow)])

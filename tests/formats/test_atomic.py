@@ -9,27 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from children import in_child
 
 from quant.formats import atomic
 from quant.formats.atomic import claimed, write_atomically
 
 
-def in_child(action: Callable[[], None]) -> int:
-    """Exit status of a forked process that does `action`; 1 for an exception."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            action()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
 def in_child_without(action: Callable[[], None]) -> int:
     """As `in_child`, in a process that does not know what its parent claimed."""
-    return in_child(lambda: (atomic._CLAIMED.clear(), action())[1])
+    return in_child(lambda: (atomic._CLAIMED.clear(), action()))
 
 
 def kill() -> None:

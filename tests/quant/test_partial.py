@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import tiny_models
 import torch
@@ -142,20 +143,8 @@ def test_more_memory_than_the_container_has_is_not_used(
 
 
 def in_child(work: Callable[[], None], kill_after: float | None = None) -> int:
-    """Does `work` in a fork of this process; gives how it ended: minus the signal, or its exit code."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            torch.set_num_threads(1)
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    if kill_after is not None:
-        time.sleep(kill_after)
-        os.kill(child, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """As `children.in_child`, with one thread, for a fork has none of the others."""
+    return children.in_child(lambda: (torch.set_num_threads(1), work()), kill_after)
 
 
 def killed_at(number: int, work: Callable[[], None]) -> int:
