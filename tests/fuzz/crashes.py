@@ -11,6 +11,7 @@ import errno
 import io
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Crash:
         self.kind, self.at, self.folder, self.count, self.full = kind, at, str(folder.resolve()), 0, False
         self.log = os.open(folder / LOG, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         self.write = os.write
+        self.lock = threading.Lock()  # files are written in several threads
 
     def __call__(self) -> None:
         """Patches what changes the disk; for the fork that runs the command."""
@@ -57,9 +59,10 @@ class Crash:
 
     def step(self, name: str, halve: Callable[[], None] | None = None) -> None:
         """Notes a step, and strikes if it is the one; `halve` leaves half of its work first."""
-        self.count += 1
-        self.write(self.log, f"{name}\n".encode())
-        struck = self.count == self.at
+        with self.lock:
+            self.count += 1
+            self.write(self.log, f"{name}\n".encode())
+            struck = self.count == self.at
         if self.kind == "ENOSPC":
             self.full |= struck
             if self.full and name in _NEED_ROOM:
