@@ -1,8 +1,13 @@
-"""`block_bytes` says what memory one block of the walk takes, and `usable_bytes` what a run may use."""
+"""`block_bytes` says what memory one block of the walk takes, and `usable_bytes` what a run may use.
+
+Of a GPU nothing is foretold, for its allocator and kernels decide what they keep: where one has no room for a block,
+`naming_the_block` says which it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -52,3 +57,31 @@ def usable_bytes(asked: int | None) -> int | None:
         return memory_left()
     limit = memory_limit()
     return asked if limit is None else min(asked, limit)
+
+
+class BlockTooLargeError(ValueError):
+    """A device had no room for a block; the message names it, what the device holds, and the way out."""
+
+
+@contextmanager
+def naming_the_block(name: Callable[[], str], device: torch.device | None) -> Iterator[None]:
+    """While open, a device that runs out of memory raises `BlockTooLargeError`.
+
+    Args:
+        name: gives the block that is worked on.
+        device: where; None is where the model is.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        where = "its device" if device is None else str(device)
+        holds = ""
+        if device is not None and device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(device)
+            holds = (
+                f" ({total / 1e9:.1f} GB, {(free + torch.cuda.memory_reserved(device)) / 1e9:.1f} of them for this run)"
+            )
+        raise BlockTooLargeError(
+            f"{name() or 'the model'}: {where}{holds} ran out of memory while it was solved: give fewer or shorter "
+            "calibration rows, a solver that looks at no data, such as rtn, or --device cpu, which takes longer"
+        ) from error

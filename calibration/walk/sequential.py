@@ -35,6 +35,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import (
+    Call,
     block_names,
     calls_of_chain,
     find_chains,
@@ -52,6 +53,7 @@ from quant.calibration.texts.rows import check_ids, few_of
 from quant.calibration.walk.block import BlockWork
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Settings, Solved, gather
+from quant.calibration.walk.memory import naming_the_block
 from quant.calibration.walk.stand_in import weight_of
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -126,7 +128,7 @@ def solve_sequentially(
     Raises:
         ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
             layer that no token reached, with no sibling to borrow statistics from; a solver that does not support a
-            format.
+            format; a device without room for a block (`BlockTooLargeError`).
     """
     check_solvers(plan)
     check_ids(rows, model)
@@ -224,20 +226,47 @@ class _Walk:
             behind = States(quantized, quantized if same else [s.to(home) for s in kept.original], kept.few)
             del quantized
         self.done += sum(len(self._layers_of(name)) for name in chain[:finished])
-        for name, copies in brought(chain[finished:], self._tensors_of, device, whole=False):
-            self.keeper.begin(name)
-            block = self.model.get_submodule(name)
-            loan = Loan(list(block.modules()), copies, device, dtype, _FLOATS)
-            here = [by_block[name].to(device, dtype) for by_block in calls]
-            current = [call.with_hidden(state) for call, state in zip(here, behind.quantized, strict=True)]
-            original = [call.with_hidden(state) for call, state in zip(here, behind.original, strict=True)]
-            small = few[name].to(device, dtype).with_hidden(behind.few.to(device, dtype))
-            few_state = output_of(block(*small.args, **small.kwargs))
-            work = self._work(block, self._layers_of(name), f"{name}.")
-            last = name == chain[-1]
-            behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
-            self._finish(work, loan)
-            behind = self.keeper.end(name, None if last else behind) or behind
+        at = chain[0]
+        with naming_the_block(lambda: at, device):
+            for at, copies in brought(chain[finished:], self._tensors_of, device, whole=False):
+                behind = self._walk_block(at, copies, calls, few[at], behind, last=at == chain[-1])
+
+    def _walk_block(
+        self,
+        name: str,
+        copies: list[torch.Tensor],
+        calls: Sequence[Mapping[str, Call]],
+        few: Call,
+        behind: States,
+        *,
+        last: bool,
+    ) -> States:
+        """Solves one block.
+
+        Args:
+            name: of the block.
+            copies: of its tensors, where it is worked on.
+            calls: of each batch by block, without their hidden states.
+            few: its call with a few tokens.
+            behind: the hidden states of the block before.
+            last: whether no block of the chain needs the hidden states behind it.
+
+        Returns:
+            The hidden states behind it.
+        """
+        device, dtype = self.settings.device, self.settings.dtype_for(self.stored)
+        self.keeper.begin(name)
+        block = self.model.get_submodule(name)
+        loan = Loan(list(block.modules()), copies, device, dtype, _FLOATS)
+        here = [by_block[name].to(device, dtype) for by_block in calls]
+        current = [call.with_hidden(state) for call, state in zip(here, behind.quantized, strict=True)]
+        original = [call.with_hidden(state) for call, state in zip(here, behind.original, strict=True)]
+        small = few.to(device, dtype).with_hidden(behind.few.to(device, dtype))
+        few_state = output_of(block(*small.args, **small.kwargs))
+        work = self._work(block, self._layers_of(name), f"{name}.")
+        behind = States(*work.solve(current, original, small, needs_output=not last), few_state)
+        self._finish(work, loan)
+        return self.keeper.end(name, None if last else behind) or behind
 
     def _run(self, batch: torch.Tensor, there: torch.device) -> Any:
         return self.model(batch.to(there))
@@ -257,7 +286,8 @@ class _Walk:
         loan = Loan(modules, [value_of(t).to(there) for t in tensors], there, None)
         work = self._work(self.model, members, "")
         calls = [call_of(batch.to(there)) for batch in self.batches]
-        work.solve(calls, calls, call_of(self.few.to(there)), needs_output=False)
+        with naming_the_block(lambda: "", there):
+            work.solve(calls, calls, call_of(self.few.to(there)), needs_output=False)
         self._finish(work, loan)
         self.keeper.end("", None)
 

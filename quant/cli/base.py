@@ -164,7 +164,9 @@ class Command(click.Command):
             message = " ".join(str(error).split()) or type(error).__name__
             follows = unexpected and _is_broken_connection(message)
             if memory:
-                message = f"out of memory: {message}; nothing was written. It takes a machine with more, or fewer rows"
+                message = (
+                    f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows"
+                )
             elif unexpected:
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 what = f"{type(error).__name__} at {Path(place.filename).name}:{place.lineno}: {message}"

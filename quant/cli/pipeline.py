@@ -142,6 +142,7 @@ def _run_allocated(
             progress=progress,
             **job.request.options(),
         )
+    check_same({"the plan that the budget chose": found.plan.digest()}, device=device)
     check_plan(found.plan)
     seconds |= {"score": found.sensitivity.seconds, "allocate": found.record.seconds}
     return _run_model(job, source, source.model, found.plan, device, quiet, seconds, data, found)

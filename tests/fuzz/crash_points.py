@@ -95,7 +95,7 @@ class Case:
 
     @property
     def step(self) -> str | None:
-        """The name of the step that was struck; None where this run had fewer, for threads flush as the disk lets them."""
+        """The name of the step that was struck; None where this run had fewer: threads flush as the disk lets them."""
         return dict(enumerate((self.folder / LOG).read_text().splitlines(), 1)).get(self.at)
 
     def __str__(self) -> str:

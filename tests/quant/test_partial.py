@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
+from quant.calibration.walk.block import BlockWork
 from quant.calibration.walk.sequential import States
 from quant.cli import pipeline
 from quant.cli.job import AllocationRequest, Job
@@ -131,6 +132,26 @@ def test_a_block_that_does_not_fit_is_named(text: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         pipeline.run(ours, quiet=True)
     pipeline.run(job(BASE, tmp_path / "out", text, format_name="nvfp4a16", memory="1MB"), quiet=True)
+
+
+def test_a_block_that_a_device_has_no_room_for_is_named(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    solve, seen = BlockWork.solve, []
+
+    def solve_first(work: BlockWork, *arguments: Any, **options: Any) -> Any:
+        seen.append(work)
+        if len(seen) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return solve(work, *arguments, **options)
+
+    monkeypatch.setattr(BlockWork, "solve", solve_first)
+    ours = job(BASE, tmp_path / "out", text, format_name="nvfp4a16", solver="gptq")
+    with pytest.raises(
+        ValueError, match=r"^model\.layers\.1: its device ran out of memory while it was solved: give fewer"
+    ):
+        pipeline.run(ours, quiet=True)
+    assert not (tmp_path / "out").exists()
 
 
 def test_more_memory_than_the_container_has_is_not_used(
