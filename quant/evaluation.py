@@ -6,6 +6,10 @@ Every row of n tokens gives n − 1 next-token predictions, and all figures are 
     KL         = mean Σ p_base · ln(p_base / p), the sum over the vocabulary
     top-1      = mean [argmax p = argmax p_base]
 
+A mean over rows is an estimate: the interval of 95 % around KL, or the cosine, is Student's over rows
+(`quant.calibration.sensitivity.interval`). Text of another kind is another question, and `evaluate_texts` measures
+several.
+
 Perplexity asks one token a position and is blind to what happens to the other 49,151; KL compares whole
 distributions, needs no right answer, and separates two quantizations from far fewer positions.
 
@@ -21,11 +25,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -36,6 +40,7 @@ from quant.calibration.placement import Device, device_of, find_device, is_visit
 from quant.calibration.prepared import prepared
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
+from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.logits import Logits, logits_of
 from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
@@ -59,6 +64,10 @@ class Evaluation(JsonData):
         seconds: time taken, baseline included.
         baseline_perplexity: the baseline's own perplexity; None without one.
         cosine: mean 1 − cosine similarity of the embeddings of model and baseline; None for a language model.
+        rows: of text that the means are over.
+        interval: low and high end of the interval of 95 % around `kl`, or `cosine`; None without one, or for one row.
+        text: what was evaluated on, as the user named it.
+        others: figures on further texts.
     """
 
     perplexity: float | None
@@ -68,6 +77,31 @@ class Evaluation(JsonData):
     seconds: float
     baseline_perplexity: float | None = None
     cosine: float | None = None
+    rows: int | None = None
+    interval: tuple[float, ...] | None = None
+    text: str | None = None
+    others: tuple[Evaluation, ...] = ()
+
+    @property
+    def texts(self) -> tuple[Evaluation, ...]:
+        """The figures on every text."""
+        return self, *self.others
+
+    @property
+    def loss(self) -> float | None:
+        """KL, or the cosine of an encoder; None without a baseline."""
+        return self.cosine if self.kl is None else self.kl
+
+    @property
+    def worst(self) -> Evaluation:
+        """The figures on the text on which the model is furthest from its baseline."""
+        return max(self.texts, key=lambda each: each.loss or 0.0)
+
+
+def evaluate_texts(model: nn.Module, texts: Mapping[str, torch.Tensor], *rest: Any, **options: Any) -> Evaluation:
+    """Measures a model on each of several texts, rows by name; further arguments as in `evaluate`."""
+    first, *others = (replace(evaluate(model, rows, *rest, **options), text=name) for name, rows in texts.items())
+    return replace(first, others=tuple(others))
 
 
 def evaluate(
@@ -109,20 +143,21 @@ def evaluate(
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
-    sums = torch.zeros(4, dtype=torch.float64)
     there = find_device(device)
     away = [each for each in models if is_visited(each, there, dtype)]
     with torch.no_grad(), fast_matmul(), prepared(models, dtype, there):
         if _has_no_predictions(model, rows[:1, :2]):
-            cosine = _embedding_distance(models, rows, batch_size, progress)
-            return Evaluation(None, None, None, rows.numel(), time.perf_counter() - started, cosine=cosine)
+            distances = _embedding_distances(models, rows, batch_size, progress)
+            cosine, tokens, seconds = float(distances.mean()), rows.numel(), time.perf_counter() - started
+            return Evaluation(
+                None, None, None, tokens, seconds, cosine=cosine, rows=len(rows), interval=_interval(distances)
+            )
         logits = [Logits(each, output_head(each)) for each in models]
         with _blocks_first(logits, away, rows, batch_size, dtype):
             found = ((start, _measure(logits, batch, start)) for start, batch in _batches(rows, batch_size, progress))
-            for of_batch in _in_order(found):
-                sums += of_batch
+            sums = torch.cat(_in_order(found))
     tokens = len(rows) * (rows.shape[1] - 1)
-    nll, baseline_nll, kl, same = (sums / tokens).tolist()
+    nll, baseline_nll, kl, same = (sums.sum(dim=0) / tokens).tolist()
     return Evaluation(
         perplexity=_exp(nll),
         kl=None if baseline is None else kl,
@@ -130,7 +165,13 @@ def evaluate(
         tokens=tokens,
         seconds=time.perf_counter() - started,
         baseline_perplexity=None if baseline is None else _exp(baseline_nll),
+        rows=len(rows),
+        interval=None if baseline is None else _interval(sums[:, 2] / (rows.shape[1] - 1)),
     )
+
+
+def _interval(of_rows: torch.Tensor) -> tuple[float, ...] | None:
+    return mean_interval(of_rows.tolist(), least=0.0)
 
 
 @contextmanager
@@ -256,22 +297,23 @@ def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:
     return not hasattr(model(probe.to(device_of(model))), "logits")
 
 
-def _embedding_distance(
+def _embedding_distances(
     models: Sequence[nn.Module], rows: torch.Tensor, batch_size: int, progress: Callable[[int, int], None] | None
-) -> float:
-    """Mean over rows of 1 − cosine similarity of the two models' embeddings."""
+) -> torch.Tensor:
+    """1 − cosine similarity of the two models' embeddings of each row, float64 `[rows]`."""
     if len(models) < 2:
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
         )
 
-    def distance(start: int, batch: torch.Tensor) -> float:
+    def distance(start: int, batch: torch.Tensor) -> torch.Tensor:
         first, second = (_embed(model, batch).cpu() for model in models)
-        similar = torch.nn.functional.cosine_similarity(first, second, dim=-1)
-        return finite_sum(1 - similar, partial(_row, start), "an embedding")
+        distances = 1 - torch.nn.functional.cosine_similarity(first, second, dim=-1)
+        finite_sum(distances, partial(_row, start), "an embedding")
+        return distances
 
     found = ((start, distance(start, batch)) for start, batch in _batches(rows, batch_size, progress))
-    return sum(_in_order(found), start=0.0) / len(rows)
+    return torch.cat(_in_order(found))
 
 
 def _row(first: int, index: int) -> str:
@@ -302,10 +344,10 @@ def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _measure(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> torch.Tensor:
-    """Sums over one batch: NLL of the model, NLL of the baseline, KL, agreements; float64 `[4]`."""
-    sums = torch.zeros(4, dtype=torch.float64)
+    """Sums over each row: NLL of the model, NLL of the baseline, KL, agreements; float64 `[rows, 4]`."""
     targets = batch[:, 1:].flatten()
     per_row = batch.shape[1] - 1
+    everything = torch.zeros(4, len(targets), dtype=torch.float64)
     hidden = [each.hidden(batch.to(device_of(each.model))) for each in logits]
     for part in logits[0].parts(hidden[0]):
         logp = [each.logp(h[part]) for each, h in zip(logits, hidden, strict=True)]
@@ -326,8 +368,8 @@ def _measure(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> t
                 f"row {first_row + position // per_row}, position {position % per_row}: NaN or infinity in {where}; "
                 "find the layer that makes it, or keep it in 16 bit"
             )
-        sums += found.sum(dim=1).cpu()
-    return sums
+        everything[:, part] = found.cpu()
+    return everything.unflatten(1, (len(batch), per_row)).sum(dim=2).T
 
 
 def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,9 +62,11 @@ def tokenizer_if_any(source: Source) -> Any:
         return None
 
 
-def read_rows(source: Source, text: Path, samples: int, seqlen: int) -> torch.Tensor:
-    """Token rows `[samples, seqlen]` of a text for a model; a file of token ids needs no tokenizer."""
-    return token_rows(text, _tokenizer_for(source, str(text)), samples=samples, seqlen=seqlen)
+def read_texts(source: Source, texts: Iterable[Path], samples: int, seqlen: int) -> dict[str, torch.Tensor]:
+    """Token rows `[samples, seqlen]` for a model by the name of each text; files of token ids need no tokenizer."""
+    return {
+        str(text): token_rows(text, _tokenizer_for(source, str(text)), samples=samples, seqlen=seqlen) for text in texts
+    }
 
 
 def named_inputs(source: Source, calib: str | None, samples: int) -> Inputs | None:

@@ -133,7 +133,7 @@ class Job:
     memory: str | None = None
     calib: str | None = None
     calib_samples: int = 32
-    eval_text: Path | None = None
+    eval_texts: tuple[Path, ...] = ()
     eval_samples: int = 16
     seqlen: int = 512
     seed: int = 0
@@ -148,7 +148,7 @@ class Job:
         """Raises UserError, or the OSError of what is in the way, unless --out is a place to write to."""
         if self.out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
-        texts = (self.calib, self.eval_text, self.recipe_file)
+        texts = (self.calib, *self.eval_texts, self.recipe_file)
         check_apart(self.out, find_model(self.model), *texts, self.request.sensitivity)
         if self.request.sensitivity is not None:
             check_apart(self.request.sensitivity, find_model(self.model), *texts)
@@ -176,7 +176,7 @@ class Job:
         """Raises UserError where the job needs a model that runs; a bare state dict does not."""
         named = _given(
             {
-                "--eval": self.eval_text,
+                "--eval": self.eval_texts or None,
                 "--calib": self.calib,
                 "a KV cache's scales": plan.kv_cache,
                 "a guard": plan.provenance.get("guard"),

@@ -26,11 +26,11 @@ from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration_data import lacks_data
 from quant.cli import console
-from quant.cli.inputs import named_inputs, read_calibration, read_rows, tokenizer_if_any
+from quant.cli.inputs import named_inputs, read_calibration, read_texts, tokenizer_if_any
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
-from quant.evaluation import Evaluation, check_evaluable, evaluate, fingerprint
+from quant.evaluation import Evaluation, check_evaluable, evaluate_texts, fingerprint
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial, tensor_hash
@@ -88,7 +88,7 @@ def _run(job: Job, quiet: bool) -> dict[str, Any]:
         how: dict[str, Any] = {
             "model_factory": job.model_factory, "unsafe_load": job.unsafe_load, "meta": job.dry_run
         }  # fmt: skip
-        stream = not job.dry_run and goal is None and job.eval_text is None
+        stream = not job.dry_run and goal is None and not job.eval_texts
         source = open_model(job.model, **how, stream=stream)
     console.announce_source(source, quiet)
     seconds = {"load": time.perf_counter() - started}
@@ -124,7 +124,7 @@ def _run_allocated(
         raise UserError(
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
-    eval_rows = _eval_rows(job, source, source.model)
+    texts = _eval_rows(job, source, source.model)
     with console.stages(quiet) as progress:
         data = _calibration(job, source, device, progress)
         found = allocate(
@@ -135,7 +135,7 @@ def _run_allocated(
             include=job.include,
             exclude=job.exclude,
             kv_cache=job.kv_cache_name(),
-            check=eval_rows if goal.has_limit else None,
+            check=texts if goal.has_limit else None,
             seed=job.seed,
             provenance={**job.provenance(source), "calibration": job.calib or "self"},
             device=device,
@@ -185,9 +185,9 @@ def _solve_and_write(
 ) -> Report:
     assert job.out is not None
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
-    eval_rows = _eval_rows(job, source, model)
+    texts = _eval_rows(job, source, model)
     bytes_before = sum(p.nbytes for p in model.parameters())
-    baseline = _another(job, source, model) if eval_rows is not None and ready is None else model
+    baseline = _another(job, source, model) if texts and ready is None else model
     evaluation, print_of_logits = None, None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
@@ -201,14 +201,14 @@ def _solve_and_write(
         model, plan = quantized.model, quantized.plan
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats
-        if eval_rows is not None:
+        if texts:
             with quantized_attention(model, **plan.run_time):
                 report_rows = reporter(progress, "evaluate")
-                evaluation = evaluate(model, eval_rows, baseline, device=device, progress=report_rows)
+                evaluation = evaluate_texts(model, texts, baseline, device=device, progress=report_rows)
                 with placed(model, device):
                     print_of_logits = fingerprint(model)
     del baseline
-    seconds |= quantized.seconds | ({"evaluate": evaluation.seconds} if evaluation else {})
+    seconds |= quantized.seconds | ({"evaluate": sum(each.seconds for each in evaluation.texts)} if evaluation else {})
     names = stored_names(source.model)
     report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation, device)
     report.fingerprint = print_of_logits
@@ -317,13 +317,12 @@ def _calibration(
     )  # fmt: skip
 
 
-def _eval_rows(job: Job, source: Source, model: nn.Module) -> torch.Tensor | None:
-    """Token rows of --eval, on which the model has been seen to run; None without it."""
-    if job.eval_text is None:
-        return None
-    rows = read_rows(source, job.eval_text, job.eval_samples, job.seqlen)
-    check_evaluable(model, rows)
-    return rows
+def _eval_rows(job: Job, source: Source, model: nn.Module) -> dict[str, torch.Tensor]:
+    """Token rows of each --eval by its name, on which the model has been seen to run."""
+    texts = read_texts(source, job.eval_texts, job.eval_samples, job.seqlen)
+    for rows in texts.values():
+        check_evaluable(model, rows)
+    return texts
 
 
 def _report(

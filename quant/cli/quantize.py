@@ -40,8 +40,14 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
     "the plan needs text]",
 )
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
-@click.option("--eval", "eval_text", type=click.Path(path_type=Path), help="Evaluation text, or token ids.")
-@click.option("--eval-samples", default=16, show_default=True, help="Rows of evaluation text.")
+@click.option(
+    "--eval",
+    "eval_texts",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Evaluation text, or token ids. Repeatable: text of another kind than --calib shows what carries over.",
+)
+@click.option("--eval-samples", default=16, show_default=True, help="Rows of each evaluation text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @SEED
 @DEVICE

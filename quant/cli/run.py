@@ -32,9 +32,12 @@ if TYPE_CHECKING:
 
 @click.command("evaluate", cls=Command)
 @click.argument("model")
-@click.option("--text", required=True, type=click.Path(path_type=Path), help="Text, or token ids in safetensors.")
+@click.option(
+    "--text", "texts", required=True, multiple=True, type=click.Path(path_type=Path),
+    help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
+)  # fmt: skip
 @click.option("--baseline", help="Model to compare with; gives KL and top-1 agreement.")
-@click.option("--samples", default=16, show_default=True, help="Rows of text.")
+@click.option("--samples", default=16, show_default=True, help="Rows of each text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
 @DEVICE
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 @JSON
 def evaluate_command(
     model: str,
-    text: Path,
+    texts: tuple[Path, ...],
     baseline: str | None,
     samples: int,
     seqlen: int,
@@ -64,9 +67,9 @@ def evaluate_command(
     The baseline always attends in 16 bit.
     """
     from quant.calibration.placement import find_device
-    from quant.cli.inputs import open_runnable, read_rows
+    from quant.cli.inputs import open_runnable, read_texts
     from quant.cli.ranks.same import check_same
-    from quant.evaluation import evaluate
+    from quant.evaluation import evaluate_texts
     from quant.export.partial import WatchedFiles, tensor_hash
     from quant.runtime.attention import quantized_attention
 
@@ -77,11 +80,12 @@ def evaluate_command(
     other = None
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    rows = read_rows(source, text, samples, seqlen)
-    check_same({"the text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)
+    rows = read_texts(source, texts, samples, seqlen)
+    hashes = {f"the text {name}": tensor_hash(ids) for name, ids in rows.items()}
+    check_same(hashes, WatchedFiles(source.path).files, there)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
-        result = evaluate(module, rows, other, batch_size=batch_size, device=there, progress=advance)
+        result = evaluate_texts(module, rows, other, batch_size=batch_size, device=there, progress=advance)
     if as_json:
         print_json(result.to_dict())
     elif not quiet:
@@ -89,21 +93,29 @@ def evaluate_command(
 
 
 def _print_evaluation(result: Evaluation) -> None:
-    rows = [] if result.perplexity is None else [("perplexity", f"{result.perplexity:.3f}")]
-    if result.cosine is not None:
-        rows.append(("1 − cosine of the embeddings", f"{result.cosine:.6f}"))
-    if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
-        rows += [
-            ("baseline perplexity", f"{result.baseline_perplexity:.3f}"),
-            ("KL(baseline‖model)", f"{result.kl:.4f} nats"),
-            ("top-1 agreement", f"{result.top1:.1%}"),
-        ]
-    rows.append(("predictions" if result.cosine is None else "tokens", f"{result.tokens:,}"))
-    rows.append(("seconds", f"{result.seconds:.1f}"))
-    shown = table("", "", show_header=False)
-    for row in rows:
-        shown.add_row(*row)
+    columns = [_figures(each) for each in result.texts]
+    shown = table("", *(f">{each.text}" for each in result.texts), show_header=len(columns) > 1)
+    for label in columns[0]:
+        shown.add_row(label, *(column[label] for column in columns))
     page().print(shown)
+
+
+def _figures(result: Evaluation) -> dict[str, str]:
+    """The figures on one text, by label."""
+    from quant.page.report import interval_text
+
+    found = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
+    interval = interval_text(result)
+    if result.cosine is not None:
+        found["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
+    if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
+        found |= {
+            "baseline perplexity": f"{result.baseline_perplexity:.3f}",
+            "KL(baseline‖model), nats": f"{result.kl:.4f}{interval}",
+            "top-1 agreement": f"{result.top1:.1%}",
+        }
+    found["predictions" if result.cosine is None else "tokens"] = f"{result.tokens:,}"
+    return found | {"seconds": f"{result.seconds:.1f}"}
 
 
 @click.command("generate", cls=Command)

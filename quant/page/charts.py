@@ -24,6 +24,7 @@ from quant.calibration.sensitivity.candidates import Candidate, parse_candidates
 from quant.calibration.sensitivity.costs import memory_of
 from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
+from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
 from quant.page.report import KVCache, Receipt, Report
 from quant.recipes.plan import Plan
@@ -59,11 +60,31 @@ class Section:
 def sections(report: Report, plan: Plan) -> list[Section]:
     """The sections that the report has data for, in the page's order."""
     record, table = report.allocation, report.sensitivity
-    found = [pareto(record), rounds(record)] if record else []
+    found: list[Section | None] = [texts(report.evaluation)] if report.evaluation else []
+    found += [pareto(record), rounds(record)] if record else []
     found += [sizes(report, plan), memory(plan, report.kv_cache)]
     found += [heat_map(table, plan), waterfall(table, plan, record, format_colours(report))] if table else []
     found += [errors(report), *(receipt(report.receipt) if report.receipt else ())]
     return [section for section in found if section is not None]
+
+
+def texts(evaluation: Evaluation) -> Section | None:
+    """The figures on every text side by side; None where there is one text, which the tiles show."""
+    if not evaluation.others:
+        return None
+    text = (
+        "A solver that works from data fits its calibration text, and loses some of that on text of another kind. "
+        "The interval holds the mean of all such text with a confidence of 95% (Student’s t over rows)."
+    )
+    lost = "1 − cosine" if evaluation.cosine is not None else "KL, nats"
+    head = ("text", "rows", "perplexity before", "perplexity", lost, "interval", "top-1")
+    rows = []
+    for i, each in enumerate(evaluation.texts):
+        interval = "–" if each.interval is None else f"{number(each.interval[0])} – {number(each.interval[1])}"
+        figures = (number(each.baseline_perplexity), number(each.perplexity), number(each.loss), interval)
+        top1 = "–" if each.top1 is None else f"{each.top1:.1%}"
+        rows.append((f"Q{i}", (each.text or "–", str(each.rows or "–"), *figures, top1)))
+    return Section("Loss on each text", text, None, None, head, rows)
 
 
 def format_colours(report: Report) -> dict[str | None, str]:

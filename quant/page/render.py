@@ -17,7 +17,7 @@ from quant.errors import UserError, counted, megabytes
 from quant.formats.atomic import write_atomically
 from quant.layer_result import LayerResult
 from quant.page.charts import budget_text, format_colours, number, sections
-from quant.page.report import Receipt, Report
+from quant.page.report import Receipt, Report, interval_text
 from quant.recipes.json_text import finite, json_text
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -74,18 +74,26 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         tiles.insert(0, ("Asked for", budget_text(record.budget), f"loss {predicted} predicted, {measured} measured"))
     if (found := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
+    found = found.worst
+    of = f"on {found.text}, the worst of {len(report.evaluation.texts)} texts" if report.evaluation.others else ""
+    interval = interval_text(found).removeprefix(" ")
     if found.perplexity is not None:
         base = found.baseline_perplexity
         change = f"{base:.2f} before, {100 * (found.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
-        tiles.append(("Perplexity", f"{found.perplexity:.2f}", change))
+        tiles.append(("Perplexity", f"{found.perplexity:.2f}", _note(change, of)))
     if found.cosine is not None:
-        tiles.append(("Embeddings", f"{found.cosine:.5f}", "1 − cosine to the model before"))
+        tiles.append(("Embeddings", f"{found.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
     if found.kl is not None:
-        tiles.append(("KL divergence", f"{found.kl:.4f}", "nats per token, from the model before"))
+        note = _note("nats per token, from the model before", interval, of)
+        tiles.append(("KL divergence", f"{found.kl:.4f}", note))
     if found.top1 is not None:
-        note = f"same likeliest token, over {found.tokens:,} positions"
+        note = _note(f"same likeliest token, over {found.tokens:,} positions", of)
         tiles.append(("Top-1 agreement", f"{100 * found.top1:.1f}%", note))
     return tiles
+
+
+def _note(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
 
 
 def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:

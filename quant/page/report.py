@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -242,18 +242,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
         rows.append(
             (name, f"{counted(len(members), 'layer')}, {megabytes(sum(layer.nbytes for layer in members))}{error}")
         )
-    evaluation = report.evaluation
-    if evaluation is not None:
-        if evaluation.perplexity is not None:
-            base = evaluation.baseline_perplexity
-            before = "" if base is None else f", {base:.2f} before ({100 * (evaluation.perplexity / base - 1):+.1f}%)"
-            rows.append(("perplexity", f"{evaluation.perplexity:.2f}{before}"))
-        if evaluation.cosine is not None:
-            rows.append(("embeddings", f"{evaluation.cosine:.5f}, 1 − cosine to those before"))
-        if evaluation.kl is not None:
-            rows.append(("KL", f"{evaluation.kl:.4f} nats, mean over {evaluation.tokens:,} tokens"))
-        if evaluation.top1 is not None:
-            rows.append(("top-1 agreement", f"{100 * evaluation.top1:.1f}%"))
+    if report.evaluation is not None:
+        rows += _figures(report.evaluation.texts)
     if (record := report.allocation) is not None:
         chosen, count = record.chosen, counted(len(record.rounds), "round")
         if chosen.bits == 16:
@@ -274,6 +264,36 @@ def summary(report: Report) -> list[tuple[str, str]]:
     if report.peak_rss_bytes is not None:
         rows.append(("peak memory", megabytes(report.peak_rss_bytes)))
     return rows
+
+
+def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
+    """The figures, with a line for each text."""
+    found = [("evaluated on", [str(each.text) for each in texts])] if len(texts) > 1 else []
+    if texts[0].perplexity is not None:
+        found.append(("perplexity", [_perplexity(each) for each in texts]))
+    if texts[0].cosine is not None:
+        lost = [f"{each.cosine:.5f}{interval_text(each, 5)}" for each in texts]
+        found.append(("embeddings", [f"{text}, 1 − cosine to those before" for text in lost]))
+    if texts[0].kl is not None:
+        found.append(("KL", [f"{each.kl:.4f} nats{interval_text(each)}, {each.tokens:,} tokens" for each in texts]))
+    if texts[0].top1 is not None:
+        found.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
+    return [(label, "\n".join(values)) for label, values in found]
+
+
+def _perplexity(each: Evaluation) -> str:
+    base, now = each.baseline_perplexity, each.perplexity
+    if now is None:
+        return "infinite"
+    return f"{now:.2f}" + ("" if base is None else f", {base:.2f} before ({100 * (now / base - 1):+.1f}%)")
+
+
+def interval_text(found: Evaluation, digits: int = 4) -> str:
+    """The interval over rows (Student's t) in parentheses, after a blank; nothing where there is none."""
+    if found.interval is None:
+        return ""
+    low, high = found.interval
+    return f" (95% over {counted(found.rows or 0, 'row')}: {low:.{digits}f}–{high:.{digits}f})"
 
 
 def _kept_budget(record: AllocationRecord) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import tiny_models
 import torch
 from samples import BASE
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from quant.calibration.sensitivity import logits
 from quant.errors import UserError
-from quant.evaluation import Evaluation, evaluate
+from quant.evaluation import Evaluation, evaluate, evaluate_texts
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
@@ -63,6 +64,27 @@ def test_matches_a_plain_computation(base: Any, quantized: Any, rows: torch.Tens
     assert found.tokens == 3 * 39
     alone = evaluate(quantized, rows)
     assert (alone.perplexity, alone.kl, alone.top1) == (found.perplexity, None, None)
+
+
+def test_the_interval_is_student_s_over_the_rows(base: Any, quantized: Any, rows: torch.Tensor) -> None:
+    found = evaluate(quantized, rows, base, batch_size=2)
+    alone = [evaluate(quantized, row[None], base) for row in rows]
+    losses = [each.kl for each in alone]
+    expected = scipy.stats.t.interval(0.95, 2, loc=np.mean(losses), scale=scipy.stats.sem(losses))
+    assert found.interval == pytest.approx((max(expected[0], 0), expected[1]), rel=1e-5)
+    assert (found.rows, alone[0].rows, alone[0].interval) == (3, 1, None)
+    assert evaluate(quantized, rows).interval is None
+
+
+def test_several_texts_stand_side_by_side(base: Any, quantized: Any, rows: torch.Tensor) -> None:
+    other = torch.randint(3, 256, (2, 30), generator=torch.Generator().manual_seed(2))
+    found = evaluate_texts(quantized, {"first": rows, "second": other}, base)
+    alone = [evaluate(quantized, ids, base) for ids in (rows, other)]
+    assert [each.text for each in found.texts] == ["first", "second"]
+    assert [each.kl for each in found.texts] == [each.kl for each in alone]
+    assert [each.tokens for each in found.texts] == [3 * 39, 2 * 29]
+    assert found.worst.kl == max(each.kl for each in alone)
+    assert Evaluation.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_a_model_against_itself(base: Any, rows: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open import open_model
+from quant.page.report import Report, summary
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
@@ -391,6 +392,32 @@ def test_evaluate_against_arithmetic_of_its_own(tmp_path: Path) -> None:
     assert found["tokens"] == 3 * 23
     itself = json.loads(run(main, "evaluate", BASE, "--baseline", BASE, *options).stdout)
     assert itself["kl"] == pytest.approx(0, abs=1e-9) and itself["top1"] == 1
+
+
+def test_figures_of_two_texts_stand_side_by_side(tmp_path: Path) -> None:
+    texts = {
+        name: torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(i)) for i, name in enumerate("ab")
+    }
+    save_file(texts, tmp_path / "ids.safetensors")
+    names = [f"{tmp_path / 'ids.safetensors'}:{name}" for name in texts]
+    given = ("--format", "mxfp4a16", "--eval-samples", 3, "--seqlen", 24, "--eval", names[0], "--eval", names[1])
+    done = quantize_base(tmp_path / "out", *given)
+    assert done.exit_code == 0, done.stderr
+    options = ("--baseline", BASE, "--samples", 3, "--seqlen", 24)
+    alone = [
+        json.loads(run(main, "evaluate", tmp_path / "out", "--text", name, *options, "--json").stdout) for name in names
+    ]
+    reported = json.loads((tmp_path / "out" / "report.json").read_text())["evaluation"]
+    for figures, name, found in zip((reported, *reported["others"]), names, alone, strict=True):
+        assert figures["text"] == name and figures["kl"] == pytest.approx(found["kl"], rel=1e-3) and found["kl"] > 1e-3
+    told = dict(summary(Report.load(tmp_path / "out" / "report.json")))
+    assert told["evaluated on"].splitlines() == names
+    for line, found in zip(told["KL"].splitlines(), alone, strict=True):
+        assert line.startswith(f"{found['kl']:.4f} nats (95% over 3 rows: ")
+    assert "Loss on each text" in (tmp_path / "out" / "report.html").read_text()
+    printed = run(main, "evaluate", tmp_path / "out", "--text", names[0], "--text", names[1], *options).stdout
+    row = next(line for line in printed.splitlines() if "KL(baseline" in line)
+    assert all(f"{found['kl']:.4f}" in row for found in alone)
 
 
 def test_a_cache_of_the_plan_counts_in_its_own_evaluation(tmp_path: Path) -> None:

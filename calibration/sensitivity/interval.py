@@ -1,0 +1,56 @@
+"""`mean_interval` says how far the mean over rows of text may be from the mean over all text of that kind.
+
+Tokens of one row share a subject and are far from independent, so a row is one observation. With n rows of mean m and
+standard deviation s, the interval of 95 % is Student's
+
+    m ± t · s / √n        t the 97.5 % point of the t distribution with n − 1 degrees of freedom
+
+It takes rows for independent draws. Rows that were cut one after the other from one document are less than that, and
+the interval is then too narrow.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+LEVEL = 0.95
+
+
+def mean_interval(values: Sequence[float], *, least: float = -math.inf) -> tuple[float, float] | None:
+    """The interval of 95 % around the mean of `values`, one a row.
+
+    Args:
+        values: one for each row.
+        least: no mean can be smaller; a divergence is never negative.
+
+    Returns:
+        Low and high end; None for a single row, which says nothing about others.
+    """
+    if len(values) < 2:
+        return None
+    middle = statistics.fmean(values)
+    half = student_point(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return max(middle - half, least), middle + half
+
+
+def student_point(freedom: int) -> float:
+    """The t with a share of `LEVEL` of Student's distribution between −t and t, by bisection."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _share_within(middle, freedom) < LEVEL else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _share_within(angle: float, freedom: int) -> float:
+    """The share between −t and t, with t = √freedom · tan(angle): a finite sum (Abramowitz and Stegun 26.7.3–4)."""
+    cosine, total = math.cos(angle), 0.0
+    odd = freedom % 2
+    term = cosine if odd else 1.0
+    for k in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * k / (k + 1)
+    total *= math.sin(angle)
+    return 2 / math.pi * (angle + total) if odd else total
