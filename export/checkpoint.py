@@ -30,7 +30,9 @@ SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "
 """Suffixes of the scales that one layout stores as the reciprocal of the other's."""
 
 
-def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames) -> dict[str, torch.Tensor | Made]:
+def checkpoint_tensors(
+    model: nn.Module, dtype: torch.dtype, names: StoredNames, state: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor | Made]:
     """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
 
     A large one that the layout has in another form than the module is made when it is written, so that memory does not
@@ -40,18 +42,19 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames)
         model: with `QuantLinear` and `QuantExperts` in place.
         dtype: the model's dtype, for float scales.
         names: of the model's tensors on disk.
+        state: tensors in the place of those of the model that are not quantized, as `state_dict` names them.
     """
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts | QuantEmbedding)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor | Made] = {}
     seen: set[tuple[object, ...]] = set()
-    stored = model.state_dict()
+    stored = model.state_dict() if state is None else state
     # By name of what transformers ties, the name under which it writes both.
     sources = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in stored}
     for name, tensor in stored.items():
         if name.startswith(own) and not name.endswith(".bias"):
             continue
-        if name in sources and stored[sources[name]].data_ptr() == tensor.data_ptr():
+        if name in sources and _are_tied(tensor, stored[sources[name]], gathered=state is not None):
             continue
         view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if view in seen and tensor.numel() and tensor.data_ptr():
@@ -75,6 +78,11 @@ def checkpoint_tensors(model: nn.Module, dtype: torch.dtype, names: StoredNames)
             if beside is not None:
                 tensors[f"{name}.{suffix}"] = beside.contiguous()
     return {names.stored(name): tensor for name, tensor in tensors.items()}
+
+
+def _are_tied(tensor: torch.Tensor, source: torch.Tensor, *, gathered: bool) -> bool:
+    """Whether two tensors are one; those that were gathered from several ranks are copies."""
+    return source.data_ptr() == tensor.data_ptr() or (gathered and torch.equal(source, tensor))
 
 
 def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -87,14 +86,10 @@ def run_experts_alone(model: nn.Module) -> None:
         config._experts_implementation = "quant"
 
 
-def protect(model: nn.Module) -> None:
-    """Keeps a quantized model of transformers from being saved as if it were none."""
+def mark_quantized(model: nn.Module) -> None:
+    """Tells modeling code of transformers to call layers whose weight it would else multiply by itself.
+
+    Falcon-Mamba does so with its dt_proj.
+    """
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = refuse_save_pretrained  # type: ignore[assignment]
-        # By this, modeling code calls layers whose weight it would else multiply by itself (Falcon-Mamba's dt_proj).
         model.config._is_quantized = True  # type: ignore[union-attr]
-
-
-def refuse_save_pretrained(*args: Any, **options: Any) -> None:
-    """Stands in for a quantized model's method, which would write what nothing can load."""
-    raise UserError("save_pretrained knows nothing of quantized layers; use quant.save(model, plan, directory)")

@@ -40,7 +40,7 @@ from quant.export.partial import Partial
 from quant.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.formats.mapped import in_memory
 from quant.formats.tensor import BlockScaledTensor
-from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
+from quant.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
@@ -125,7 +125,7 @@ def _solve_and_scale(
             model, data, kv_format=plan.kv_cache, attention_format=None, device=settings.device
         )
         install_kv_scales(model, kv_scale_tensors(scales, stored_dtype(model)))
-    protect(model)
+    mark_quantized(model)
     return quantized
 
 

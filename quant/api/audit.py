@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from quant.api.load import Checkpoint, is_checkpoint, outline
+from quant.api.checkpoint import Checkpoint, outline
+from quant.api.load import is_checkpoint
 from quant.errors import UserError
 from quant.export.checkpoint_reader import read_layer
 from quant.export.engine.audit import Finding

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.export_kinds import LAYOUTS
-from quant.api.load import (
+from quant.api.checkpoint import (
     KV_SCALES,
     Checkpoint,
     dtype_problems,
@@ -21,6 +20,7 @@ from quant.api.load import (
     refuse,
     suspect_problems,
 )
+from quant.api.export_kinds import LAYOUTS
 from quant.calibration.blocks import stored_dtype
 from quant.errors import UserError, counted
 from quant.export import compressed_tensors as layout

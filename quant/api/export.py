@@ -22,9 +22,9 @@ from typing import Any
 
 from torch import nn
 
+from quant.api.checkpoint import Checkpoint
 from quant.api.convert import convert
 from quant.api.export_kinds import LAYOUTS
-from quant.api.load import Checkpoint
 from quant.calibration.kv_cache import AttentionScales
 from quant.errors import UserError, counted
 from quant.export.aoti import export_aoti

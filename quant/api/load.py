@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from quant.api.checkpoint import (
+    Checkpoint,
+    config_in,
+    fill,
+    outline,
+    quantization_config,
+    refuse,
+    suspect_problems,
+)
 from quant.api.export_kinds import LAYOUTS
+from quant.api.pretrained import attach
 from quant.errors import UserError
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
-from quant.export.checkpoint_check import plan_problems, scale_problem, value_problem
-from quant.export.checkpoint_reader import (
-    TensorFiles,
-    layer_tensor_names,
-    place,
-    plan_of_checkpoint,
-    read_layer,
-    read_parts,
-    weight_files,
-)
+from quant.export.checkpoint_reader import weight_files
 from quant.export.checkpoint_scan import Scan
-from quant.export.names import StoredNames, expert_names, stored_names
-from quant.extras import require
-from quant.install import install_kv_scales, install_weight, protect, use_expert_modules
-from quant.models import huggingface
-from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
+from quant.export.names import StoredNames
 from quant.models.files import find_checkpoint
 from quant.page.saved_report import saved_report
-from quant.plan_check import check_plan_fits
-from quant.recipes.layers import find_layers
 from quant.recipes.plan import PLAN_FILE, Plan
-
-KV_SCALES = (".k_scale", ".v_scale")
-"""Suffixes of the scales of the KV cache."""
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -90,105 +78,14 @@ def load(
         refuse(suspect_problems(loaded, scan, opened.tensors))
     finally:
         scan.stop()
+    attach(loaded, opened.plan)
     return loaded.eval().to(device)
-
-
-def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
-    """The model of a checkpoint with the tensors of its files.
-
-    Args:
-        opened: the files and the model, which is changed in place.
-        built: whether the model's own tensors are on the meta device, and are replaced.
-    """
-    model, tensors, plan = opened.model, opened.tensors, opened.plan
-    owned: set[str] = set()
-    for layer in plan.quantized:
-        weight, input_scale = read_layer(tensors, layer)
-        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
-        owned.update(layer_tensor_names(tensors, layer))
-    if plan.kv_cache is not None:
-        refuse(kv_scale_problems(tensors))
-        install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
-    rest = {name: tensors[name] for name in tensors if name not in owned}
-    refuse(dtype_problems(model, rest, tensors))
-    _assign(model, rest, opened.directory, assign=built)
-    use_expert_modules(model, plan)
-    protect(model)
-    return model
-
-
-@dataclass(frozen=True, eq=False)
-class Checkpoint:
-    """The files of a checkpoint beside the model that they are for; each part is read once.
-
-    Attributes:
-        directory: with the files.
-        model: unquantized; its parameters may be on the meta device.
-        meta: gives tensors on the meta device, of which nothing but the shapes is read.
-    """
-
-    directory: Path
-    model: nn.Module
-    meta: bool = False
-
-    @cached_property
-    def names(self) -> StoredNames:
-        """The names that the model's tensors have on disk."""
-        return stored_names(self.model)
-
-    @cached_property
-    def tensors(self) -> TensorFiles:
-        """The tensors, read when asked for, under the names that the model's modules have."""
-        names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
-        return TensorFiles(self.directory, names.of_model, meta=self.meta)
-
-    @cached_property
-    def plan(self) -> Plan:
-        """The plan that the checkpoint came with, or else the one that its config describes."""
-        layers, config = find_layers(self.model), quantization_config(self.directory)
-        file = self.directory / PLAN_FILE
-        if file.is_file():
-            plan = Plan.load(file)
-            check_plan_fits(plan, layers)
-            if (self.directory / "config.json").is_file():
-                for problem in plan_problems(plan, config, self.names, self.tensors):
-                    raise UserError(
-                        f"{file}: {problem}; both are written together, so restore the one that was changed, or "
-                        "quantize the model again"
-                    )
-            return plan
-        assert config is not None
-        return plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
-
-
-def outline(directory: Path) -> nn.Module:
-    """The model that config.json describes: parameters on the meta device, computed buffers real."""
-    initialization = require("transformers.initialization", "hf")
-    accelerate = require("accelerate", "hf")
-    if not (directory / "config.json").is_file():
-        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
-    with huggingface.quiet():
-        config = huggingface.read_config(directory)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
-        cls = huggingface.model_class(config, str(directory))
-        empty = accelerate.init_empty_weights(include_buffers=False)
-        with explained(directory / "config.json"), empty, initialization.no_init_weights():
-            model: Any = cls._from_config(config, dtype=config.dtype)
-        for module in model.modules():
-            # Drawing weights on the meta device takes longer than reading a checkpoint.
-            module._is_hf_initialized = not module._buffers
-        with explained(directory / "config.json"):
-            model.init_weights()
-        read_generation_config(model, directory)
-    return model  # type: ignore[no-any-return]
 
 
 def _no_checkpoint(directory: Path) -> UserError:
     """What to say of a directory that `load` cannot read."""
     file = directory / "config.json"
-    found = _config_in(file, "quantization_config") if file.is_file() else None
+    found = config_in(file, "quantization_config") if file.is_file() else None
     if found is None:
         return UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
     return UserError(
@@ -197,28 +94,13 @@ def _no_checkpoint(directory: Path) -> UserError:
     )
 
 
-def _config_in(file: Path, key: str) -> dict[str, Any] | None:
-    """A table in a config file, or None."""
-    found = read_fields(file).get(key)
-    return found if isinstance(found, dict) else None
-
-
-def quantization_config(directory: Path) -> dict[str, Any] | None:
-    """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
-    for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
-        file = directory / name
-        if file.is_file() and (found := _config_in(file, key)) is not None:
-            return found if key == "quantization" or found.get("quant_method") in LAYOUTS else None
-    return None
-
-
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
     """What each config file of a checkpoint says, by its name; None for a config.json that says nothing."""
     found = {}
     if (directory / "config.json").is_file():
-        found["config.json"] = _config_in(directory / "config.json", "quantization_config")
+        found["config.json"] = config_in(directory / "config.json", "quantization_config")
     if (directory / modelopt.CONFIG_FILE).is_file():
-        found[modelopt.CONFIG_FILE] = _config_in(directory / modelopt.CONFIG_FILE, "quantization")
+        found[modelopt.CONFIG_FILE] = config_in(directory / modelopt.CONFIG_FILE, "quantization")
     return found if any(found.values()) else dict.fromkeys(found)
 
 
@@ -236,95 +118,3 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
             raise _no_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
     return Plan.load(directory / PLAN_FILE), saved_report(directory)
-
-
-def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
-    """The scales of a KV cache that are not positive and finite, or that K has and V has not."""
-    found = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
-    for name, scale in found.items():
-        if problem := scale_problem(scale):
-            yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
-        attention, _, operand = name.rpartition(".")
-        other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
-        if other not in found:
-            yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
-
-
-def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
-    """The tensors that hold NaN or infinity.
-
-    Args:
-        model: the checkpoint's.
-        scan: of its files.
-        tensors: in them.
-    """
-    suspects = scan.suspects()
-    if not suspects:
-        return
-    buffers = {name for name, _ in model.named_buffers()}
-    for name in tensors:
-        if tensors.stored_name(name) in suspects and (
-            problem := value_problem(tensors[name], is_buffer=name in buffers)
-        ):
-            yield f"{place(tensors, name)} {problem}; repair the model, or download it again"
-
-
-def dtype_problems(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
-    """The tensors that hold integers where the model has floats, or the other way round.
-
-    Args:
-        model: that they are for.
-        tensors: by name, of parameters and buffers.
-        source: what they were read from.
-    """
-    held = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        there = held.get(name)
-        if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
-            yield (
-                f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
-                f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
-            )
-
-
-def refuse(problems: Iterable[str]) -> None:
-    """Raises UserError with the first of `problems`."""
-    for problem in problems:
-        raise UserError(problem)
-
-
-def _is_wide_float(tensor: torch.Tensor) -> bool:
-    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
-
-
-def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
-    tensors = _with_fused_experts(model, tensors)
-    there = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        if name in there and tensor.shape != there[name].shape:
-            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(there[name].shape)} in the model")
-    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
-    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
-        if source in missing and target in tensors:  # transformers ties the one to the other, which here has no value
-            owner, _, last = source.rpartition(".")
-            setattr(model.get_submodule(owner), last, model.get_parameter(target))
-    if callable(tie := getattr(model, "tie_weights", None)):
-        tie()
-    quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
-    held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
-    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
-    if lost or unexpected:
-        what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
-        raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
-
-
-def _with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
-    found = dict(tensors)
-    for name, parameter in model.named_parameters():
-        one_by_one = expert_names(name, len(parameter)) if parameter.dim() == 3 and name not in found else []
-        if one_by_one and all(each in found for each in one_by_one):
-            found[name] = torch.cat([found.pop(each) for each in one_by_one]).view(parameter.shape)
-    return found

@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.allocation.allocate import FORMATS, allocate
 from quant.allocation.goal import Goal
+from quant.api.pretrained import attach
 from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
@@ -106,7 +107,9 @@ def quantize(
         plan = recipe
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
-    return solve_plan(model, with_options(plan, guard, observer), data, device=device, progress=progress)
+    quantized = solve_plan(model, with_options(plan, guard, observer), data, device=device, progress=progress)
+    attach(model, quantized.plan)
+    return quantized
 
 
 def _check_data(data: torch.Tensor | Inputs | None) -> None:

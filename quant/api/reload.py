@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from quant.api.load import Checkpoint, fill, outline
+from quant.api.checkpoint import Checkpoint, fill, outline
 from quant.errors import UserError, listed
 from quant.export.checkpoint_reader import BESIDE, TensorFiles
 from quant.extras import require

@@ -13,7 +13,14 @@ from torch import nn
 from quant.api.reload import check_reload
 from quant.calibration.blocks import stored_dtype
 from quant.export import compressed_tensors as layout
-from quant.export.checkpoint import checkpoint_tensors, layer_weights, plan_of_model, write_config, write_tensors
+from quant.export.checkpoint import (
+    SHARD_BYTES,
+    checkpoint_tensors,
+    layer_weights,
+    plan_of_model,
+    write_config,
+    write_tensors,
+)
 from quant.export.directory import new_directory
 from quant.export.names import StoredNames, stored_names
 from quant.formats.tensor import BlockScaledTensor
@@ -79,16 +86,20 @@ def write_model(
     allow_missing: bool = False,
     finish: Finish | None = None,
     work: Path | None = None,
+    state: Mapping[str, torch.Tensor] | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, str]:
     """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
 
-    `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`.
+    `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`. `state` has the
+    tensors that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
+    `shard_bytes`.
     """
     plan = plan_of_model(model, plan)
-    tensors = checkpoint_tensors(model, stored_dtype(model), names)
+    tensors = checkpoint_tensors(model, stored_dtype(model), names, state)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
     with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
-        hashes = write_tensors(temporary, tensors, masks=masks)
+        hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks)
         plan.save(temporary / PLAN_FILE)
         messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):

@@ -20,16 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.load import (
-    Checkpoint,
-    dtype_problems,
-    is_checkpoint,
-    kv_scale_problems,
-    load,
-    outline,
-    quantization_configs,
-    suspect_problems,
-)
+from quant.api.checkpoint import Checkpoint, dtype_problems, kv_scale_problems, outline, suspect_problems
+from quant.api.load import is_checkpoint, load, quantization_configs
 from quant.errors import UserError
 from quant.evaluation import Fingerprint, fingerprint_problem
 from quant.export.checkpoint import sha256_of

@@ -88,8 +88,9 @@ def export_command(
     ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
     checkpoint of ModelOpt.
     """
+    from quant.api.checkpoint import outline
     from quant.api.export import EXPORTERS, Job, check_attention, check_request
-    from quant.api.load import describe, is_checkpoint, load, outline
+    from quant.api.load import describe, is_checkpoint, load
     from quant.models.state_dict import call_factory
     from quant.page.render import rewrite
 
