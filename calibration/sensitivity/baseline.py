@@ -36,13 +36,16 @@ class Baseline:
         switchable: the model, entered.
         divergence: from the model in 16 bit.
         rows: token ids, int64 `[rows, seqlen]`.
+        by_row: whether rows run one by one, for `losses`.
 
     A divergence that is NaN or infinite is the error NotFinite, which names the row and token.
     """
 
-    def __init__(self, switchable: SwitchableModel, divergence: Divergence, rows: torch.Tensor) -> None:
+    def __init__(
+        self, switchable: SwitchableModel, divergence: Divergence, rows: torch.Tensor, *, by_row: bool = False
+    ) -> None:
         self.switchable, self.divergence, self.rows = switchable, divergence, rows
-        self.batch_rows = max(_BATCH_TOKENS // rows.shape[1], 1)
+        self.batch_rows = 1 if by_row else max(_BATCH_TOKENS // rows.shape[1], 1)
         self.batches = rows.split(self.batch_rows)
         self.chain = _chain(switchable, few_of(rows))
         self.place = {
@@ -87,6 +90,19 @@ class Baseline:
     def loss_of(self, divergence: Divergence) -> float:
         """The mean divergence of another model, which `divergence` runs, from the original of this one."""
         return self._mean(sum(self._measured(i, divergence) for i in range(len(self.batches))))
+
+    def losses(self, choice: Mapping[str, str]) -> list[float]:
+        """The mean divergence of each batch in `choice`, with a whole run."""
+        self._remember_references()
+        self.switchable.set(choice)
+        found = self.losses_of(self.divergence)
+        self.switchable.forget_inputs()
+        return found
+
+    def losses_of(self, divergence: Divergence) -> list[float]:
+        """The same of another model, as in `loss_of`."""
+        sums = [self._measured(i, divergence) for i in range(len(self.batches))]
+        return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
     def _measured(self, i: int, divergence: Divergence | None = None) -> float:
         """Summed divergence on batch number `i`."""

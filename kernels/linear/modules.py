@@ -174,6 +174,12 @@ class _QuantModule(nn.Module):
                     self._store(prepack(weight))
             self._arranged = (self.codes.device, self.codes.dtype, dtype)
 
+    def take(self, weight: BlockScaledTensor) -> None:
+        """Holds `weight` from now on: the same values, perhaps in a layout of a kernel, or a view of a larger one."""
+        with _arranging:
+            self._store(weight)
+            self._arranged = None
+
     def _store(self, weight: BlockScaledTensor) -> None:
         if weight.codes.is_cuda:
             # Other streams may still read the memory that is freed here, and will read what this stream has written.

@@ -2,7 +2,7 @@
 
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
-    rotate_and_store   q, k, v of one matmul's output: q and k rotated, k and v written to their page of the cache
+    rotate_and_store   q, k, v of one matmul's output: q and k normed and rotated, k and v written to their page
     greedy             the column of the largest logit of each row
 
 Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
@@ -75,10 +75,10 @@ def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, ove
 
 @triton.jit
 def rotate_kernel(
-    qkv, cos, sin, q, k, v, table, lengths, table_stride, heads, kv_heads,
-    page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
+    qkv, cos, sin, q_norm, k_norm, q, k, v, table, lengths, table_stride, heads, kv_heads, eps,
+    norm: tl.constexpr, page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence. cos, sin: [batch, dim], the two halves alike."""
+    """One head of one sequence. cos, sin: [batch, dim], the two halves alike; q_norm, k_norm: [dim]."""
     if overlap:
         start_next()
         wait_for_previous()
@@ -90,6 +90,13 @@ def rotate_kernel(
     source = qkv + (batch * (heads + 2 * kv_heads) + head) * dim + column
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    if norm and head < heads + kv_heads:
+        weight = q_norm if head < heads else k_norm
+        factor = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / dim + eps)
+        first = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(weight + half + column, mask=inside, other=0.0).to(tl.float32)
+        low = ((low * factor).to(dtype).to(tl.float32) * first).to(dtype).to(tl.float32)
+        high = ((high * factor).to(dtype).to(tl.float32) * second).to(dtype).to(tl.float32)
     if head < heads + kv_heads:
         c = tl.load(cos + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
@@ -208,6 +215,9 @@ def rotate_and_store(
     pages: KVPages,
     block_table: torch.Tensor,
     lengths: torch.Tensor,
+    *,
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     """Rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
 
@@ -217,6 +227,8 @@ def rotate_and_store(
         pages: a layer's pages, in 16 bit.
         block_table: int32 `[batch, most pages]`.
         lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
+        norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated; None for none.
+        eps: added to the mean square of a head.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.
@@ -229,7 +241,10 @@ def rotate_and_store(
     if qkv.dim() != 2 or rest or heads < 1:
         raise ValueError(f"rotate_and_store: qkv is {list(qkv.shape)}, expected [batch, (heads + 2·{kv_heads})·{dim}]")
     shape = (batch, dim)
+    wanted: dict[str, tuple[torch.Tensor | None, tuple[int, ...]]]
     wanted = {"qkv": (qkv, qkv.shape), "cos": (cos, shape), "sin": (sin, shape), "pages": (pages.k, pages.k.shape)}
+    q_norm, k_norm = norms or (None, None)
+    wanted |= {"the norm of q": (q_norm, (dim,)), "the norm of k": (k_norm, (dim,))}
     check_operands("rotate_and_store", qkv, wanted)
     for name, tensor in (("block_table", block_table), ("lengths", lengths)):
         if tensor.dtype != torch.int32 or len(tensor) != batch or tensor.device != qkv.device:
@@ -238,7 +253,8 @@ def rotate_and_store(
     if batch:
         # Unfused: an FMA would not round a product that the modules round before adding it.
         rotate_kernel[heads + 2 * kv_heads, batch](
-            qkv, cos, sin, q, pages.k, pages.v, block_table, lengths, block_table.stride(0), heads, kv_heads,
+            qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, q, pages.k, pages.v,
+            block_table, lengths, block_table.stride(0), heads, kv_heads, eps, norm=norms is not None,
             page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
             **overlap_options(qkv),
         )  # fmt: skip

@@ -161,7 +161,7 @@ def generate_command(
     echo(prompt + written.text)
     if not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
-        echo(f"{rate}, on {written.device}: {written.kernels}", err=True)
+        echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
         if written.kv_cache_bytes is not None or written.attention != "16bit":
             size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
             echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)

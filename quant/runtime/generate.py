@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -28,10 +28,12 @@ from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
+from quant.runtime.decoder import Decoder, why_not
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")
 """What --dtype takes."""
+GRAPH = "a CUDA graph a token"
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,7 @@ class Generation:
         attention: "fp8" or "16bit".
         kv_cache: format of the KV cache, "fp8", "nvfp4" or "16bit".
         kv_cache_bytes: what the pages of a quantized KV cache take; None for one in 16 bit.
+        decoder: what ran the model for each token: `GRAPH`, or "transformers", with the reason why on a GPU.
     """
 
     prompt: str
@@ -61,6 +64,7 @@ class Generation:
     attention: str = "16bit"
     kv_cache: str = "16bit"
     kv_cache_bytes: int | None = None
+    decoder: str = "transformers"
 
     @property
     def tokens_per_second(self) -> float:
@@ -107,20 +111,25 @@ def generate(
     cache = _cache(model, kv_cache)
     started = time.perf_counter()
     with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
-        out = model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            num_beams=1,
-            temperature=None,
-            top_p=None,
-            top_k=None,
-            pad_token_id=_pad_token(model, tokenizer),
-            logits_processor=[partial(_check_logits, model)],
-        )
-    tokens = out[0, ids.shape[1] :].tolist()
+        reason = "its attention or KV cache is quantized"
+        tokens = None
+        if is_16bit(attention) and is_16bit(kv_cache):
+            tokens, reason = _decode(model, ids, max_new_tokens)
+        if tokens is None:
+            out = model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                past_key_values=cache,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                num_beams=1,
+                temperature=None,
+                top_p=None,
+                top_k=None,
+                pad_token_id=_pad_token(model, tokenizer),
+                logits_processor=[partial(_check_logits, model)],
+            )
+            tokens = out[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - started
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return Generation(
@@ -134,20 +143,56 @@ def generate(
         "16bit" if is_16bit(attention) else str(attention),
         "16bit" if is_16bit(kv_cache) else str(kv_cache),
         None if cache is None else cache.nbytes,
+        GRAPH if not reason else f"transformers: {reason}" if there.type == "cuda" else "transformers",
     )
+
+
+def _decode(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> tuple[list[int] | None, str]:
+    """The tokens behind `ids` `[1, tokens]` by `Decoder`, or None and the reason why transformers has to give them."""
+    if reason := why_not(model):
+        return None, reason
+    count = ids.shape[1]
+    seen = model(ids, use_cache=True, logits_to_keep=1)
+    cache = seen.past_key_values
+    first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
+    stops = _ends(model)
+    if max_new_tokens == 1 or first in stops:
+        return [first], ""
+    decoder = Decoder(model, count + max_new_tokens)
+    decoder.begin(cache, first)
+    expected = model(ids.new_tensor([[first]]), past_key_values=cache).logits[:, -1]
+    if not decoder.agrees(decoder.step(), expected):
+        return None, "the logits of its first token would be others"
+    if max_new_tokens > 2:
+        decoder.capture()
+    tokens = decoder.run(count, count + max_new_tokens, stops, taken=1)
+    if not decoder.finite:
+        _refuse_logits(model, count)
+    return tokens, ""
+
+
+def _ends(model: nn.Module) -> tuple[int, ...]:
+    """Ids of the tokens that end a text."""
+    found: Any = model.generation_config.eos_token_id  # type: ignore[union-attr]
+    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
 
 
 def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """The logits as they are; transformers calls this before it chooses a token, and would choose one of NaN, too."""
     if bool((logits < torch.inf).all()):  # a token that must not come has -infinity
         return logits
+    return _refuse_logits(model, ids.shape[1])
+
+
+def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
+    """Raises UserError for NaN in the logits behind `count` tokens or more."""
     named = [(False, model.named_parameters()), (True, model.named_buffers())]
     for is_buffer, tensors in named:
         for name, tensor in tensors:
             if problem := value_problem(tensor.detach(), is_buffer=is_buffer):
                 raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
     raise UserError(
-        f"{type(model).__name__} gives NaN or infinite logits behind token {ids.shape[1]}, and its weights hold "
+        f"{type(model).__name__} gives NaN or infinite logits behind token {count}, and its weights hold "
         "neither: what it computes overflows; generate in another --dtype, or with 16-bit attention and KV cache"
     )
 

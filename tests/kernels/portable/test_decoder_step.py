@@ -67,7 +67,7 @@ def check_greedy(device: str, dtype: torch.dtype) -> None:
 def check_rotation(device: str, dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    for heads, kv_heads, dim in ((8, 2, 128), (3, 3, 48)):
+    for heads, kv_heads, dim, normed in ((8, 2, 128, False), (3, 3, 48, False), (3, 1, 128, True)):
         lengths = torch.tensor([1, 16, 17, 40], dtype=torch.int32, device=device)
         batch = len(lengths)
         table = torch.randperm(batch * 3, device=device).view(batch, 3).int()
@@ -76,14 +76,20 @@ def check_rotation(device: str, dtype: torch.dtype) -> None:
         qkv = torch.randn(batch, (heads + 2 * kv_heads) * dim, device=device).to(dtype)
         angle = (lengths - 1)[:, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)
         cos, sin = (f(torch.cat([angle, angle], -1)).to(dtype) for f in (torch.cos, torch.sin))
-        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths)
+        norms = tuple(torch.randn(dim, device=device).to(dtype) for _ in range(2)) if normed else None
+        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths, norms=norms, eps=1e-6)
         split = qkv.view(batch, -1, 1, dim).split([heads, kv_heads, kv_heads], 1)
-        expected_q, expected_k = apply_rotary_pos_emb(split[0], split[1], cos[:, None], sin[:, None])
-        assert torch.equal(q, expected_q)
+        parts = [
+            x if norms is None else rmsnorm(x, w, 1e-6) for x, w in zip(split[:2], norms or (None, None), strict=True)
+        ]
+        expected_q, expected_k = apply_rotary_pos_emb(*parts, cos[:, None], sin[:, None])
+        torch.testing.assert_close(q, expected_q, rtol=2**-6 * normed, atol=2**-6 * normed)
         written = torch.zeros(pages.k.shape[:3], dtype=torch.bool, device=device)
         for row, length in enumerate(lengths.tolist()):
             page, slot = int(table[row, (length - 1) // 16]), (length - 1) % 16
-            assert torch.equal(pages.k[page, :, slot], expected_k[row, :, 0])
+            torch.testing.assert_close(
+                pages.k[page, :, slot], expected_k[row, :, 0], rtol=2**-6 * normed, atol=2**-6 * normed
+            )
             assert torch.equal(pages.v[page, :, slot], split[2][row, :, 0])
             written[page, :, slot] = True
         assert bool((pages.k[~written] == 7).all()) and bool((pages.v[~written] == 7).all())
@@ -123,7 +129,23 @@ def test_mistakes_name_the_argument() -> None:
         kernels.rotate_and_store(x, x, x, pages, x, x)
 
 
-POINTERS = ("x", "residual", "weight", "hidden", "out", "both", "logits", "qkv", "cos", "sin", "q", "k", "v")
+POINTERS = (
+    "x",
+    "residual",
+    "weight",
+    "hidden",
+    "out",
+    "both",
+    "logits",
+    "qkv",
+    "cos",
+    "sin",
+    "q",
+    "k",
+    "v",
+    "q_norm",
+    "k_norm",
+)
 OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "places": "*i32"}
 
 
@@ -135,7 +157,8 @@ OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "p
         (kernels.swiglu_kernel, {"in_turns": True, "width": 1024}, 4),
         (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
         (kernels.largest_of_row_kernel, {"width": 128}, 1),
-        (kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_kernel, {"norm": False, "page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_kernel, {"norm": True, "page": 64, "dim": 128, "width": 64}, 1),
     ],
 )
 def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
@@ -163,7 +186,7 @@ def test_the_rotation_has_no_fused_products() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = kernels.rotate_kernel, {"page": 64, "dim": 128, "width": 64, "overlap": True}
+    kernel, constants = kernels.rotate_kernel, {"norm": False, "page": 64, "dim": 128, "width": 64, "overlap": True}
     kinds = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
     types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}

@@ -1,0 +1,227 @@
+"""`Decoder` writes one token of a Llama-like model in few launches, and those as one CUDA graph.
+
+transformers runs a model module by module: some thirty launches a layer, each from Python, which takes a GPU longer to
+be told than to do. Here a layer is ten launches: the matmuls, of which q, k and v are one and gate and up are one, and
+the steps of `quant.kernels.portable.decoder_step` between them. They read and write tensors that stay where they are,
+so a token is the replay of a graph.
+
+The prompt runs through transformers, whose keys and values are then put into pages. The first token is computed both
+ways: a model whose logits differ is left to transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.kernels.attention.decode import paged_attention
+from quant.kernels.hardware import has_triton
+from quant.kernels.linear.merged import merge_rows
+from quant.kernels.linear.modules import QuantLinear
+from quant.kernels.pages import MAX_DIM, KVPages, write_reference
+
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Classes of transformers whose layers are what `Decoder` computes."""
+_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_PAGE = 64
+_LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
+_ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends on its position alone
+# Relative errors of logits, see `Decoder.agrees`.
+_CLOSE, _CLOSE_ROUNDED = 0.1, 0.5
+# What a generation config may say without changing which tokens are the likeliest.
+_HARMLESS = frozenset({
+    "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "do_sample",
+    "temperature", "top_p", "top_k", "min_p", "typical_p", "max_length", "max_new_tokens", "use_cache", "num_beams",
+    "cache_implementation", "output_attentions", "output_hidden_states", "return_dict_in_generate",
+})  # fmt: skip
+
+
+def why_not(model: nn.Module) -> str:
+    """The reason why `Decoder` does not take a model; empty where it does."""
+    family, config = type(model).__name__, getattr(model, "config", None)
+    if config is None or family not in FAMILIES:
+        return f"{family} is none of {', '.join(FAMILIES)}"
+    device, dtype = _device(model), _dtype(model)
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    said = model.generation_config.to_diff_dict().keys() - _HARMLESS  # type: ignore[operator, union-attr]
+    for wrong, reason in (
+        (not has_triton(), "Triton is not installed"),
+        (device.type != "cuda", f"the model is on {device}"),
+        (dtype not in (torch.bfloat16, torch.float16), f"the model is in {dtype}"),
+        (config.hidden_act != "silu", f"its MLP is gated by {config.hidden_act}"),
+        (rope not in _ROPES, f"its rotary embedding is {rope}"),
+        (_head_dim(config) % 16 or _head_dim(config) > MAX_DIM, f"its head dimension is {_head_dim(config)}"),
+        (bool(said), f"its generation config sets {', '.join(sorted(said))}"),
+    ):
+        if wrong:
+            return reason
+    for name, module in model.named_modules():
+        if name.endswith(tuple(f".{leaf}" for part in _LINEARS for leaf in part)) and (
+            type(module) not in (nn.Linear, QuantLinear) or module._forward_hooks or module._forward_pre_hooks
+        ):
+            return f"{name} is a {type(module).__name__}, perhaps with hooks"
+    return ""
+
+
+class Decoder:
+    """One sequence of a model, a token at a time.
+
+    The model shares the memory of its matrices with this from then on, and works as before.
+
+    Args:
+        model: one for which `why_not` gives nothing.
+        room: positions of the sequence.
+    """
+
+    def __init__(self, model: nn.Module, room: int) -> None:
+        body: Any = model.model
+        device, dtype, self.room = _device(model), _dtype(model), room
+        self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), body.norm  # type: ignore[operator]
+        pages = -(-room // _PAGE)
+        self.layers = [_Layer(model.config, layer, index, pages, dtype) for index, layer in enumerate(body.layers)]
+        probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
+        cos, sin = body.rotary_emb(probe, torch.arange(room, device=device)[None])
+        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        self.table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+        self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.written = torch.zeros(room + 1, dtype=torch.int64, device=device)
+        self.finite = torch.ones((), dtype=torch.bool, device=device)
+        linears = (module for module in model.modules() if isinstance(module, QuantLinear))
+        self.rounds_inputs = any(linear.activation_format is not None for linear in linears)
+        self.replay: Callable[[], object] | None = None
+
+    def begin(self, cache: Any, token: int) -> None:
+        """Takes the keys and values of a prompt from transformers' cache, and the token behind it."""
+        count = cache.get_seq_length()
+        start = torch.zeros(1, dtype=torch.int32, device=self.table.device)
+        for layer, held in zip(self.layers, cache.layers, strict=True):
+            # A sliding layer of the cache has the last keys alone; no query will see the others.
+            write_reference(layer.pages, self.table, start + (count - held.keys.shape[2]), held.keys, held.values)
+        self.lengths.fill_(count)
+        self.token.fill_(token)
+        self.written[count] = token
+
+    def step(self) -> torch.Tensor:
+        """Takes the token in, and chooses the next one; gives its logits `[1, vocabulary]`."""
+        from quant.kernels.portable.decoder_step import add_rmsnorm
+
+        place = self.lengths.long()
+        self.lengths += 1
+        cos, sin = self.cos.index_select(0, place), self.sin.index_select(0, place)
+        x, residual = self.embed(self.token), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, (cos, sin), self.table, self.lengths, self.room)
+        normed, _ = add_rmsnorm(x, residual, self.norm.weight, self.norm.variance_epsilon)
+        logits: torch.Tensor = self.head(normed)
+        self.finite &= (logits < torch.inf).all()
+        self.token.copy_(logits.argmax(-1))
+        self.written.index_copy_(0, place + 1, self.token)
+        return logits
+
+    def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+        """Whether the logits of a step are those of transformers, but for the order of sums.
+
+        In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes what they become, and the
+        logits of a small model by as much as computing them in float32 does.
+        """
+        error = (logits.float() - expected.float()).norm() / expected.float().norm()
+        return bool(error <= (_CLOSE_ROUNDED if self.rounds_inputs else _CLOSE))
+
+    def capture(self) -> None:
+        """Makes a graph of the step, which must have run once; `run` replays it."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        self.replay = graph.replay
+
+    def run(self, start: int, end: int, stops: Sequence[int], *, taken: int = 0) -> list[int]:
+        """The tokens at positions `start` to `end`, or up to one of `stops`; positions behind it may be written, too.
+
+        Args:
+            start: position of the token that `begin` got.
+            end: behind the last position.
+            stops: tokens that end a text.
+            taken: steps that were made since `begin`.
+        """
+        found: list[int] = []
+        written = start + 1 + taken
+        while len(found) < end - start:
+            upto = min(max(start + len(found) + _LOOK, written), end)
+            for _ in range(upto - written):
+                (self.replay or self.step)()
+            written = upto
+            for token in self.written[start + len(found) : upto].tolist():
+                found.append(token)
+                if token in stops:
+                    return found
+        return found
+
+
+class _Layer:
+    """A decoder layer, ten launches a token."""
+
+    def __init__(self, config: Any, layer: Any, index: int, pages: int, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj], dtype)
+        self.out, self.down = attention.o_proj, mlp.down_proj
+        self.norms = layer.input_layernorm, layer.post_attention_layernorm
+        self.head_norms, self.head_eps = None, 0.0
+        if hasattr(attention, "q_norm"):  # Qwen3's
+            self.head_norms = attention.q_norm.weight, attention.k_norm.weight
+            self.head_eps = attention.q_norm.variance_epsilon
+        dim = _head_dim(config)
+        shape = (pages, config.num_key_value_heads, _PAGE, dim)
+        device = self.norms[0].weight.device
+        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        self.pages = KVPages(k, v, None, dim)
+        kinds = getattr(config, "layer_types", None)
+        slides = kinds is None or kinds[index] == "sliding_attention"
+        self.window = getattr(config, "sliding_window", None) if slides else None
+        self.scale = attention.scaling
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        angle: tuple[torch.Tensor, torch.Tensor],
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        room: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
+
+        before, behind = self.norms
+        normed, residual = add_rmsnorm(x, residual, before.weight, before.variance_epsilon)
+        q = rotate_and_store(
+            self.qkv(normed), *angle, self.pages, table, lengths, norms=self.head_norms, eps=self.head_eps
+        )
+        attended = paged_attention(
+            q, self.pages, table, lengths, max_length=room, shortest=1, window=self.window, softmax_scale=self.scale
+        )
+        out = self.out(attended.flatten(1))
+        normed, residual = add_rmsnorm(out, residual, behind.weight, behind.variance_epsilon)
+        return self.down(swiglu(self.gate_up(normed))), residual
+
+
+def _side_by_side(members: Sequence[nn.Module], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The outputs of linears with the same input, in one tensor; in one launch where they can be merged."""
+    merged = merge_rows(members, dtype)
+    return merged if merged is not None else lambda x: torch.cat([member(x) for member in members], -1)
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    """What is computed in: the dtype of the norms."""
+    return model.model.norm.weight.dtype  # type: ignore[union-attr, return-value]
+
+
+def _device(model: nn.Module) -> torch.device:
+    return model.model.norm.weight.device  # type: ignore[union-attr, return-value]
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
