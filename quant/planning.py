@@ -15,6 +15,7 @@ from torch import nn
 
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
+from quant.formats.format import parse_format
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
@@ -27,6 +28,7 @@ def make_plan(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     solver: str | None = None,
+    lm_head: str | None = None,
     run: Callable[[nn.Module], Any] | None = None,
     provenance: dict[str, Any] | None = None,
 ) -> Plan:
@@ -36,10 +38,11 @@ def make_plan(
         model: a module, or the shapes of a bare state dict by tensor name.
         recipe: a preset's name or a recipe.
         include, exclude, solver, run: as in `quantize`.
+        lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
         provenance: recorded in the plan.
 
     Raises:
-        ValueError: unknown format or solver, or a glob that matches no layer.
+        ValueError: unknown format or solver, a glob that matches no layer, or a head that cannot take its format.
     """
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     # A string is a sequence of strings too, each a letter.
@@ -56,7 +59,13 @@ def make_plan(
     provenance = {**(provenance or {}), **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
+    if lm_head is not None:
+        recipe = recipe.with_rules(*_head_rules(layers, lm_head))
+        include = [*include, *(layer.name for layer in layers if include and layer.kind == "head")]
     plan = resolve(layers, recipe, only=include, provenance=provenance)
+    for layer in plan.layers:
+        if lm_head is not None and layer.kind == "head" and layer.weight is None:
+            raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
     if odd := _odd_inputs(layers, plan):
         plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
     if not plan.quantized:
@@ -66,6 +75,18 @@ def make_plan(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"
         )
     return plan
+
+
+def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
+    """The rules that give output heads a format."""
+    try:
+        parse_format(lm_head)
+    except ValueError as error:
+        raise UserError(f"--lm-head: {error}") from None
+    heads = [layer.name for layer in layers if layer.kind == "head"]
+    if not heads:
+        raise UserError(f"--lm-head {lm_head}: this model has no output head; leave the option out")
+    return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
 
 
 def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:

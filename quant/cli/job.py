@@ -126,6 +126,7 @@ class Job:
     kv_cache: str | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    lm_head: str | None = None
     out: Path | None = None
     overwrite: bool = False
     allow_missing: bool = False
@@ -162,6 +163,11 @@ class Job:
             raise UserError(
                 f"{named} fixes the formats that a budget would choose; name what it may use with --formats"
             )
+        if self.lm_head is not None:
+            raise UserError(
+                f"--lm-head {self.lm_head}: a budget counts the layers inside the model; leave it out, then run `quant "
+                f"plan edit DIR/plan.json --set lm_head={self.lm_head}` and quantize again with that plan"
+            )
         if self.dry_run:
             raise UserError(
                 "--dry-run reads no weights, and an allocation measures what they lose; leave one of them out"
@@ -196,10 +202,10 @@ class Job:
         if sum(given is not None for given in (self.format_name, self.recipe_file, self.plan_file)) != 1:
             raise UserError("give exactly one of --format, --recipe and --plan")
         if self.plan_file is not None:
-            if self.solver or self.kv_cache or self.include or self.exclude:
+            if self.solver or self.kv_cache or self.include or self.exclude or self.lm_head:
                 raise UserError(
                     "--plan says everything already: edit it instead of using --solver, --kv-cache, --include, "
-                    "--exclude"
+                    "--exclude, --lm-head"
                 )
             return read_plan(self.plan_file)
         if self.recipe_file is not None:
@@ -231,6 +237,7 @@ class Job:
             include=self.include,
             exclude=self.exclude,
             solver=self.solver,
+            lm_head=self.lm_head,
             run=None if inputs is None else on_first(inputs),
             provenance=self.provenance(source, recipe=recipe.name),
         )

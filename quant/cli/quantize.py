@@ -27,6 +27,7 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Quantize only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Keep matching layers in 16 bit. Repeatable.")
+@click.option("--lm-head", metavar="FORMAT", help="Format of the output head, its inputs in 16 bit.  [default: 16 bit]")
 @click.option("--out", type=click.Path(path_type=Path), help="Directory for the checkpoint, the plan and the report.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
 @click.option("--allow-missing", is_flag=True, help="Write --out even if transformers would miss or ignore tensors.")
