@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quant.errors import counted
 from quant.recipes.json_data import JsonData
 
 
@@ -87,6 +88,23 @@ class Round(JsonData):
 
 
 @dataclass(frozen=True)
+class Verified(JsonData):
+    """The loss of the chosen allocation on rows of a text that took no part in choosing it.
+
+    Attributes:
+        text: its name.
+        rows: how many.
+        loss: in the unit of the budget: KL, or the relative increase of perplexity.
+        interval: low and high end of the interval of 95 % around it, Student's over rows; None for one row.
+    """
+
+    text: str
+    rows: int
+    loss: float
+    interval: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
 class AllocationRecord(JsonData):
     """The whole story of one allocation.
 
@@ -98,6 +116,7 @@ class AllocationRecord(JsonData):
         rounds: in the order in which they were measured.
         seconds: time of the loop, scoring not included.
         unit: what `kl` means here.
+        verified: the loss on each text where it was limited; the worst one counts.
     """
 
     budget: Budget
@@ -107,3 +126,22 @@ class AllocationRecord(JsonData):
     rounds: tuple[Round, ...]
     seconds: float
     unit: str = "nats: KL(base‖model) of the next token"
+    verified: tuple[Verified, ...] = ()
+
+    @property
+    def worst(self) -> Verified | None:
+        """The text with the largest loss; None where none was verified."""
+        return max(self.verified, key=lambda each: each.loss, default=None)
+
+    def warnings(self) -> list[str]:
+        """What to know before relying on the limit: one sentence if it does not hold on the rows that verify it."""
+        worst = self.worst
+        if worst is None or worst.loss <= self.budget.value:
+            return []
+        percent = self.budget.kind == "perplexity"
+        loss, limit = (f"{100 * x:.3g}%" if percent else f"{x:.4g}" for x in (worst.loss, self.budget.value))
+        what, option = ("perplexity rises by", "--max-ppl-increase") if percent else ("the loss is", "--max-kl")
+        return [
+            f"{option} {limit} holds on the rows that formats were chosen on, and not on those kept to verify it: "
+            f"{what} {loss} on {counted(worst.rows, 'row')} of {worst.text}; give a lower limit, or more rows"
+        ]

@@ -369,7 +369,7 @@ def _measure(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> t
                 "find the layer that makes it, or keep it in 16 bit"
             )
         everything[:, part] = found.cpu()
-    return everything.unflatten(1, (len(batch), per_row)).sum(dim=2).T
+    return everything.view(4, len(batch), per_row).sum(dim=2).T
 
 
 def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,10 @@
 Scores are estimates that add up. They ignore that errors of different groups cancel or amplify each other, and that the
 loss of a large error is not a multiple of a small one's. So a limit on the loss is never checked by the sum: `--max-kl`
 searches for the budget at which the *measured* loss stays just below it, and every plan ends with a measured figure.
+It is measured on one part of the text, and in the end on another that took no part (`quant.allocation.held_out`).
+
+A mix is worth its place only if it beats no mix: each format for all groups that the budget has room for is measured
+as well, and the best one wins.
 
 The loop measures on a model whose layers can be switched between formats at run time, with the codes and scales that
 quantizing gives. The result of a solver that works from data (GPTQ, AWQ) depends on the layers before: scores and loop
@@ -19,10 +23,9 @@ real, measured, and corrected.
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +35,11 @@ from torch import nn
 
 from quant.allocation.bench import Bench, Effort
 from quant.allocation.goal import Constraint, Goal
-from quant.allocation.loop import Found, Loop
+from quant.allocation.held_out import HeldOut
+from quant.allocation.loop import Loop
+from quant.allocation.real_solver import RealSolver
 from quant.allocation.space import Run, Space
-from quant.allocation_record import AllocationRecord, Chosen, Round
+from quant.allocation_record import AllocationRecord, Chosen, Verified
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.prepared import prepared
@@ -42,13 +47,13 @@ from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, solve_each_group
-from quant.calibration.sensitivity.knapsack import SCORE, Infeasible
+from quant.calibration.sensitivity.knapsack import SCORE
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
 from quant.recipes.plan import Plan
-from quant.solve import Quantized, solve_plan
+from quant.solve import Quantized
 
 FORMATS = ("nvfp4", "fp8")
 _STAND_IN = "mse"
@@ -84,7 +89,7 @@ def allocate(
     exclude: Sequence[str] = (),
     constraints: Sequence[Constraint] = (),
     kv_cache: str | None = None,
-    check: torch.Tensor | None = None,
+    held_out: HeldOut | None = None,
     effort: Effort = _EFFORT,
     dtype: torch.dtype | None = torch.float32,
     seed: int = 0,
@@ -100,7 +105,7 @@ def allocate(
         model: called as `model(rows)`.
         rows: calibration token ids, int64 `[rows, seqlen]`. Ranges of inputs are measured on all of them, scores on
             the first `effort.score_rows`, the joint loss of budgets on those that follow, and the local search on
-            those after them.
+            those after them. For a limit on the loss without `held_out`, half of the rows are held out first.
         goal: budgets and limits.
         formats: what may be chosen beside 16 bit; see `calibration.sensitivity.candidates`.
         method: of the scores, see `calibration.sensitivity.scores`.
@@ -108,7 +113,7 @@ def allocate(
         include, exclude, run: as in `quantize`.
         constraints: per glob.
         kv_cache: format of the KV cache, or None for 16 bit.
-        check: rows on which a limit on the loss must hold; by default calibration rows after those for scores.
+        held_out: rows on which a limit on the loss must hold, and those that verify it.
         effort: how much is measured.
         dtype: what 16-bit tensors are widened to while measuring; None leaves them.
         seed: of what `fisher` draws.
@@ -127,6 +132,8 @@ def allocate(
     there = _away(model, device)
     home = device_of(model)
     rows = rows.to(home)
+    if goal.has_limit and held_out is None:
+        rows, held_out = HeldOut.from_calibration(rows)
     space = Space.of(
         model, parse_candidates(formats), goal, solver, include, exclude, constraints, kv_cache, run, provenance
     )
@@ -140,29 +147,40 @@ def allocate(
     )  # fmt: skip
     started += scores.seconds
     rest = rows[effort.score_rows :]
-    if check is None:
+    if held_out is None:
         check, rest = rest[: effort.check_rows], rest[effort.check_rows :]
-        check = check if len(check) else scored
+        held_out = HeldOut.without_verification(check if len(check) else scored)
     searched = rest[: effort.search_rows] if len(rest) else scored
     problem = space.problem(scores)
     switchable = SwitchableModel(
         model, space.groups, space.candidates, amax, stand_in, stored_dtype(model), solutions, device=there, dtype=dtype
     )
-    scored, check, searched = (text.to(there or home) for text in (scored, check, searched))
+    scored, searched = (text.to(there or home) for text in (scored, searched))
+    held_out = held_out.to(there or home)
     expected = len(space.candidates) + effort.rounds + (5 if goal.has_limit else 0) + effort.probes(there or home)
-    bench = Bench(switchable, space, divergence_of(model, rows), scored, check, searched, progress, expected)
+    bench = Bench(
+        switchable, space, divergence_of(model, rows), scored, held_out, searched, progress, expected,
+        by_perplexity=goal.by_perplexity,
+    )  # fmt: skip
     loop = Loop(problem, space, bench, goal, effort)
     with switchable.ready():
         found = loop.run()
         uniform = bench.uniform(problem)
         curve = loop.curve()
+        verified = bench.verified(found.choice)
 
     def plan_of(choice: np.ndarray) -> Plan:
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
     quantized = None
     if stand_in != solver:
-        found, quantized = _with_real_solver(model, loop, found, plan_of, rows, dtype, there, progress)
+        real = RealSolver(model, loop, plan_of, rows, dtype, there, progress)
+        found, quantized = real.within_loss(found) if goal.has_limit else real.within_budget(found)
+        uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
+        verified = real.verified(quantized)
+    plan = _with_verified(plan_of(found.choice), verified)
+    if quantized is not None:
+        quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
     record = AllocationRecord(
         budget=goal.budget,
         chosen=Chosen(
@@ -179,8 +197,9 @@ def allocate(
         rounds=tuple(loop.rounds),
         seconds=time.perf_counter() - started,
         unit=bench.divergence.unit,
+        verified=verified,
     )
-    return Allocation(plan_of(found.choice), record, scores, quantized)
+    return Allocation(plan, record, scores, quantized)
 
 
 def score(
@@ -236,45 +255,9 @@ def _solutions(
         return _STAND_IN, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report, home)
 
 
-def _with_real_solver(
-    model: nn.Module,
-    loop: Loop,
-    found: Found,
-    plan_of: Callable[[np.ndarray], Plan],
-    rows: torch.Tensor,
-    dtype: torch.dtype | None,
-    device: torch.device | None,
-    progress: Progress | None,
-) -> tuple[Found, Quantized]:
-    """Quantizes a copy with the solver that the plan names, measures it, and searches again while a limit is missed.
-
-    What is learned is one number: the loss of layers that are solved one after the other over that of layers solved
-    alone. Budgets of size need one turn, limits on the loss a few.
-    """
-    space, goal = loop.space, loop.goal
-    best: tuple[Found, Quantized] | None = None
-    for _ in range(loop.effort.solves):
-        quantized = solve_plan(copy.deepcopy(model), plan_of(found.choice), rows, device=device, progress=progress)
-        measured = _measured(quantized.model, loop.bench, dtype, device)
-        loop.rounds.append(Round(space.bits(found.choice), found.measured * loop.scale, measured))
-        if goal.max_kl is None:
-            return Found(found.choice, measured), quantized
-        if measured <= goal.max_kl and (best is None or space.bytes(found.choice) < space.bytes(best[0].choice)):
-            best = Found(found.choice, measured), quantized
-        loop.scale = measured / found.measured if found.measured else 1.0
-        with loop.bench.switchable.ready():
-            found = loop.run()
-        if best is not None and space.bytes(found.choice) > 0.995 * space.bytes(best[0].choice):
-            break
-    if best is None:
-        raise Infeasible(
-            f"--max-kl {goal.max_kl:g}: not reached after {loop.effort.solves} quantizations; allow a little more"
-        )
-    return best
-
-
-def _measured(quantized: nn.Module, bench: Bench, dtype: torch.dtype | None, device: torch.device | None) -> float:
-    """The joint loss of a model that is quantized for real."""
-    divergence = divergence_of(quantized, bench.check.to(device_of(quantized)))
-    with prepared(quantized, dtype, device):
-        return bench.checked.loss_of(divergence)
+def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:
+    """A plan that says what its allocation measured on text kept to verify it."""
+    if not verified:
+        return plan
+    note = {**plan.provenance["allocation"], "verified": [each.to_dict() for each in verified]}
+    return replace(plan, provenance={**plan.provenance, "allocation": note})

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
+from quant.allocation.held_out import HeldOut
 from quant.allocation.space import Space, key_of
-from quant.allocation_record import Uniform
+from quant.allocation_record import Uniform, Verified
 from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.divergence import Divergence, NextToken
+from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.knapsack import Problem
 from quant.calibration.sensitivity.scores import TokenProducts, observed
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
@@ -61,58 +65,111 @@ class Bench:
         space: the choices.
         divergence: what is measured.
         scored: rows for gains.
-        check: rows for the loss.
+        held_out: rows for the loss, and to verify it in the end.
         searched: rows for the local search.
         progress: as in `allocate`.
         expected: how many measurements there will be, about.
+        by_perplexity: whether the increase of perplexity is verified, and not the divergence.
     """
 
     switchable: SwitchableModel
     space: Space
     divergence: Divergence
     scored: torch.Tensor
-    check: torch.Tensor
+    held_out: HeldOut
     searched: torch.Tensor
     progress: Progress | None = None
     expected: int = 0
     references: list[Any] = field(default_factory=list)
     losses: dict[tuple[int, ...], float] = field(default_factory=dict)
-    nlls: dict[tuple[int, ...], float] = field(default_factory=dict)
+    by_perplexity: bool = False
+    nlls: dict[tuple[int, ...], dict[str, float]] = field(default_factory=dict)
+    nlls_before: dict[str, list[float]] = field(default_factory=dict)
     probed: int = 0
 
     @cached_property
-    def checked(self) -> Baseline:
-        """Measures on the check rows."""
-        return Baseline(self.switchable, self.divergence, self.check)
+    def checked(self) -> dict[str, Baseline]:
+        """Measures on the check rows of each text."""
+        return {n: Baseline(self.switchable, self.divergence, rows) for n, rows in self.held_out.check.items()}
 
     def loss(self, choice: np.ndarray) -> float:
-        """Mean divergence on the check rows."""
+        """Mean divergence on the check rows; of several texts, on the worst."""
         key = key_of(choice)
         if key not in self.losses:
-            self.losses[key] = self.checked.loss(self.space.named(choice))
+            self.losses[key] = max(each.loss(self.space.named(choice)) for each in self.checked.values())
             self._tick()
         return self.losses[key]
 
+    def loss_of(self, divergence: Divergence) -> float:
+        """The same of a model that is quantized for real, which `divergence` runs."""
+        return max(each.loss_of(divergence) for each in self.checked.values())
+
     def perplexity_increase(self, choice: np.ndarray) -> float:
-        """Relative increase of perplexity on the check rows.
+        """Relative increase of perplexity on the check rows; of several texts, on the worst.
 
         Raises:
             UserError: the model has no next tokens.
         """
+        self._next_token()
+        return self._increase(self._nlls(choice))
+
+    def perplexity_increase_of(self, divergence: Divergence) -> float:
+        """The same of a model that is quantized for real, which `divergence` runs."""
+        self._next_token()
+        return self._increase(_nlls_of(divergence, self.held_out.check))
+
+    @cached_property
+    def verifying(self) -> dict[str, Baseline]:
+        """Measures on the rows of each text that verify, row by row."""
+        verify = self.held_out.verify
+        return {n: Baseline(self.switchable, self.divergence, rows, by_row=True) for n, rows in verify.items()}
+
+    def verified(self, choice: np.ndarray) -> tuple[Verified, ...]:
+        """The loss of a choice on the rows that verify, text by text."""
+        named = self.space.named(choice)
+        if not self.by_perplexity:
+            return tuple(_verified(name, each.losses(named)) for name, each in self.verifying.items())
+        model = self._next_token()
+        self.switchable.set({})
+        self.nlls_before = {name: _row_nlls(model, rows) for name, rows in self.held_out.verify.items()}
+        self.switchable.set(named)
+        nlls = {name: _row_nlls(model, rows) for name, rows in self.held_out.verify.items()}
+        self.switchable.forget_inputs()
+        return self._verified_nlls(nlls)
+
+    def verified_of(self, divergence: Divergence) -> tuple[Verified, ...]:
+        """The same of a model that is quantized for real, once a choice has been verified."""
+        if not self.by_perplexity:
+            return tuple(_verified(name, each.losses_of(divergence)) for name, each in self.verifying.items())
+        return self._verified_nlls({name: _row_nlls(divergence, rows) for name, rows in self.held_out.verify.items()})
+
+    def _verified_nlls(self, nlls: Mapping[str, list[float]]) -> tuple[Verified, ...]:
+        found = []
+        for name, after in nlls.items():
+            rises = [b - a for a, b in zip(self.nlls_before[name], after, strict=True)]
+            interval = mean_interval(rises)
+            ends = None if interval is None else tuple(_expm1(end) for end in interval)
+            found.append(Verified(name, len(rises), _expm1(fmean(rises)), ends))
+        return tuple(found)
+
+    def _next_token(self) -> NextToken:
         if type(self.divergence) is not NextToken:
             raise UserError(
                 f"--max-ppl-increase needs a causal language model; use --max-kl, here {self.divergence.unit}"
             )
-        return math.expm1(min(self._nll(choice) - self._nll(None), 700.0))
+        return self.divergence
 
-    def _nll(self, choice: np.ndarray | None) -> float:
-        assert isinstance(self.divergence, NextToken)
+    def _increase(self, nlls: Mapping[str, float]) -> float:
+        before = self._nlls(None)
+        return max(_expm1(nlls[name] - before[name]) for name in nlls)
+
+    def _nlls(self, choice: np.ndarray | None) -> dict[str, float]:
+        """Mean negative log-likelihood on the check rows of each text."""
         key = () if choice is None else key_of(choice)
         if key not in self.nlls:
             self.switchable.set({} if choice is None else self.space.named(choice))
-            total = sum(self.divergence.nll(row, i) for i, row in enumerate(self.check.split(1)))
+            self.nlls[key] = _nlls_of(self.divergence, self.held_out.check)
             self.switchable.forget_inputs()
-            self.nlls[key] = total / self.divergence.count(self.check)
             self._tick()
         return self.nlls[key]
 
@@ -143,14 +200,11 @@ class Bench:
         return np.where(problem.allowed, table, np.inf)
 
     def uniform(self, problem: Problem) -> tuple[Uniform, ...]:
-        """Each format for every group that may take it, the best allowed one for others."""
-        found = []
-        for j, name in enumerate(problem.candidates):
-            if not problem.allowed[:, j].any() or name == KEPT.name:
-                continue
-            choice = np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))
-            found.append(Uniform(name, self.space.bits(choice), self.loss(choice)))
-        return tuple(found)
+        """What each choice of one format measures."""
+        return tuple(
+            Uniform(name, self.space.bits(choice), self.loss(choice))
+            for name, choice in uniform_choices(problem).items()
+        )
 
     def probe(self) -> None:
         """Counts a measurement of the local search."""
@@ -161,3 +215,32 @@ class Bench:
         if self.progress is not None:
             done = len(self.losses) + len(self.nlls) + self.probed
             self.progress("verify", done, max(done, self.expected))
+
+
+def uniform_choices(problem: Problem) -> dict[str, np.ndarray]:
+    """Each format for every group that may take it, the best allowed one for others."""
+    return {
+        name: np.where(problem.allowed[:, j], j, problem.scores.argmin(axis=1))
+        for j, name in enumerate(problem.candidates)
+        if problem.allowed[:, j].any() and name != KEPT.name
+    }
+
+
+def _nlls_of(divergence: Divergence, texts: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Mean negative log-likelihood of a model's next tokens on each text."""
+    return {name: fmean(_row_nlls(divergence, rows)) for name, rows in texts.items()}
+
+
+def _row_nlls(divergence: Divergence, rows: torch.Tensor) -> list[float]:
+    """Mean negative log-likelihood of the next tokens of each row."""
+    assert isinstance(divergence, NextToken)
+    return [divergence.nll(row, i) / divergence.count(row) for i, row in enumerate(rows.split(1))]
+
+
+def _verified(text: str, losses: list[float]) -> Verified:
+    return Verified(text, len(losses), fmean(losses), mean_interval(losses, least=0.0))
+
+
+def _expm1(nll: float) -> float:
+    """exp(x) − 1, finite where a double overflows: a broken model's perplexity is still a number."""
+    return math.expm1(min(nll, 700.0))

@@ -57,6 +57,16 @@ class Goal:
         return self.max_kl is not None or self.max_ppl_increase is not None
 
     @property
+    def by_perplexity(self) -> bool:
+        """Whether the limit is one on the increase of perplexity."""
+        return self.max_ppl_increase is not None
+
+    @property
+    def limit(self) -> float | None:
+        """The limit on the loss, in its own unit."""
+        return self.max_ppl_increase if self.max_kl is None else self.max_kl
+
+    @property
     def timing(self) -> Timing | None:
         """Kernel times of the target."""
         names = [name for name in self.target if name not in TARGETS]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quant.allocation.bench import Bench, Effort
+from quant.allocation.bench import Bench, Effort, uniform_choices
 from quant.allocation.goal import Goal
 from quant.allocation.search import Search
 from quant.allocation.space import Space, key_of
@@ -59,10 +59,12 @@ class Loop:
             Infeasible: the budgets cannot be kept, or not together with the limit on the loss.
         """
         self.space.explain(self.goal, self.problem)
+        self.corrected = {}
         found = self._within_loss() if self.goal.has_limit else self._within_budget()
         found = self._search(self._correct(found))
         # A smaller loss at the same size is room for a smaller size.
-        return self._correct(found) if self.goal.has_limit else found
+        found = self._correct(found) if self.goal.has_limit else found
+        return self._against_uniform(found)
 
     def curve(self) -> tuple[CurvePoint, ...]:
         """Predicted Pareto curve with what was measured on it, by rising bits."""
@@ -105,7 +107,7 @@ class Loop:
             allowance = self._next(allowance, ratio, low, high)
         if good is None:
             raise Infeasible(
-                f"{self._limit_text()}: even the least lossy choice within the budgets measures {ratio:.3g} times that"
+                f"{self.limit_text()}: even the least lossy choice within the budgets measures {ratio:.3g} times that"
             )
         return Found(good, self.bench.loss(good))
 
@@ -138,7 +140,8 @@ class Loop:
         # ΔNLL and KL are of one size for a calibrated model: the expectation of one is the other.
         return math.log1p(self.goal.max_ppl_increase or 0.0) / self.scale
 
-    def _limit_text(self) -> str:
+    def limit_text(self) -> str:
+        """The limit as the command line has it."""
         if self.goal.max_kl is not None:
             return f"--max-kl {self.goal.max_kl:g}"
         return f"--max-ppl-increase {100 * (self.goal.max_ppl_increase or 0.0):g}%"
@@ -208,6 +211,40 @@ class Loop:
             return found
         self._explain(found, choice, measured)
         return Found(choice, measured)
+
+    def _against_uniform(self, found: Found) -> Found:
+        """One format for all groups instead, where that is within the budgets and measured to be better.
+
+        Scores and gains are estimates, and with little to choose between a mix can end worse than no mix.
+        """
+        best, best_name = found, ""
+        for name, choice in self.uniform_within_budgets().items():
+            measured = self.bench.loss(choice)
+            if self.goal.has_limit:
+                better = self.space.bytes(choice) < self.space.bytes(best.choice)
+                better = better and self._ratio_of(choice, measured) <= 1
+            else:
+                better = measured < best.measured
+            if better and not np.array_equal(choice, found.choice):
+                best, best_name = Found(choice, measured), name
+        if best is not found:
+            self.note_uniform(best_name, found.measured, best.measured)
+            self._note(best.choice, best.measured)
+        return best
+
+    def uniform_within_budgets(self) -> dict[str, np.ndarray]:
+        """The choices of one format that every budget has room for, by the format's name."""
+        limits = self.space.limits(self.goal)
+        return {
+            name: choice
+            for name, choice in uniform_choices(self.problem).items()
+            if all(self.problem.total(cost, choice) <= limit for cost, limit in limits.items())
+        }
+
+    def note_uniform(self, name: str, mixed: float, measured: float) -> None:
+        """Lets every group's reason say that one format measured better than the mix."""
+        said = f"{name} for every layer measured better than the mix: joint loss {mixed:.4g} → {measured:.4g}"
+        self.corrected = dict.fromkeys(self.problem.groups, said)
 
     def _step(self, found: Found, gains: np.ndarray, changes: int) -> tuple[np.ndarray | None, float]:
         """The best choice near the present one by its gains, and the loss that they promise."""

@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.allocation.allocate import FORMATS, allocate
 from quant.allocation.goal import Goal
+from quant.allocation.held_out import HeldOut
 from quant.api.pretrained import attach
 from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
 from quant.calibration.placement import Device
@@ -64,7 +65,8 @@ def quantize(
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
             other budgets and limits see `quant.allocation.allocate.allocate`, whose plan is a `recipe` for here.
-        max_kl: the same, for the smallest model whose measured KL to the original stays below.
+        max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
+            chooses the formats, and a quarter verifies them; what it measures is in the plan's provenance.
         formats: what may be chosen, such as "nvfp4,fp8"; 16 bit always may.
         device: where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is, and its
             blocks are copied there one at a time, or all together where they fit. By default where the model is.
@@ -97,9 +99,12 @@ def quantize(
                 device=device,
                 progress=progress,
             )
+        held_out = None
+        if goal.has_limit:
+            data, held_out = HeldOut.from_calibration(data)
         plan = allocate(
             model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", include=include, exclude=exclude,
-            run=run, device=device, progress=progress,
+            held_out=held_out, run=run, device=device, progress=progress,
         ).plan  # fmt: skip
     elif isinstance(recipe, Plan):
         if include or exclude or solver:

@@ -19,6 +19,7 @@ from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
+from quant.allocation.held_out import HeldOut
 from quant.api.save import save_state_dict, write_model
 from quant.calibration.inputs import Inputs
 from quant.calibration.placement import describe, find_device, placed
@@ -125,8 +126,11 @@ def _run_allocated(
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
     texts = _eval_rows(job, source, source.model)
+    held_out = HeldOut.halves(texts) if goal.has_limit and texts else None
     with console.stages(quiet) as progress:
         data = _calibration(job, source, device, progress)
+        if goal.has_limit and held_out is None:
+            data, held_out = HeldOut.from_calibration(data)
         found = allocate(
             source.model,
             data,
@@ -135,7 +139,7 @@ def _run_allocated(
             include=job.include,
             exclude=job.exclude,
             kv_cache=job.kv_cache_name(),
-            check=texts if goal.has_limit else None,
+            held_out=held_out,
             seed=job.seed,
             provenance={**job.provenance(source), "calibration": job.calib or "self"},
             device=device,
@@ -186,6 +190,8 @@ def _solve_and_write(
     assert job.out is not None
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
     texts = _eval_rows(job, source, model)
+    if allocation is not None and allocation.record.verified and texts:
+        texts = dict(HeldOut.halves(texts).verify)  # the other half chose the formats
     bytes_before = sum(p.nbytes for p in model.parameters())
     baseline = _another(job, source, model) if texts and ready is None else model
     evaluation, print_of_logits = None, None
@@ -215,6 +221,7 @@ def _solve_and_write(
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
+        report.warnings += allocation.record.warnings()
 
     is_first = rank_and_world()[0] == 0
     leave()

@@ -60,7 +60,9 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1, show_default=True,
               help="Concurrent sequences, for --fit and --latency.")  # fmt: skip
 @click.option("--latency", metavar="TIME", help="… so that a decoding step takes at most TIME, such as 12ms.")
-@click.option("--max-kl", type=float, metavar="NATS", help="Find the smallest model whose measured KL stays below.")
+@click.option(
+    "--max-kl", type=float, metavar="NATS", help="Find the smallest model whose KL stays below, on each --eval text."
+)
 @click.option("--max-ppl-increase", metavar="PERCENT", help="The same for perplexity, such as 1%.")
 @click.option(
     "--target",

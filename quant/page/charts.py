@@ -26,7 +26,7 @@ from quant.calibration.sensitivity.table import GroupScores, Sensitivity
 from quant.errors import megabytes
 from quant.evaluation import Evaluation
 from quant.layer_result import LayerResult
-from quant.page.report import KVCache, Receipt, Report
+from quant.page.report import KVCache, Receipt, Report, verified_text
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP
 
@@ -131,6 +131,7 @@ def pareto(record: AllocationRecord) -> Section:
         text += f"allocation has {chosen.kl_measured / rival.kl:.2f} of that loss."
     else:
         text += "No single format is as small."
+    text += "".join(f" Verified: {verified_text(record, each)}." for each in record.verified)
     chart = {
         "kind": "dots",
         "log": True,

@@ -74,8 +74,8 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         tiles.insert(0, ("Asked for", budget_text(record.budget), f"loss {predicted} predicted, {measured} measured"))
     if (found := report.evaluation) is None:
         return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
-    found = found.worst
-    of = f"on {found.text}, the worst of {len(report.evaluation.texts)} texts" if report.evaluation.others else ""
+    count, found = len(found.texts), found.worst
+    of = f"on {found.text}, the worst of {count} texts" if count > 1 else ""
     interval = interval_text(found).removeprefix(" ")
     if found.perplexity is not None:
         base = found.baseline_perplexity

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quant.allocation_record import AllocationRecord
+from quant.allocation_record import AllocationRecord, Verified
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import counted, megabytes
@@ -254,6 +254,11 @@ def summary(report: Report) -> list[tuple[str, str]]:
                 f"{chosen.kl_measured:.4g} measured after {count}"
             )
         rows.append(("allocation", text + _kept_budget(record)))
+        rows += (
+            [("verified", "\n".join(verified_text(record, each) for each in record.verified))]
+            if record.verified
+            else []
+        )
     if (receipt := report.receipt) is not None:
         failed = sum(not layer.passed for layer in receipt.layers) + sum(not entry.passed for entry in receipt.audit)
         verdict = "passed" if receipt.passed else "FAILED"
@@ -304,6 +309,19 @@ def _kept_budget(record: AllocationRecord) -> str:
     if budget.kind == "bytes" and chosen.memory is not None:
         return f"; {megabytes(chosen.memory)} of {megabytes(budget.value)}, KV cache included"
     return ""
+
+
+def verified_text(record: AllocationRecord, found: Verified) -> str:
+    """What the chosen allocation measures on the rows of a text that verify it, in the unit of its limit."""
+    percent = record.budget.kind == "perplexity"
+
+    def text(value: float) -> str:
+        return f"{100 * value:+.2f}%" if percent else f"{value:.4f}"
+
+    interval = "" if found.interval is None else f", 95%: {text(found.interval[0])} to {text(found.interval[1])}"
+    what = "perplexity" if percent else "loss"
+    where = f"{counted(found.rows, 'row')} of {found.text} that took no part in the choice"
+    return f"{what} {text(found.loss)} (limit {text(record.budget.value)}{interval}) on {where}"
 
 
 def _shrinking(ratio: float) -> str:

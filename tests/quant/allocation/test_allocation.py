@@ -5,20 +5,23 @@ from __future__ import annotations
 import copy
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import tiny_models
 import torch
 from click.testing import CliRunner
 from torch import nn
 
 from quant.allocation.allocate import Allocation, allocate
-from quant.allocation.bench import Effort
+from quant.allocation.bench import Bench, Effort
 from quant.allocation.goal import Constraint, Goal
-from quant.allocation_record import AllocationRecord
+from quant.allocation.held_out import HeldOut
+from quant.allocation_record import AllocationRecord, Budget, Verified
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
@@ -31,7 +34,7 @@ from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
-from quant.page.report import _kept_budget
+from quant.page.report import Report, _kept_budget, summary
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
 
@@ -89,8 +92,8 @@ def test_mixing_beats_every_format_that_is_as_small() -> None:
 def test_a_limit_on_the_loss_ends_near_the_smallest_size_of_an_exhaustive_search() -> None:
     """Every threshold on the score per byte that demoting a group costs, each measured for real."""
     model, limit, rows = _llama(), 0.02, _rows()
-    found = _allocate(Goal(max_kl=limit), model)
-    assert found.record.chosen.kl_measured <= limit
+    found = _allocate(Goal(max_kl=limit), model, held_out=HeldOut.without_verification(rows[8:]))
+    assert found.record.chosen.kl_measured <= limit and found.record.verified == ()
     gain = {
         g.name: (g.scores["nvfp4"] - g.scores["fp8"]) / (g.bytes["fp8"] - g.bytes["nvfp4"])
         for g in found.sensitivity.groups
@@ -111,13 +114,119 @@ def test_a_limit_on_the_loss_ends_near_the_smallest_size_of_an_exhaustive_search
 
 def test_a_limit_on_perplexity() -> None:
     model = _llama()
-    found = _allocate(Goal(max_ppl_increase=0.02), model)
+    found = _allocate(Goal(max_ppl_increase=0.02), model, held_out=HeldOut.without_verification(_rows()[8:]))
     quantized = copy.deepcopy(model)
     quantize(quantized, found.plan, _rows())
     result = evaluate(quantized, _rows()[8:], model)
     assert result.baseline_perplexity is not None
     assert result.perplexity <= 1.02 * result.baseline_perplexity * (1 + 1e-5)
     assert found.record.chosen.bits < 16
+
+
+def test_a_limit_is_verified_on_rows_that_took_no_part() -> None:
+    model, rows, solver = _llama(2), _rows(16), "gptq"
+    options: dict[str, Any] = {"formats": "nvfp4,fp8", "solver": solver, "effort": Effort(rounds=1, measurements=20)}
+    found = allocate(model, rows, Goal(max_kl=0.03), **options)
+    calibration, held_out = HeldOut.from_calibration(rows)
+    assert [len(part) for part in (calibration, *held_out.check.values(), *held_out.verify.values())] == [8, 4, 4]
+    assert torch.equal(torch.cat([calibration, rows[2::4], rows[3::4]]).sort(dim=0)[0], rows.sort(dim=0)[0])
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, calibration)
+    expected = evaluate(quantized, rows[3::4], model)
+    (verified,) = found.record.verified
+    assert (verified.text, verified.rows) == ("calibration text", 4)
+    assert verified.loss == pytest.approx(expected.kl, rel=2e-3)
+    assert verified.interval == pytest.approx(expected.interval, rel=1e-2)
+    for plan in (found.plan, found.quantized.plan):
+        assert plan.provenance["allocation"]["verified"] == [verified.to_dict()]
+    assert AllocationRecord.from_dict(json.loads(json.dumps(found.record.to_dict()))) == found.record
+    # Other rows to verify with change nothing but what is verified.
+    other = rows.index_copy(0, torch.arange(3, 16, 4), _rows(40)[36:])
+    again = allocate(model, other, Goal(max_kl=0.03), **options)
+    assert again.plan.layers == found.plan.layers and again.record.verified != found.record.verified
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_an_increase_of_perplexity_is_verified_row_by_row(solver: str) -> None:
+    model, rows = _llama(2), _rows(16)
+    texts = HeldOut.halves({"text": rows[8:]})
+    effort = Effort(rounds=0, measurements=0)
+    found = allocate(model, rows[:8], Goal(max_ppl_increase=0.03), held_out=texts, solver=solver, effort=effort)
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, rows[:8])
+    (verified,) = found.record.verified
+    each = [evaluate(quantized, row[None], model) for row in rows[12:]]
+    rises = np.log([e.perplexity / e.baseline_perplexity for e in each])
+    expected = scipy.stats.t.interval(0.95, 3, loc=rises.mean(), scale=scipy.stats.sem(rises))
+    assert verified.loss == pytest.approx(np.expm1(rises.mean()), rel=2e-3, abs=1e-6)
+    assert verified.interval == pytest.approx(np.expm1(expected), rel=2e-3, abs=1e-6)
+    chosen_on = evaluate(quantized, rows[8:12], model)
+    assert chosen_on.perplexity <= 1.03 * chosen_on.baseline_perplexity * (1 + 1e-5)
+
+
+def test_of_several_texts_the_worst_counts() -> None:
+    model, limit = _llama(), 0.02
+    texts = {"random": _rows(20)[12:], "one word": torch.arange(8)[:, None].expand(8, 24).contiguous()}
+    found = _allocate(Goal(max_kl=limit), model, held_out=HeldOut.halves(texts))
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, _rows())
+    losses = [evaluate(quantized, rows[:4], model).kl for rows in texts.values()]
+    assert found.record.chosen.kl_measured == pytest.approx(max(losses), rel=2e-3)
+    assert max(losses) <= limit and max(losses) > 1.2 * min(losses)
+    verified = [evaluate(quantized, rows[4:], model).kl for rows in texts.values()]
+    assert [each.text for each in found.record.verified] == [*texts]
+    assert [each.loss for each in found.record.verified] == pytest.approx(verified, rel=2e-3)
+
+
+def test_a_limit_that_does_not_hold_on_other_rows_is_told() -> None:
+    record = replace(_allocate(Goal(max_kl=0.02)).record, verified=(Verified("a.txt", 4, 0.03), Verified("b", 4, 0.01)))
+    assert record.worst.text == "a.txt"
+    (warning,) = record.warnings()
+    assert re.match(r"--max-kl 0\.02 holds on .* and not on .*: the loss is 0\.03 on 4 rows of a\.txt; give a", warning)
+    assert replace(record, verified=record.verified[1:]).warnings() == []
+    percent = replace(record, budget=Budget("perplexity", 0.01))
+    assert "--max-ppl-increase 1% holds" in percent.warnings()[0] and "rises by 3%" in percent.warnings()[0]
+    with pytest.raises(UserError, match=r"^a\.txt: 1 row to evaluate on; a limit"):
+        HeldOut.halves({"a.txt": _rows(1)})
+    with pytest.raises(UserError, match=r"^2 calibration rows: a limit on the loss needs"):
+        HeldOut.from_calibration(_rows(2))
+    assert [len(part) for part in HeldOut.from_calibration(_rows(3))[1].verify.values()] == [1]
+
+
+def test_no_mix_is_worse_than_one_format_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mix is made to measure ten times its loss."""
+    real = Bench.loss
+
+    def loss(self: Bench, choice: np.ndarray) -> float:
+        return real(self, choice) * (10 if len(set(choice.tolist())) > 1 else 1)
+
+    monkeypatch.setattr(Bench, "loss", loss)
+    found = _allocate(Goal(bits=6.0))
+    assert {str(layer.weight) for layer in found.plan.quantized} == {"nvfp4"} and found.record.chosen.bits < 4.51
+    assert all("nvfp4 for every layer measured better than the mix" in m.reason for m in found.plan.quantized)
+    (uniform,) = (each for each in found.record.uniform if each.name == "nvfp4")
+    assert found.record.chosen.kl_measured == found.record.rounds[-1].measured == uniform.kl
+
+
+def test_no_mix_of_a_solver_with_data_is_worse_than_one_format_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What groups solved alone leave makes the mix look better; the models that are solved say otherwise."""
+    real, measured = Bench.loss_of, []
+
+    def loss_of(self: Bench, divergence: Any) -> float:
+        measured.append(real(self, divergence) * (1 if measured else 10))  # the mix comes first
+        return measured[-1]
+
+    monkeypatch.setattr(Bench, "loss_of", loss_of)
+    monkeypatch.setattr("quant.allocation.real_solver._CLOSE", 100.0)
+    model = _llama(2)
+    found = _allocate(Goal(bits=6.0), model, solver="gptq", effort=Effort(rounds=0, measurements=0))
+    assert len(measured) == 2 and found.record.chosen.kl_measured == measured[1]
+    assert {str(layer.weight) for layer in found.plan.quantized} == {"nvfp4"}
+    for plan in (found.plan, found.quantized.plan):
+        assert all("nvfp4 for every layer measured better than the mix" in m.reason for m in plan.quantized)
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, _rows())
+    assert measured[1] == pytest.approx(evaluate(quantized, _rows()[8:], model).kl, rel=2e-3)
 
 
 def test_fit_counts_weights_embeddings_and_cache() -> None:
@@ -162,11 +271,11 @@ def test_a_loss_that_is_no_number_stops_the_allocation(goal: Goal, monkeypatch: 
     real = divergence._kl
 
     def broken(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
-        # Of a row's 23 predictions the eighth, in the fourth row.
-        return real(p, d).index_fill(0, torch.tensor(3 * 23 + 7), torch.nan)
+        # Of a row's 23 predictions the eighth, in the second row.
+        return real(p, d).index_fill(0, torch.tensor(1 * 23 + 7), torch.nan)
 
     monkeypatch.setattr(divergence, "_kl", broken)
-    with pytest.raises(divergence.NotFinite, match=r"^row 3, token 7: NaN or infinity in the divergence"):
+    with pytest.raises(divergence.NotFinite, match=r"^row 1, token 7: NaN or infinity in the divergence"):
         _allocate(goal)
 
 
@@ -344,6 +453,31 @@ def test_the_command_line_allocates(model_dir: Path, tmp_path: Path) -> None:
     assert json.loads((out / "report.json").read_text())["allocation"] == report["allocation"]
     formats = {layer["weight"] for layer in json.loads((out / "plan.json").read_text())["layers"]}
     assert {"nvfp4", "fp8"} <= formats
+
+
+def test_the_command_line_verifies_a_limit_on_the_other_half_of_each_text(model_dir: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": _rows(8), "b": _rows(16)[8:]}, tmp_path / "texts.safetensors")
+    texts = [f"{tmp_path / 'texts.safetensors'}:{name}" for name in "ab"]
+    arguments = [
+        str(model_dir), "--max-kl", "0.02", "--calib", f"{tmp_path / 'tokens.safetensors'}:calibration",
+        "--calib-samples", "12", "--eval", texts[0], "--eval", texts[1], "--eval-samples", "6", "--seqlen", "24",
+        "--out", str(tmp_path / "out"),
+    ]  # fmt: skip
+    done = CliRunner().invoke(quantize_command, arguments)
+    assert done.exit_code == 0, done.output
+    report = Report.load(tmp_path / "out" / "report.json")
+    verified = report.allocation.verified
+    assert [each.text for each in verified] == [each.text for each in report.evaluation.texts] == texts
+    assert [each.rows for each in verified] == [each.rows for each in report.evaluation.texts] == [3, 3]
+    assert [each.loss for each in verified] == pytest.approx([each.kl for each in report.evaluation.texts], rel=2e-3)
+    told = dict(summary(report))["verified"].splitlines()
+    expected = f"loss {verified[1].loss:.4f} (limit 0.0200, 95%: {verified[1].interval[0]:.4f} to "
+    assert told[1].startswith(expected) and told[1].endswith(f"on 3 rows of {texts[1]} that took no part in the choice")
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert f"loss {verified[0].loss:.4f} (limit 0.0200" in page
+    assert [w for w in report.warnings if "--max-kl" in w] == report.allocation.warnings()
 
 
 def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""`HeldOut` holds the text on which a limit on the loss is kept: one part chooses the formats, the other verifies them.
+
+The loss of the smallest choice that keeps a limit lies just below it on the text that it was chosen on, partly by luck.
+So what it measures there says too little; the rows that verify take part in nothing before. With several texts the
+worst one counts.
+
+    texts of their own    the first half of the rows of each text chooses, the second half verifies
+    calibration rows      of four rows one verifies and one chooses; the solver works with the other two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from quant.errors import UserError
+
+_CALIBRATION = "calibration text"
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOut:
+    """Rows of token ids by the name of their text, int64 `[rows, seqlen]`.
+
+    Attributes:
+        check: rows that the joint loss is measured on while formats are chosen.
+        verify: rows that the choice is measured on at the end; empty where nothing is verified.
+    """
+
+    check: Mapping[str, torch.Tensor]
+    verify: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def halves(cls, texts: Mapping[str, torch.Tensor]) -> HeldOut:
+        """Both parts of texts that are held out.
+
+        Raises:
+            UserError: a text has a single row.
+        """
+        for name, rows in texts.items():
+            if len(rows) < 2:
+                raise UserError(
+                    f"{name}: {len(rows)} row to evaluate on; a limit on the loss is kept on one half of the rows and "
+                    "verified on the other: give --eval-samples 2 or more"
+                )
+        check = {name: rows[: len(rows) // 2] for name, rows in texts.items()}
+        return cls(check, {name: rows[len(rows) // 2 :] for name, rows in texts.items()})
+
+    @classmethod
+    def from_calibration(cls, rows: torch.Tensor) -> tuple[torch.Tensor, HeldOut]:
+        """The rows that are left to calibrate with, and both parts taken out of them.
+
+        Raises:
+            UserError: there are fewer than 3 rows.
+        """
+        if len(rows) < 3:
+            raise UserError(
+                f"{len(rows)} calibration rows: a limit on the loss needs one to calibrate with, one to choose on and "
+                "one to verify on; give 3 or more, or a text of its own with --eval"
+            )
+        place = torch.arange(len(rows)) % 4 if len(rows) > 3 else torch.tensor([0, 2, 3])
+        place = place.to(rows.device)
+        check, verify = rows[place == 2], rows[place == 3]
+        return rows[place < 2], cls({_CALIBRATION: check}, {_CALIBRATION: verify})
+
+    @classmethod
+    def without_verification(cls, check: torch.Tensor) -> HeldOut:
+        """Calibration rows that a budget is checked on."""
+        return cls({_CALIBRATION: check}, {})
+
+    def to(self, device: torch.device) -> HeldOut:
+        """The same rows on `device`."""
+        parts = ({name: rows.to(device) for name, rows in part.items()} for part in (self.check, self.verify))
+        return HeldOut(*parts)
