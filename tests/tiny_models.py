@@ -104,13 +104,15 @@ def build(
     seed: int | None = 0,
     gain: float | None = None,
     dtype: torch.dtype = torch.float32,
+    config_family: str | None = None,
     **fields: Any,
 ) -> Any:
     """The model `family` + `head` of a config with `fields` in place of those of `sizes`, in eval mode."""
     transformers = pytest.importorskip("transformers", reason="the extra hf")
     if seed is not None:
         torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**sizes, **fields}, architectures=[family + head])
+    config_class = getattr(transformers, f"{config_family or family}Config")
+    config = config_class(**{**sizes, **fields}, architectures=[family + head])
     model: nn.Module = getattr(transformers, family + head)(config).eval()
     for name, parameter in model.named_parameters() if gain is not None else ():
         if "norm" in name:

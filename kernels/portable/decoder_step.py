@@ -26,9 +26,18 @@ MAX_HIDDEN = 32768
 
 
 @triton.jit
+def _scaled(normed, weight, dtype: tl.constexpr, offset: tl.constexpr):
+    """`normed · weight` as Llama rounds it; with `offset`, `normed · (1 + weight)` as Gemma does."""
+    if offset:
+        return (normed * (1.0 + weight)).to(dtype)
+    return (normed.to(dtype).to(tl.float32) * weight).to(dtype)
+
+
+@triton.jit
 def add_rmsnorm_kernel(
-    x, residual, weight, hidden, out, K, eps, add: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
-):
+    x, residual, weight, hidden, out, K, eps,
+    add: tl.constexpr, offset: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
     """One row."""
     if overlap:
         start_next()
@@ -45,12 +54,12 @@ def add_rmsnorm_kernel(
         rounded = value.to(dtype)
         tl.store(hidden + row + column, rounded, mask=inside)
         value = rounded.to(tl.float32)
-    normed = (value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)).to(dtype).to(tl.float32)
-    tl.store(out + row + column, (normed * scale).to(dtype), mask=inside)
+    normed = _scaled(value * tl.rsqrt(tl.sum(value * value, axis=0) / K + eps), scale, dtype, offset)
+    tl.store(out + row + column, normed, mask=inside)
 
 
 @triton.jit
-def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
+def swiglu_kernel(both, out, K, in_turns: tl.constexpr, gelu: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr):
     """One piece of a row; with `in_turns` gate and up alternate, otherwise up follows gate."""
     if overlap:
         start_next()
@@ -69,14 +78,17 @@ def swiglu_kernel(both, out, K, in_turns: tl.constexpr, width: tl.constexpr, ove
         up = tl.load(start + K + column, mask=inside, other=0.0)
     gate = gate.to(tl.float32)
     up = up.to(tl.float32)
-    gate = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    # gelu's approximation by tanh is gate · sigmoid(2z).
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if gelu else gate
+    gate = (gate / (1.0 + tl.exp(-z))).to(dtype).to(tl.float32)
     tl.store(out + row * K + column, (gate * up).to(dtype), mask=inside)
 
 
 @triton.jit
 def rotate_kernel(
     qkv, cos, sin, q_norm, k_norm, q, k, v, table, lengths, table_stride, heads, kv_heads, eps,
-    norm: tl.constexpr, page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr,
+    norm: tl.constexpr, offset: tl.constexpr, page: tl.constexpr, dim: tl.constexpr, width: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """One head of one sequence. cos, sin: [batch, dim], the two halves alike; q_norm, k_norm: [dim]."""
     if overlap:
@@ -95,8 +107,8 @@ def rotate_kernel(
         factor = tl.rsqrt((tl.sum(low * low, axis=0) + tl.sum(high * high, axis=0)) / dim + eps)
         first = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
         second = tl.load(weight + half + column, mask=inside, other=0.0).to(tl.float32)
-        low = ((low * factor).to(dtype).to(tl.float32) * first).to(dtype).to(tl.float32)
-        high = ((high * factor).to(dtype).to(tl.float32) * second).to(dtype).to(tl.float32)
+        low = _scaled(low * factor, first, dtype, offset).to(tl.float32)
+        high = _scaled(high * factor, second, dtype, offset).to(tl.float32)
     if head < heads + kv_heads:
         c = tl.load(cos + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
         s = tl.load(sin + batch * dim + column, mask=inside, other=0.0).to(tl.float32)
@@ -158,7 +170,7 @@ def largest_of_row_kernel(tops, places, out, pieces, width: tl.constexpr, overla
 
 
 def add_rmsnorm(
-    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float, *, offset: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`h / rms(h) · weight` and h, where `h = x + residual`, or x without one.
 
@@ -167,6 +179,7 @@ def add_rmsnorm(
         residual: as `x`, or None.
         weight: `[hidden]`.
         eps: added to the mean square.
+        offset: the weight is 1 + `weight`, and the product alone is rounded, as in Gemma.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.
@@ -182,17 +195,19 @@ def add_rmsnorm(
         width = triton.next_power_of_2(columns)
         add_rmsnorm_kernel[len(x),](
             x, x if residual is None else residual, weight, hidden, out, columns, eps,
-            add=residual is not None, width=width, num_warps=min(max(width // 256, 1), 16), **overlap_options(x),
+            add=residual is not None, offset=offset, width=width, num_warps=min(max(width // 256, 1), 16),
+            **overlap_options(x),
         )  # fmt: skip
     return out, hidden
 
 
-def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
+def swiglu(both: torch.Tensor, in_turns: bool = False, *, gelu: bool = False) -> torch.Tensor:
     """`silu(gate) · up`, `[tokens, intermediate]`.
 
     Args:
         both: `[tokens, 2 · intermediate]`, gate first; FP16 or BF16, contiguous.
         in_turns: gate and up alternate instead.
+        gelu: the gate passes gelu, approximated by tanh, instead of silu.
 
     Raises:
         ValueError: an odd width, another dtype, or not contiguous.
@@ -204,7 +219,8 @@ def swiglu(both: torch.Tensor, in_turns: bool = False) -> torch.Tensor:
     out = both.new_empty(tokens, columns)
     if out.numel():
         grid = (triton.cdiv(columns, 1024), tokens)
-        swiglu_kernel[grid](both, out, columns, in_turns=in_turns, width=1024, num_warps=4, **overlap_options(both))
+        options = {"width": 1024, "num_warps": 4, **overlap_options(both)}
+        swiglu_kernel[grid](both, out, columns, in_turns=in_turns, gelu=gelu, **options)
     return out
 
 
@@ -218,6 +234,7 @@ def rotate_and_store(
     *,
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     eps: float = 0.0,
+    offset: bool = False,
 ) -> torch.Tensor:
     """Rotated q, `[batch, heads, 1, dim]`; k, rotated, and v go to the last position of each sequence.
 
@@ -229,6 +246,7 @@ def rotate_and_store(
         lengths: int32 `[batch]`: tokens of each sequence, the new one included; at least 1.
         norms: weights `[dim]` of the RMS norms that each head of q and of k passes before it is rotated; None for none.
         eps: added to the mean square of a head.
+        offset: of these norms, as in `add_rmsnorm`.
 
     Raises:
         ValueError: an argument of another shape, dtype or device, or not contiguous.
@@ -255,7 +273,8 @@ def rotate_and_store(
         rotate_kernel[heads + 2 * kv_heads, batch](
             qkv, cos, sin, qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm, q, pages.k, pages.v,
             block_table, lengths, block_table.stride(0), heads, kv_heads, eps, norm=norms is not None,
-            page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1, enable_fp_fusion=False,
+            offset=offset, page=pages.page_size, dim=dim, width=triton.next_power_of_2(dim // 2), num_warps=1,
+            enable_fp_fusion=False,
             **overlap_options(qkv),
         )  # fmt: skip
     return q

@@ -18,14 +18,16 @@ import torch
 from torch import nn
 
 from quant.kernels.attention.decode import paged_attention
+from quant.kernels.attention_operands import ScoreKeywords
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import MAX_DIM, KVPages, write_reference
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
 """Classes of transformers whose layers are what `Decoder` computes."""
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
 _LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
 _ROPES = ("default", "linear", "llama3", "yarn")  # an angle depends on its position alone
@@ -45,14 +47,16 @@ def why_not(model: nn.Module) -> str:
     if config is None or family not in FAMILIES:
         return f"{family} is none of {', '.join(FAMILIES)}"
     device, dtype = _device(model), _dtype(model)
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    rope = getattr(config, "rope_parameters", None) or {}
+    ropes = {each.get("rope_type", "default") for each in (rope, *(x for x in rope.values() if isinstance(x, dict)))}
     said = model.generation_config.to_diff_dict().keys() - _HARMLESS  # type: ignore[operator, union-attr]
     for wrong, reason in (
         (not has_triton(), "Triton is not installed"),
         (device.type != "cuda", f"the model is on {device}"),
         (dtype not in (torch.bfloat16, torch.float16), f"the model is in {dtype}"),
-        (config.hidden_act != "silu", f"its MLP is gated by {config.hidden_act}"),
-        (rope not in _ROPES, f"its rotary embedding is {rope}"),
+        (_gate(config) not in _GATES, f"its MLP is gated by {_gate(config)}"),
+        (not ropes <= set(_ROPES), f"its rotary embedding is {', '.join(sorted(ropes))}"),
+        (getattr(config, "use_bidirectional_attention", False), "its attention looks ahead"),
         (_head_dim(config) % 16 or _head_dim(config) > MAX_DIM, f"its head dimension is {_head_dim(config)}"),
         (bool(said), f"its generation config sets {', '.join(sorted(said))}"),
     ):
@@ -79,12 +83,15 @@ class Decoder:
     def __init__(self, model: nn.Module, room: int) -> None:
         body: Any = model.model
         device, dtype, self.room = _device(model), _dtype(model), room
-        self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), body.norm  # type: ignore[operator]
+        self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), _of_norm(body.norm)  # type: ignore[operator]
         pages = -(-room // _PAGE)
         self.layers = [_Layer(model.config, layer, index, pages, dtype) for index, layer in enumerate(body.layers)]
         probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
-        cos, sin = body.rotary_emb(probe, torch.arange(room, device=device)[None])
-        self.cos, self.sin = cos[0].contiguous(), sin[0].contiguous()
+        places = torch.arange(room, device=device)[None]
+        kinds = getattr(body.rotary_emb, "layer_types", None)  # Gemma 3 turns sliding layers by other angles
+        angles = {kind: body.rotary_emb(probe, places, *([kind] if kinds else [])) for kind in kinds or [None]}
+        self.angles = {kind: (cos[0].contiguous(), sin[0].contiguous()) for kind, (cos, sin) in angles.items()}
+        self.softcap = getattr(model.config, "final_logit_softcapping", None)
         self.table = torch.arange(pages, dtype=torch.int32, device=device)[None]
         self.lengths = torch.zeros(1, dtype=torch.int32, device=device)
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
@@ -111,12 +118,16 @@ class Decoder:
 
         place = self.lengths.long()
         self.lengths += 1
-        cos, sin = self.cos.index_select(0, place), self.sin.index_select(0, place)
+        angles = {
+            kind: (cos.index_select(0, place), sin.index_select(0, place)) for kind, (cos, sin) in self.angles.items()
+        }
         x, residual = self.embed(self.token), None
         for layer in self.layers:
-            x, residual = layer(x, residual, (cos, sin), self.table, self.lengths, self.room)
-        normed, _ = add_rmsnorm(x, residual, self.norm.weight, self.norm.variance_epsilon)
-        logits: torch.Tensor = self.head(normed)
+            angle = angles[layer.kind if layer.kind in angles else None]
+            x, residual = layer(x, residual, angle, self.table, self.lengths, self.room)
+        logits: torch.Tensor = self.head(add_rmsnorm(x, residual, **self.norm)[0])
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         self.finite &= (logits < torch.inf).all()
         self.token.copy_(logits.argmax(-1))
         self.written.index_copy_(0, place + 1, self.token)
@@ -162,27 +173,35 @@ class Decoder:
 
 
 class _Layer:
-    """A decoder layer, ten launches a token."""
+    """A decoder layer, ten launches a token; twelve where the outputs of attention and MLP are normed, too."""
 
     def __init__(self, config: Any, layer: Any, index: int, pages: int, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.qkv = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
         self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj], dtype)
-        self.out, self.down = attention.o_proj, mlp.down_proj
-        self.norms = layer.input_layernorm, layer.post_attention_layernorm
-        self.head_norms, self.head_eps = None, 0.0
+        self.out, self.down, self.gelu = attention.o_proj, mlp.down_proj, _GATES[_gate(config)]
+        self.before, self.between = _of_norm(layer.input_layernorm), _of_norm(layer.post_attention_layernorm)
+        self.of_outputs = None
+        if hasattr(layer, "pre_feedforward_layernorm"):  # Gemma 2's
+            self.of_outputs = self.between, _of_norm(layer.post_feedforward_layernorm)
+            self.between = _of_norm(layer.pre_feedforward_layernorm)
+        self.of_heads: dict[str, Any] = {}
         if hasattr(attention, "q_norm"):  # Qwen3's
-            self.head_norms = attention.q_norm.weight, attention.k_norm.weight
-            self.head_eps = attention.q_norm.variance_epsilon
+            norms = _of_norm(attention.q_norm), _of_norm(attention.k_norm)
+            self.of_heads = {**norms[0], "norms": (norms[0]["weight"], norms[1]["weight"])}
+            del self.of_heads["weight"]
         dim = _head_dim(config)
         shape = (pages, config.num_key_value_heads, _PAGE, dim)
-        device = self.norms[0].weight.device
-        k, v = (torch.zeros(shape, device=device, dtype=dtype) for _ in range(2))
+        k, v = (torch.zeros(shape, device=layer.input_layernorm.weight.device, dtype=dtype) for _ in range(2))
         self.pages = KVPages(k, v, None, dim)
         kinds = getattr(config, "layer_types", None)
-        slides = kinds is None or kinds[index] == "sliding_attention"
-        self.window = getattr(config, "sliding_window", None) if slides else None
-        self.scale = attention.scaling
+        self.kind = kinds[index] if kinds else None
+        slides = kinds is None or self.kind == "sliding_attention"
+        self.scores: ScoreKeywords = {
+            "window": getattr(config, "sliding_window", None) if slides else None,
+            "softcap": getattr(attention, "attn_logit_softcapping", None),
+            "softmax_scale": attention.scaling,
+        }
 
     def __call__(
         self,
@@ -193,19 +212,31 @@ class _Layer:
         lengths: torch.Tensor,
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the layer adds to the hidden state of the token, and that state."""
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
 
-        before, behind = self.norms
-        normed, residual = add_rmsnorm(x, residual, before.weight, before.variance_epsilon)
-        q = rotate_and_store(
-            self.qkv(normed), *angle, self.pages, table, lengths, norms=self.head_norms, eps=self.head_eps
-        )
-        attended = paged_attention(
-            q, self.pages, table, lengths, max_length=room, shortest=1, window=self.window, softmax_scale=self.scale
-        )
+        normed, residual = add_rmsnorm(x, residual, **self.before)
+        q = rotate_and_store(self.qkv(normed), *angle, self.pages, table, lengths, **self.of_heads)
+        attended = paged_attention(q, self.pages, table, lengths, max_length=room, shortest=1, **self.scores)
         out = self.out(attended.flatten(1))
-        normed, residual = add_rmsnorm(out, residual, behind.weight, behind.variance_epsilon)
-        return self.down(swiglu(self.gate_up(normed))), residual
+        if self.of_outputs is not None:
+            out, _ = add_rmsnorm(out, None, **self.of_outputs[0])
+        normed, residual = add_rmsnorm(out, residual, **self.between)
+        out = self.down(swiglu(self.gate_up(normed), gelu=self.gelu))
+        if self.of_outputs is not None:
+            out, _ = add_rmsnorm(out, None, **self.of_outputs[1])
+        return out, residual
+
+
+def _of_norm(norm: Any) -> dict[str, Any]:
+    """The arguments of `add_rmsnorm` that do what a module does. Gemma's adds its weight to 1."""
+    eps = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+    return {"weight": norm.weight, "eps": eps, "offset": type(norm).__name__.startswith("Gemma")}
+
+
+def _gate(config: Any) -> str:
+    """The activation of the MLP's gate."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
 
 
 def _side_by_side(members: Sequence[nn.Module], dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -17,10 +17,11 @@ from quant.kernels.portable import decoder_step as kernels
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
 
-def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rmsnorm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool = False) -> torch.Tensor:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-    module = LlamaRMSNorm(x.shape[-1], eps).to(x.device, x.dtype)
+    module = (GemmaRMSNorm if offset else LlamaRMSNorm)(x.shape[-1], eps).to(x.device, x.dtype)
     module.weight.data = weight
     return module(x).detach()
 
@@ -41,6 +42,7 @@ def check_norm(device: str, dtype: torch.dtype) -> None:
             h = x if other is None else x + other
             assert torch.equal(hidden, h)
             nearly(y, rmsnorm(h, weight, 1e-5))
+            nearly(kernels.add_rmsnorm(x, other, weight, 1e-5, offset=True)[0], rmsnorm(h, weight, 1e-5, offset=True))
 
 
 def check_swiglu(device: str, dtype: torch.dtype) -> None:
@@ -50,6 +52,9 @@ def check_swiglu(device: str, dtype: torch.dtype) -> None:
         nearly(kernels.swiglu(both), torch.nn.functional.silu(gate) * up)
         in_turns = torch.stack([gate, up], -1).flatten(1)
         assert torch.equal(kernels.swiglu(in_turns, in_turns=True), kernels.swiglu(both))
+        # Far below zero, where torch's 1 + tanh cancels to 0, the product is below 1e-4 and matters to nobody.
+        expected = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        torch.testing.assert_close(kernels.swiglu(both, gelu=True), expected, rtol=2**-6, atol=1e-3)
 
 
 def check_greedy(device: str, dtype: torch.dtype) -> None:
@@ -67,7 +72,8 @@ def check_greedy(device: str, dtype: torch.dtype) -> None:
 def check_rotation(device: str, dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-    for heads, kv_heads, dim, normed in ((8, 2, 128, False), (3, 3, 48, False), (3, 1, 128, True)):
+    shapes = ((8, 2, 128, False, False), (3, 3, 48, False, False), (3, 1, 128, True, False), (2, 2, 64, True, True))
+    for heads, kv_heads, dim, normed, offset in shapes:
         lengths = torch.tensor([1, 16, 17, 40], dtype=torch.int32, device=device)
         batch = len(lengths)
         table = torch.randperm(batch * 3, device=device).view(batch, 3).int()
@@ -77,10 +83,11 @@ def check_rotation(device: str, dtype: torch.dtype) -> None:
         angle = (lengths - 1)[:, None] * 1e4 ** (-torch.arange(0, dim, 2, device=device) / dim)
         cos, sin = (f(torch.cat([angle, angle], -1)).to(dtype) for f in (torch.cos, torch.sin))
         norms = tuple(torch.randn(dim, device=device).to(dtype) for _ in range(2)) if normed else None
-        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths, norms=norms, eps=1e-6)
+        q = kernels.rotate_and_store(qkv, cos, sin, pages, table, lengths, norms=norms, eps=1e-6, offset=offset)
         split = qkv.view(batch, -1, 1, dim).split([heads, kv_heads, kv_heads], 1)
         parts = [
-            x if norms is None else rmsnorm(x, w, 1e-6) for x, w in zip(split[:2], norms or (None, None), strict=True)
+            x if norms is None else rmsnorm(x, w, 1e-6, offset)
+            for x, w in zip(split[:2], norms or (None, None), strict=True)
         ]
         expected_q, expected_k = apply_rotary_pos_emb(*parts, cos[:, None], sin[:, None])
         torch.testing.assert_close(q, expected_q, rtol=2**-6 * normed, atol=2**-6 * normed)
@@ -153,12 +160,13 @@ OTHERS = {"eps": "fp32", "table": "*i32", "lengths": "*i32", "tops": "*fp32", "p
 @pytest.mark.parametrize(
     ("kernel", "constants", "warps"),
     [
-        (kernels.add_rmsnorm_kernel, {"add": True, "width": 4096}, 16),
-        (kernels.swiglu_kernel, {"in_turns": True, "width": 1024}, 4),
+        (kernels.add_rmsnorm_kernel, {"add": True, "offset": True, "width": 4096}, 16),
+        (kernels.swiglu_kernel, {"in_turns": True, "gelu": False, "width": 1024}, 4),
+        (kernels.swiglu_kernel, {"in_turns": False, "gelu": True, "width": 1024}, 4),
         (kernels.largest_of_pieces_kernel, {"width": 1024}, 4),
         (kernels.largest_of_row_kernel, {"width": 128}, 1),
-        (kernels.rotate_kernel, {"norm": False, "page": 64, "dim": 128, "width": 64}, 1),
-        (kernels.rotate_kernel, {"norm": True, "page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_kernel, {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64}, 1),
+        (kernels.rotate_kernel, {"norm": True, "offset": True, "page": 64, "dim": 128, "width": 64}, 1),
     ],
 )
 def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, Any], warps: int) -> None:
@@ -175,7 +183,7 @@ def test_compiles_without_spills(arch: int, kernel: Any, constants: dict[str, An
 
 def test_older_gpus_get_no_instruction_that_they_lack() -> None:
     signature = {"both": "*bf16", "out": "*bf16", "K": "i32"}
-    constants = {"in_turns": False, "width": 1024, "overlap": False}
+    constants = {"in_turns": False, "gelu": False, "width": 1024, "overlap": False}
     compiled = compile_kernel(kernels.swiglu_kernel, signature, constants, arch=89, num_warps=4, num_stages=1)
     assert "griddepcontrol" not in compiled.ptx and assemble(compiled).spilled == 0
 
@@ -186,7 +194,10 @@ def test_the_rotation_has_no_fused_products() -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = kernels.rotate_kernel, {"norm": False, "page": 64, "dim": 128, "width": 64, "overlap": True}
+    kernel, constants = (
+        kernels.rotate_kernel,
+        {"norm": False, "offset": False, "page": 64, "dim": 128, "width": 64, "overlap": True},
+    )
     kinds = {**OTHERS, **dict.fromkeys(POINTERS, "*bf16")}
     types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in kernel.arg_names}
     values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
