@@ -19,12 +19,14 @@ from quant.export.checkpoint_reader import BESIDE, EXACT
 from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts
 from quant.export.tensor_file import Made, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
 _SHARDS_AT_ONCE = 4
+_QUANTIZED = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 _MADE_LATE = 1 << 20  # bytes from which on a tensor is made when it is written
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
 """Suffixes of the scales that one layout stores as the reciprocal of the other's."""
@@ -39,12 +41,12 @@ def checkpoint_tensors(
     grow with the number of layers.
 
     Args:
-        model: with `QuantLinear` and `QuantExperts` in place.
+        model: with quantized modules in place.
         dtype: the model's dtype, for float scales.
         names: of the model's tensors on disk.
         state: tensors in the place of those of the model that are not quantized, as `state_dict` names them.
     """
-    quantized = {n: m for n, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts | QuantEmbedding)}
+    quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor | Made] = {}
     seen: set[tuple[object, ...]] = set()
@@ -98,12 +100,13 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
                 module: nn.Module | None = model.get_submodule(layer.name)
             except AttributeError:
                 module = None
-            if not isinstance(module, QuantLinear):
+            if not isinstance(module, QuantConv if layer.kind == "conv" else QuantLinear):
                 raise ValueError(
                     f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
                     "give the model and the plan that one call of quantize returned"
                 )
-            found.append(replace(layer, parts=Parts.of(module.parts)))
+            if isinstance(module, QuantLinear):
+                found.append(replace(layer, parts=Parts.of(module.parts)))
     return plan.replace_layers(found)
 
 

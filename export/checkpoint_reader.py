@@ -150,7 +150,7 @@ def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) ->
 def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the matrices of a layer; a fused-expert projection has one or two for each expert."""
     if layer.kind != "experts":
-        return [(layer.name, layer.shape)]
+        return [(layer.name, layer.matrix)]
     stem, _, last = layer.name.rpartition(".")
     parts = EXPERT_PARTS.get(last, (last,))
     shape = (layer.shape[1] // len(parts), layer.shape[2])
@@ -166,7 +166,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     """
     below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
     if plan.kind != "experts":
-        return _read_linear(tensors, below, plan.name, plan.shape, plan)
+        return _read_linear(tensors, below, plan.name, plan.matrix, plan)
     parts_of = len(EXPERT_PARTS.get(plan.name.rpartition(".")[2], ("",)))
     matrices = iter(_matrices(plan))
     experts, input_scale = [], None
@@ -246,7 +246,7 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     pre_scale, down, up = (tensors[f"{plan.name}.{s}"] if s in needed else None for s in BESIDE)
     parts = RunTimeParts(pre_scale, planned.hadamard, None if down is None or up is None else (down, up))
     if plan.kind != "experts":
-        parts.check(plan.name, plan.shape)
+        parts.check(plan.name, plan.matrix)
     if parts.rank != planned.rank:
         raise ValueError(f"{plan.name}: the checkpoint's branch has rank {parts.rank}, the plan's {planned.rank}")
     return parts
@@ -284,12 +284,25 @@ def plan_of_checkpoint(
             # A config speaks of the matrices of one expert.
             experts = layer.kind == "experts"
             matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
-            chosen = formats_of(matrix) if layer.kind in ("linear", "head", "experts") else None
+            # A target such as "Linear" may mean any module, and other tools leave convolutions as they are.
+            meant = layer.kind in ("linear", "head", "experts") or (
+                layer.kind == "conv" and f"{layer.name}.weight_scale" in tensors
+            )
+            chosen = formats_of(matrix) if meant else None
             weight, activation = chosen or (None, None)
             parts = Parts(hadamard=rotation_of(matrix)) if rotation_of and weight is not None else Parts()
             reason = f"as {directory.name} was written"
             layers.append(
-                LayerPlan(layer.name, layer.kind, layer.shape, weight, activation, reason=reason, parts=parts)
+                LayerPlan(
+                    layer.name,
+                    layer.kind,
+                    layer.shape,
+                    weight,
+                    activation,
+                    reason=reason,
+                    parts=parts,
+                    transposed=layer.transposed,
+                )
             )
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None

@@ -44,7 +44,7 @@ _LAYOUTS = {
     "int4_g64": "pack-quantized",
     "int4_g32": "pack-quantized",
 }
-# In no runtime a linear layer. Others may be one there: routers, Conv1D of GPT-2, the convolutions of Mamba.
+# In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
 _NEVER_LINEAR = ("norm", "embedding", "parameter")
 _GROUPS = dict[str, dict[str, Any]]
 _INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
@@ -233,6 +233,8 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     vllm, trtllm = get_target("vllm"), get_target("tensorrt-llm-compressed-tensors")
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
+        if layer.kind == "conv":
+            continue  # which none of them runs: `check_reload` says so
         by_formats.setdefault(layer.formats, []).append(layer)
     for formats, layers in by_formats.items():
         who = _counted([layer.name for layer in layers])

@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.errors import UserError
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.embedding import takes as why_not_embedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts, experts_forward
@@ -46,6 +47,8 @@ def install_weight(
         if why := why_not_embedding(table):
             raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
         new = QuantEmbedding(weight, next(table.parameters()).dtype)
+    elif layer.kind == "conv":
+        new = QuantConv(weight, parent.get_submodule(last), layer.activation, input_scale)
     else:
         linear = parent.get_submodule(last)
         assert isinstance(linear.weight, torch.Tensor)

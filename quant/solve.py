@@ -18,6 +18,7 @@ from torch import nn
 
 from quant.calibration.blocks import block_names, stored_dtype
 from quant.calibration.carrier import brought
+from quant.calibration.conv1d import as_linears
 from quant.calibration.inputs import Inputs, inputs_of, understood
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
@@ -41,6 +42,7 @@ from quant.finished_layers import BlockKeeper, keep_layers, put_back
 from quant.formats.mapped import in_memory
 from quant.formats.tensor import BlockScaledTensor
 from quant.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
@@ -99,7 +101,7 @@ def solve_plan(
         data = own_text(model, plan, device=there, progress=progress)
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
-    with understood(model):
+    with understood(model), as_linears(model):
         return _solve_and_scale(model, plan, data, settings, progress, partial, memory)
 
 
@@ -134,7 +136,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     unread = stored_in(model)
     if plan.provenance.get("guard") or any(get_pipeline(layer.solver).spec.merge for layer in plan.quantized):
         return list(unread)
-    quantized = {layer.tensor_name for layer in plan.quantized}
+    quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != "conv"}
     return [name for name in unread if name not in quantized]
 
 
@@ -207,7 +209,7 @@ def apply_plan(
     def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
         if partial is not None and _step(members) in partial:
             return []
-        found = [(member, model.get_parameter(member.tensor_name)) for member in members]
+        found = [(member, _parameter_of(model, member)) for member in members]
         return [weight for member, weight in found if member.kind != "experts" or not hasattr(weight, "stored")]
 
     with torch.no_grad():
@@ -294,6 +296,7 @@ def solve_state_dict(
         _check_values(name, tensors[name], is_buffer=True)
     for done, layer in enumerate(plan.layers, 1):
         weight = tensors[layer.tensor_name]
+        weight = weight.t() if layer.transposed else weight
         if layer.weight is None:
             results.append(layer_result(layer, weight, None))
         else:
@@ -324,8 +327,15 @@ def _solve(
 
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer; for one that is still in its files, what reads it."""
-    weight = model.get_parameter(layer.tensor_name)
+    weight = _parameter_of(model, layer)
     return getattr(weight, "stored", None) or weight.detach()
+
+
+def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    """The parameter of a layer; of a convolution that is quantized, the matrix that formats see."""
+    if layer.kind == "conv" and layer.weight is not None:
+        return weight_of_conv(model.get_submodule(layer.name))
+    return model.get_parameter(layer.tensor_name)
 
 
 def _solve_at_once(

@@ -9,6 +9,9 @@ with one output for each expert. A head turns the last hidden states into the re
 transformers knows as the output embeddings, or has a name by which heads go. The rule for names is the same for
 modules and for bare state dicts.
 
+A convolution, and the `Conv1D` of GPT-2, are in the list by the matrix that they multiply by: output channels first,
+also where the parameter is stored with its input channels first (`transposed`).
+
 Layers that read the *same input tensor* (q/k/v, gate/up) are merged into one matmul by every serving runtime, and
 must then share their format and their second-level scales. They are found by watching one forward pass, not by
 their names: whatever receives the very same tensor object belongs together.
@@ -16,6 +19,8 @@ their names: whatever receives the very same tensor object belongs together.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +29,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+_CONV1D_NAMES = ("c_attn", "q_attn", "c_fc", "c_proj")
 _EXPERT_NAMES = ("gate_up_proj", "down_proj", "gate_proj", "up_proj", "w1", "w2", "w3")
 
 # Heads, by any part of their name, and by its first part alone: deeper in a model those words mean other things.
@@ -36,6 +42,10 @@ ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
 _OTHERWISE = "its class multiplies otherwise than a linear layer"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
+_NOT_PLAIN_CONV = "its class convolves otherwise than torch's convolutions"
+_UNKNOWN_CONV = (
+    "convolution: shapes alone do not tell a transposed one from others; quantize the module, not its tensors"
+)
 
 
 @dataclass(frozen=True)
@@ -45,12 +55,13 @@ class Layer:
     Attributes:
         name: module path, or parameter path for fused experts.
         kind: one of `quant.recipes.plan.KINDS`.
-        shape: of the weight, `[..., out, in]`.
+        shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
         group: name of its fusion group, if it has one.
         tied_to: name of the layer whose parameter it shares, if it does.
         obstacle: why it cannot be quantized at all, if so.
         kept: why it stays in 16 bit unless a rule names it, where its kind does not say so.
         input_dims: dimensions of the input of a linear layer, where it was seen: 3 for `[batch, tokens, in]`.
+        transposed: whether the parameter is stored with its input axis first.
     """
 
     name: str
@@ -61,6 +72,17 @@ class Layer:
     obstacle: str | None = None
     kept: str | None = None
     input_dims: int | None = None
+    transposed: bool = False
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of what formats divide into blocks, see `matrix_shape`."""
+        return matrix_shape(self.kind, self.shape)
+
+
+def matrix_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """`[..., out, in]` of a weight: a convolution's is `[out, in / groups * kernel]`, one row an output channel."""
+    return (shape[0], math.prod(shape[1:])) if kind == "conv" else shape
 
 
 def find_layers(model: nn.Module) -> list[Layer]:
@@ -75,14 +97,16 @@ def find_layers(model: nn.Module) -> list[Layer]:
             if module is head or (kind == "linear" and _is_head(name)):
                 kind = "head"
             tied_to = owner.setdefault(id(parameter), path)
+            transposed = parameter_name == "weight" and _is_transposed(module)
             layers.append(
                 Layer(
                     path,
                     kind,
-                    tuple(parameter.shape),
+                    _shape(module, parameter) if transposed else tuple(parameter.shape),
                     tied_to=None if tied_to == path else tied_to,
                     obstacle=_obstacle(module, kind),
                     kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
+                    transposed=transposed,
                 )
             )
     return layers
@@ -92,7 +116,7 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     """Layers guessed from the tensor names and shapes of a bare state dict, when there is no module to look at.
 
     A 2-D `*.weight` counts as a linear unless its name says embedding, norm or head; 3-D parameters with an expert
-    name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are transposed `Conv1D`s.
+    name are fused experts. Where GPT-2's `c_attn` is `[in, 3 * in]`, layers of its names are stored transposed.
     """
     transposed = any(
         name.endswith("c_attn.weight") and len(shape) == 2 and shape[1] == 3 * shape[0]
@@ -102,8 +126,12 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     for name, shape in shapes.items():
         stem, _, last = name.rpartition(".")
         if last == "weight":
-            is_conv1d = transposed and stem.rpartition(".")[2] in ("c_attn", "q_attn", "c_fc", "c_proj")
-            layers.append(Layer(stem, "other" if is_conv1d else _kind_by_name(stem, shape), tuple(shape)))
+            kind = _kind_by_name(stem, shape)
+            turned = transposed and len(shape) == 2 and stem.rpartition(".")[2] in _CONV1D_NAMES
+            obstacle = _UNKNOWN_CONV if kind == "conv" else None
+            layers.append(
+                Layer(stem, kind, tuple(shape[::-1] if turned else shape), obstacle=obstacle, transposed=turned)
+            )
         elif len(shape) == 3 and last in _EXPERT_NAMES:
             layers.append(Layer(name, "experts", tuple(shape)))
         elif len(shape) > 1:
@@ -171,7 +199,7 @@ def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> str:
 
     if name != "weight":
         return "experts" if weight.dim() == 3 and name in _EXPERT_NAMES else "parameter"
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) or is_conv1d(module):
         return "linear"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return "embedding"
@@ -186,7 +214,9 @@ def _obstacle(module: nn.Module, kind: str) -> str | None:
 
     if kind == "experts" and experts_are_transposed(module):
         return "experts are stored [experts, in, out]: blocks would cross the reduction axis"
-    if kind != "linear":
+    if kind == "conv" and not _is_plain_conv(module):
+        return _NOT_PLAIN_CONV
+    if kind != "linear" or is_conv1d(module):
         return None
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
         return _UNCALLED
@@ -208,6 +238,39 @@ def _is_plain(linear: nn.Module) -> bool:
     except Exception:  # the class's own code, which may fail in any way
         return False
     return isinstance(out, torch.Tensor) and out.shape == (1, linear.weight.shape[0])
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Whether it is the `Conv1D` of transformers' GPT-2: a linear layer whose weight is stored `[in, out]`."""
+    transformers = sys.modules.get("transformers.pytorch_utils")  # without which there is no such module
+    return transformers is not None and type(module) is transformers.Conv1D
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a module's weight is stored with its input axis first, be it behind one that stands for the module."""
+    from torch import nn
+
+    conv = isinstance(module, nn.modules.conv._ConvNd) and module.transposed
+    return conv or is_conv1d(module) or hasattr(module, "stands_for")
+
+
+def _is_plain_conv(conv: nn.Module) -> bool:
+    """Whether a convolution's class leaves the work to torch's own."""
+    from torch import nn
+
+    kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+    plain = next((kind for kind in kinds if isinstance(conv, kind)), None)
+    own = [getattr(type(conv), name, None) for name in ("forward", "_conv_forward")]
+    return plain is not None and own == [getattr(plain, name, None) for name in ("forward", "_conv_forward")]
+
+
+def _shape(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
+    """Shape, output channels first, of a weight that is stored with its input channels first."""
+    if hasattr(module, "stands_for"):
+        return tuple(parameter.shape)
+    inputs, outputs, *kernel = parameter.shape
+    groups = getattr(module, "groups", 1)
+    return (outputs * groups, inputs // groups, *kernel)
 
 
 def experts_are_transposed(module: nn.Module) -> bool:

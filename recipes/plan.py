@@ -29,6 +29,7 @@ from quant.formats.format import Format, get_format
 from quant.formats.json_files import read_json
 from quant.recipes.json_data import check_fields, typed
 from quant.recipes.json_text import json_text
+from quant.recipes.layers import matrix_shape
 
 SCHEMA_VERSION = 1
 PLAN_FILE = "plan.json"  # in a checkpoint
@@ -73,7 +74,7 @@ class LayerPlan:
     Attributes:
         name: module path; of fused experts and of parameters that no module is made for, the parameter's path.
         kind: one of `KINDS`.
-        shape: of the weight, `[..., out, in]`.
+        shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
         weight: weight format; None keeps 16 bit.
         activation: format of the input; None keeps 16 bit.
         solver: key of `SOLVERS`, or several joined by "+".
@@ -83,6 +84,7 @@ class LayerPlan:
         score: sensitivity score of the chosen format, where it was measured.
         cost: bytes the weight takes as planned, where an allocator counted them.
         parts: what is done at run time beside the matmul; in JSON its fields stand among the layer's.
+        transposed: whether the original parameter is stored with its input axis first.
 
     Raises:
         ValueError: the score is NaN or infinite.
@@ -100,6 +102,7 @@ class LayerPlan:
     score: float | None = None
     cost: int | None = None
     parts: Parts = Parts()
+    transposed: bool = False
 
     def __post_init__(self) -> None:
         if self.score is not None and not math.isfinite(self.score):
@@ -109,6 +112,11 @@ class LayerPlan:
     def tensor_name(self) -> str:
         """The path of the parameter itself."""
         return self.name if self.kind in ("experts", "parameter") else f"{self.name}.weight"
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """Shape of what formats divide into blocks: `[..., out, in]`; see `matrix_shape`."""
+        return matrix_shape(self.kind, self.shape)
 
     @property
     def numel(self) -> int:
@@ -132,14 +140,14 @@ class LayerPlan:
         """Bytes as planned: weight, scales, pads, branch and input scale; 0 where tied to another layer's."""
         if self.tied_to is not None:
             return 0
-        return self.weight.nbytes(self.shape) + self.parts.nbytes(self.shape) if self.weight else 2 * self.numel
+        return self.weight.nbytes(self.matrix) + self.parts.nbytes(self.shape) if self.weight else 2 * self.numel
 
     @property
     def bits_per_weight(self) -> float:
         """Exact bits per weight as planned, with what stands beside the weight; 16 for a kept layer."""
         if self.weight is None:
             return 16.0
-        return self.weight.bits_per_weight(self.shape) + 8 * self.parts.nbytes(self.shape) / self.numel
+        return self.weight.bits_per_weight(self.matrix) + 8 * self.parts.nbytes(self.shape) / self.numel
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready fields; formats by name, unset optional fields left out."""
@@ -148,6 +156,8 @@ class LayerPlan:
         for key in ("weight", "activation"):
             fields[key] = None if fields[key] is None else fields[key].name
         fields |= fields.pop("parts").to_dict()
+        if not self.transposed:
+            del fields["transposed"]
         return {k: v for k, v in fields.items() if v is not None or k in ("weight", "activation")}
 
     @classmethod

@@ -6,6 +6,7 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
        a tower that holds most of the weights is the model and no tower;
+       so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs;
        a router is in no fusion group, for no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
     4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
@@ -33,16 +34,19 @@ from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 KEEP = "keep"
 _DOTS = 1000  # in a line
-QUANTIZABLE = ("linear", "experts")
+QUANTIZABLE = ("linear", "experts", "conv")
 
 _KEPT_KINDS = {
     "embedding": "embedding: a look-up moves few bytes and every token's error would start here",
     "head": "output head: its error goes straight into the logits",
     "norm": "norm: a vector of negligible size that scales whole channels",
-    "conv": "convolution: no low-precision kernel here",
     "other": "not a linear layer",
     "parameter": "no linear layer: its module multiplies by it, or adds it, by itself",
 }
+_FEW_CONVS = "convolution, and linear layers hold most of the weights: transformers and vLLM read it in 16 bit only"
+_NO_FP8_CONV = (
+    "convolution: TensorRT's FP8 kernels take channels in multiples of 16 and kernels of up to 32; int8 takes this one"
+)
 _KEPT_NAMES = {
     ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
     "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
@@ -195,7 +199,7 @@ def resolve(
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
     broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
-    house = _house_rules(layers, only)
+    house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
     planned = _keep_shared([_plan_layer(layer, recipe, only, broad, house) for layer in layers])
     planned = _keep_whole_groups(_without_routers(planned))
     how = {"guard": recipe.guard} if recipe.guard else {}
@@ -230,6 +234,29 @@ def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]
     return found
 
 
+def _kept_convs(layers: Sequence[Layer], recipe: Recipe, only: Sequence[str]) -> dict[str, str]:
+    """By name, why a convolution stays in 16 bit. `--include` with a glob for convolutions alone asks for it.
+
+    ModelOpt quantizes every convolution to INT8, the first one too. To FP8 it quantizes those that TensorRT has a
+    kernel for (its `onnx/quantization/fp8.py`), and so leaves out first convolutions and depthwise ones.
+    """
+    sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
+    convs = {layer.name: layer for layer in layers if layer.kind == "conv"}
+    matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
+    asked = set().union(*(names for names in matched if names <= convs.keys()))
+    if 2 * sum(sizes[name] for name in convs) < sum(sizes.values()):
+        return {name: _FEW_CONVS for name in convs if name not in asked}
+    weight, activation = _format_of(recipe.weight, recipe.name), _format_of(recipe.activation, recipe.name)
+    if weight is None or activation is None or weight.element.bits != 8 or weight.element.is_integer:
+        return {}
+    return {name: _NO_FP8_CONV for name, conv in convs.items() if name not in asked and not _has_fp8_kernel(conv)}
+
+
+def _has_fp8_kernel(conv: Layer) -> bool:
+    out, inputs, *kernel = conv.shape
+    return min(out, inputs) >= 16 and out % 16 == inputs % 16 and math.prod(kernel) <= 32
+
+
 def _plan_layer(
     layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collection[str], house: Mapping[str, str]
 ) -> LayerPlan:
@@ -261,6 +288,7 @@ def _plan_layer(
         reason=reason,
         group=layer.group,
         tied_to=layer.tied_to,
+        transposed=layer.transposed,
     )
 
 
@@ -281,6 +309,8 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
     """Why `layer` cannot take `weight` with inputs in `activation`, one clause; None if it can."""
     if layer.kind not in (*QUANTIZABLE, "head", "embedding"):
         return f"{weight} is for linear layers; this is a layer of kind {layer.kind!r}"
+    if layer.kind == "conv" and (why := _conv_obstacle(weight, activation)):
+        return why
     if layer.kind == "embedding" and activation is not None:
         return f"the input of an embedding is a number of a row, which {activation} cannot round"
     if layer.tied_to is not None:
@@ -291,9 +321,20 @@ def obstacle(layer: Layer, weight: Format, activation: Format | None) -> str | N
     if layer.kind == "experts" and layer.name.endswith("gate_up_proj") and weight.block[0] and half % weight.block[0]:
         return f"gate and up are stored apart, and {half} rows each are not a multiple of {weight}'s {weight.block[0]}"
     for format in (weight, activation):
-        if format is None or format.divides(layer.shape) or format.takes_short_blocks:
+        if format is None or format.divides(layer.matrix) or format.takes_short_blocks:
             continue
-        return f"in = {layer.shape[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+        return f"in = {layer.matrix[-1]} is not a multiple of {format}'s block of {format.block[1]}"
+    return None
+
+
+def _conv_obstacle(weight: Format, activation: Format | None) -> str | None:
+    """Why no convolution is in these formats: kernels take one scale a channel, and one a tensor or image."""
+    for format, takes in (
+        (weight, "fp8, fp8_channel or int8"),
+        (activation, "fp8, fp8_token, int8_token or int8_tensor"),
+    ):
+        if format is not None and not ((format.per_row or format.per_tensor) and format.scale.is_wide):
+            return f"convolution: no runtime convolves in blocks, as {format} has them; it takes {takes}"
     return None
 
 

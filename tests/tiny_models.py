@@ -88,6 +88,12 @@ def vit(**options: Any) -> Any:
     return build("ViT", "ForImageClassification", IMAGES, **options)
 
 
+def resnet(**options: Any) -> Any:
+    """A stem of three input channels, and two stages of two convolutions with a convolution beside them."""
+    sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "layer_type": "basic", "num_labels": 5}
+    return build("ResNet", "ForImageClassification", sizes, **options)
+
+
 def llava(**options: Any) -> Any:
     """A llama that sees images through a CLIP encoder."""
     transformers = pytest.importorskip("transformers", reason="the extra hf")

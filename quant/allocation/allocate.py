@@ -23,11 +23,12 @@ real, measured, and corrected.
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +42,7 @@ from quant.allocation.real_solver import RealSolver
 from quant.allocation.space import Run, Space
 from quant.allocation_record import AllocationRecord, Chosen, Verified
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.conv1d import as_linears
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
@@ -58,6 +60,8 @@ from quant.solve import Quantized
 FORMATS = ("nvfp4", "fp8")
 _STAND_IN = "mse"
 _EFFORT = Effort()
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +81,18 @@ class Allocation:
     quantized: Quantized | None = None
 
 
+def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Concatenate[nn.Module, _P], _R]:
+    """`work` on a model whose `Conv1D` modules are linear layers meanwhile."""
+
+    @functools.wraps(work)
+    def wrapped(model: nn.Module, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with as_linears(model):
+            return work(model, *args, **kwargs)
+
+    return wrapped
+
+
+@_on_linears
 def allocate(
     model: nn.Module,
     rows: torch.Tensor,
@@ -202,6 +218,7 @@ def allocate(
     return Allocation(plan, record, scores, quantized)
 
 
+@_on_linears
 def score(
     model: nn.Module,
     rows: torch.Tensor,

@@ -66,10 +66,11 @@ class Space:
         refused: UserError | None = None
         for candidate in (c for c in candidates if c.weight is not None):
             try:
-                plans[candidate.name] = make_plan(
+                plan = make_plan(
                     model, _recipe_of(candidate, solver, kv_cache), include=include, exclude=exclude, run=run,
                     provenance=dict(provenance or {}),
                 )  # fmt: skip
+                plans[candidate.name] = _without_convs(plan)
             except UserError as error:
                 refused = error
         if not plans:
@@ -235,6 +236,21 @@ def _reason(entry: Any, name: str, rank: int, count: int) -> str:
 def _goal_fields(goal: Goal) -> dict[str, Any]:
     fields = {k: v for k, v in dataclasses.asdict(goal).items() if v not in (None, ())}
     return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+
+
+def _without_convs(plan: Plan) -> Plan:
+    """The plan with its convolutions in 16 bit; UserError if nothing else is quantized."""
+    reason = (
+        "convolution: scores and searches are for linear layers; without a budget, it is quantized as its format says"
+    )
+    convs = [layer for layer in plan.quantized if layer.kind == "conv"]
+    plan = plan.replace_layers(replace(layer, weight=None, activation=None, reason=reason) for layer in convs)
+    if convs and not plan.quantized:
+        raise UserError(
+            "formats are chosen for linear layers, and this model has convolutions alone: quantize it in one format, "
+            "such as --format int8, without a budget"
+        )
+    return plan
 
 
 def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recipe:

@@ -4,6 +4,9 @@ transformers fills what it does not find with random numbers and drops what it h
 the model runs. The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are
 an error while the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the
 user is told, and told what works. Nothing is read but the headers of the files and single numbers.
+
+transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`, which
+do not fit its parameters: it stops at them, and does not run with codes in the place of weights.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import importlib.util
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from quant.export.checkpoint_reader import BESIDE, TensorFiles
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
+from quant.recipes.plan import LayerPlan, Plan
 
 _DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
 """Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
@@ -41,7 +45,8 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
-    _read_back(directory, type(model))
+    plan = _read_back(directory, type(model))
+    unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
     if not hasattr(type(model), "from_pretrained") or importlib.util.find_spec("compressed_tensors") is None:
         return []
     version = require("transformers", "hf").__version__
@@ -49,19 +54,22 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
     try:
         info = _load(directory, type(model), tensors)
     except Exception as error:  # transformers' own code, which may fail in any way
+        if unknown:
+            return [_unknown_layers(unknown.values(), version)]
         if not _loads_dequantized(directory, type(model), tensors):
             way_out = "load it with quant.load"
         else:
             way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
         return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
     unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_DROPPED)]
+    others = [[n for n in keys if n.rpartition(".")[0] not in unknown] for keys in (info["missing_keys"], unexpected)]
     problems = [
         f"{what} {listed(sorted(names), 3)}"
-        for names, what in ((info["missing_keys"], "finds no tensor for"), (unexpected, "has no use for"))
+        for names, what in zip(others, ("finds no tensor for", "has no use for"), strict=True)
         if names
     ]
     if not problems:
-        return []
+        return [_unknown_layers(unknown.values(), version)] if unknown else []
     what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
     if allow_missing:
         return [f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
@@ -71,15 +79,24 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
     )
 
 
-def _read_back(directory: Path, cls: Any) -> None:
-    """Raises UserError where `quant.load` cannot read the checkpoint."""
+def _unknown_layers(layers: Collection[LayerPlan], version: str) -> str:
+    first = next(iter(layers))
+    what = "convolution" if first.kind == "conv" else "Conv1D"
+    need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
+    return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and does not load this checkpoint"
+
+
+def _read_back(directory: Path, cls: Any) -> Plan:
+    """The plan of the checkpoint; raises UserError where `quant.load` cannot read it."""
     try:
-        fill(Checkpoint(directory, outline(directory), meta=True), built=True)
+        opened = Checkpoint(directory, outline(directory), meta=True)
+        fill(opened, built=True)
     except ValueError as error:
         raise UserError(
             f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
             f"way that is not known here ({one_line(error)}); keep those layers in 16 bit with --exclude"
         ) from error
+    return opened.plan
 
 
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:

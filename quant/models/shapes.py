@@ -16,7 +16,7 @@ from quant.formats.json_files import read_json
 from quant.models.files import find_model, safetensors_file, shard_names
 from quant.recipes.json_data import typed
 from quant.recipes.layers import Layer
-from quant.recipes.plan import Plan
+from quant.recipes.plan import LayerPlan, Plan
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -108,7 +108,10 @@ def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] |
     tied = {layer.name for layer in plan.layers if layer.tied_to in stored}
     if set(plan.by_name) - tied != set(stored) - tied:
         return None
-    return [
-        Layer(layer.name, layer.kind, stored.get(layer.name, layer.shape), layer.group, layer.tied_to)
-        for layer in plan.layers
-    ]
+
+    def shape_of(layer: LayerPlan) -> tuple[int, ...]:
+        shape = stored.get(layer.name, layer.shape)
+        # The other axes of a transposed convolution depend on its groups, which no file names.
+        return layer.shape if layer.transposed and sorted(shape) == sorted(layer.shape) else shape
+
+    return [Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to) for layer in plan.layers]

@@ -345,8 +345,30 @@ def test_heads_have_one_rule_in_modules_and_in_state_dicts(name: str) -> None:
     assert {layer.name: layer.kind for layer in layers_of_state_dict(shapes)} == {name: "head"}
 
 
-def test_a_bare_gpt2_is_left_alone_as_its_module_is() -> None:
+def test_a_bare_gpt2_has_the_layers_of_its_module() -> None:
     model = on_meta(tiny_models.gpt2)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    modules = {name for name, kind in kinds(model).items() if kind == "linear"}
-    assert modules == {layer.name for layer in layers_of_state_dict(shapes) if layer.kind == "linear"} == set()
+    found = [layer for layer in find_layers(model) if layer.kind == "linear"]
+    assert found == [layer for layer in layers_of_state_dict(shapes) if layer.kind == "linear"]
+    assert [(layer.name.rpartition(".")[2], layer.shape) for layer in found[:4]] == [
+        ("c_attn", (192, 64)), ("c_proj", (64, 64)), ("c_fc", (256, 64)), ("c_proj", (64, 256)),
+    ]  # fmt: skip
+    assert len(found) == 8 and all(layer.transposed for layer in found)
+
+
+def test_convolutions_are_matrices_of_output_channels() -> None:
+    class Own(nn.Conv2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(2 * x)
+
+    model = nn.ModuleDict(
+        {
+            "plain": nn.Conv2d(6, 8, (3, 5), groups=2),
+            "transposed": nn.ConvTranspose1d(6, 8, 3, groups=2),
+            "own": Own(6, 8, 3),
+        }
+    )
+    plain, transposed, own = find_layers(model)
+    assert (plain.shape, plain.matrix, plain.transposed, plain.obstacle) == ((8, 3, 3, 5), (8, 45), False, None)
+    assert (transposed.shape, transposed.matrix, transposed.transposed) == ((8, 3, 3), (8, 9), True)
+    assert own.obstacle is not None and "otherwise" in own.obstacle

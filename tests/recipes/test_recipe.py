@@ -137,7 +137,7 @@ def test_an_embedding_is_quantized_by_a_rule_of_its_own_and_by_no_other() -> Non
     ("name", "reason"),
     [
         ("0.norm", "kind 'norm'"),
-        ("conv", "kind 'conv'"),
+        ("conv", "convolution: no runtime convolves in blocks, as nvfp4 has them"),
         ("head", "tied to embed, which is stored once and in 16 bit"),
         ("1.odd", "in = 40 is not a multiple of nvfp4's block of 16"),
     ],
@@ -145,6 +145,51 @@ def test_an_embedding_is_quantized_by_a_rule_of_its_own_and_by_no_other() -> Non
 def test_what_cannot_be_quantized_is_kept_whatever_the_rules_say(name: str, reason: str) -> None:
     layer = resolve(LAYERS, NVFP4.with_rules(Rule(name, "nvfp4"))).by_name[name]
     assert layer.weight is None and layer.activation is None and reason in layer.reason
+
+
+def convs(*shapes: tuple[int, ...], linear: int = 0) -> list[Layer]:
+    layers = [Layer(f"conv{i}", "conv", shape) for i, shape in enumerate(shapes)]
+    return layers + [Layer("linear", "linear", (linear, 1))] * bool(linear)
+
+
+def test_convolutions_that_hold_most_of_the_weights_are_quantized() -> None:
+    recipe = Recipe("x", weight="int8", activation="int8_token")
+    weights = 16 * 3 * 9 + 32 * 16
+    for linear, quantized in ((0, True), (weights, True), (weights + 1, False)):
+        plan = resolve(convs((16, 3, 3, 3), (32, 16, 1, 1), linear=linear), recipe)
+        for layer in plan.layers[:2]:
+            assert (layer.weight is FORMATS["int8"], layer.activation is FORMATS["int8_token"]) == (quantized,) * 2
+            assert quantized or "linear layers hold most of the weights" in layer.reason
+    asked = resolve(convs((16, 3, 3, 3), (32, 16, 1, 1), linear=2000), recipe, only=["*", "conv1"])
+    assert formats(asked) == {"conv0": None, "conv1": "int8", "linear": "int8"}
+
+
+@pytest.mark.parametrize(
+    ("shape", "has_kernel"),
+    [
+        ((64, 32, 3, 3), True),
+        ((64, 3, 7, 7), False),  # a first convolution
+        ((64, 1, 3, 3), False),  # depthwise
+        ((8, 32, 1, 1), False),
+        ((24, 32, 1, 1), False),  # 24 and 32 differ modulo 16, so that no padding makes both fit
+        ((24, 40, 1, 1), True),
+        ((32, 32, 7, 7), False),
+    ],
+)
+def test_fp8_takes_the_convolutions_that_tensorrt_has_kernels_for(shape: tuple[int, ...], has_kernel: bool) -> None:
+    layers = convs(shape)
+    fp8 = resolve(layers, Recipe("x", weight="fp8_channel", activation="fp8_token")).layers[0]
+    assert (fp8.weight is not None) is has_kernel and (has_kernel or "FP8 kernels" in fp8.reason)
+    # Without inputs in FP8 there is no FP8 kernel, and INT8 has no such limits.
+    assert resolve(layers, Recipe("x", weight="fp8_channel")).quantized
+    assert resolve(layers, Recipe("x", weight="int8", activation="int8_token")).quantized
+    assert resolve(layers, Recipe("x", weight="fp8_channel", activation="fp8_token"), only=["conv0"]).quantized
+
+
+def test_the_size_of_a_convolution_counts_a_scale_for_each_output_channel() -> None:
+    plan = resolve(convs((64, 32, 3, 3)), Recipe("x", weight="int8"))
+    assert plan.nbytes == 64 * 32 * 9 + 4 * 64
+    assert Plan.from_dict(plan.to_dict()) == plan and "transposed" not in plan.to_dict()["layers"][0]
 
 
 def test_an_untied_head_may_be_quantized() -> None:

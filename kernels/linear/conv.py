@@ -1,0 +1,233 @@
+"""`QuantConv` is a convolution of one, two or three dimensions, plain or transposed, with a quantized weight.
+
+    quant::conv(x, codes, scale, bias?, input_scale?, weight_format, activation, stride, padding, dilation,
+                transposed, output_padding, groups) -> y
+
+Formats see the weight as the matrix `[out, in / groups · kernel]`, with one row for each output channel, and so does a
+checkpoint. The module keeps the codes in the shape of the original parameter, as exporters and TensorRT want them:
+`[out, in / groups, kernel…]`, and `[in, out / groups, kernel…]` of a transposed convolution.
+
+A format with one scale for each token takes one scale for each sample of the batch here: windows overlap, so that no
+smaller part of an input could have a scale that is a factor of its outputs.
+
+No kernel here multiplies in eight bits: the input is rounded, the weight dequantized, and torch convolves them in the
+dtype of the input. The engines that are built from an exported file do multiply in eight bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.tensor import BlockScaledTensor, round_activation
+from quant.kernels.linear.modules import _QuantModule
+from quant.kernels.linear.ops import below_autograd, register
+
+CONV = "quant::conv"
+_GEOMETRY = (
+    "in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups", "transposed",
+    "output_padding", "padding_mode", "_reversed_padding_repeated_twice",
+)  # fmt: skip
+
+
+def conv_matrix(weight: torch.Tensor, groups: int, transposed: bool) -> torch.Tensor:
+    """A convolution's parameter, or its codes, as `[out, in / groups · kernel]`: a view unless it is transposed."""
+    if transposed:
+        weight = weight.unflatten(0, (groups, -1)).transpose(1, 2).flatten(0, 1)
+    return weight.flatten(1)
+
+
+def conv_parameter(matrix: torch.Tensor, shape: Sequence[int], groups: int, transposed: bool) -> torch.Tensor:
+    """The inverse of `conv_matrix`, for a parameter of `shape`."""
+    if not transposed:
+        return matrix.view(shape)
+    inputs, outputs, *kernel = shape
+    return matrix.view(groups, outputs, inputs // groups, *kernel).transpose(1, 2).reshape(shape)
+
+
+def weight_of_conv(conv: nn.Module) -> torch.Tensor:
+    """The weight of an unquantized convolution as the matrix that formats see."""
+    assert isinstance(conv, nn.modules.conv._ConvNd)
+    return conv_matrix(conv.weight.detach(), conv.groups, conv.transposed)
+
+
+class QuantConv(_QuantModule):
+    """A convolution with a quantized weight.
+
+    Args:
+        weight: `[out, in / groups · kernel]`.
+        conv: the convolution that it replaces; gives geometry, bias, and the dtype of `weight` for code that reads it.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+    """
+
+    has_kernel_layout = False
+    bias: nn.Parameter | None
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    output_padding: tuple[int, ...]
+    groups: int
+    transposed: bool
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]
+    _output_padding = nn.modules.conv._ConvTransposeNd._output_padding
+
+    def __init__(
+        self,
+        weight: BlockScaledTensor,
+        conv: nn.Module,
+        activation: Format | None = None,
+        input_scale: torch.Tensor | None = None,
+    ) -> None:
+        assert isinstance(conv, nn.modules.conv._ConvNd)
+        codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
+        super().__init__(replace(weight, codes=codes), activation, input_scale)
+        for name in _GEOMETRY:
+            setattr(self, name, getattr(conv, name, None))
+        bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), requires_grad=False)
+        self.register_parameter("bias", bias)
+        self.dtype = conv.weight.dtype
+
+    @property
+    def stored_weight(self) -> BlockScaledTensor:
+        """The weight `[out, in / groups · kernel]`."""
+        codes = conv_matrix(self.codes, self.groups, self.transposed)
+        return BlockScaledTensor(codes, self.scale, self.weight_format, self.weight_shape)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The parameter of the original convolution, dequantized anew for each access."""
+        return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, self.dtype)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantConv:
+        super()._apply(fn, recurse)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+        """`[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
+
+        Args:
+            x: the input.
+            output_size: of a transposed convolution, as `nn.ConvTranspose2d` takes it.
+        """
+        dims = len(self.kernel_size)
+        if x.dim() == dims + 1:
+            out: torch.Tensor = self(x[None], output_size)[0]
+            return out
+        padding, output_padding = self.padding, [0] * dims
+        if self.transposed:
+            given = (list(self.stride), list(padding), list(self.kernel_size), dims, list(self.dilation))
+            output_padding = self._output_padding(x, output_size, *given)  # type: ignore[misc, arg-type]
+        elif isinstance(padding, str) or self.padding_mode != "zeros":
+            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+            x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
+            padding = (0,) * dims
+        y: torch.Tensor = torch.ops.quant.conv.default(
+            x,
+            self.codes,
+            self.scale,
+            self.bias,
+            self.input_scale,
+            self.weight_format.name,
+            "" if self.activation_format is None else self.activation_format.name,
+            self.stride,
+            padding,
+            self.dilation,
+            self.transposed,
+            output_padding,
+            self.groups,
+        )
+        return y
+
+    def extra_repr(self) -> str:
+        kernel = "×".join(map(str, self.kernel_size))
+        return f"{super().extra_repr()}, kernel={kernel}, stride={self.stride}, groups={self.groups}"
+
+
+def round_samples(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """The input of a convolution, `[batch, in, size…]`, rounded: each sample is one row of the format."""
+    return round_activation(x.flatten(1), format, input_scale).view(x.shape)
+
+
+def _dense(
+    codes: torch.Tensor, scale: torch.Tensor, format: str, groups: int, transposed: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    """The dequantized parameter of a convolution, in the shape of its codes."""
+    matrix = conv_matrix(codes, groups, transposed)
+    weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape)).dequantize(dtype)
+    return conv_parameter(weight, codes.shape, groups, transposed)
+
+
+def _convolve(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    """The op `quant::conv` on any device."""
+    if activation:
+        x = round_samples(x.contiguous(), FORMATS[activation], input_scale)
+    weight = _dense(codes, scale, weight_format, groups, transposed, x.dtype)
+    return torch.convolution(x, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
+
+
+def _fake(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: Any, *rest: Any) -> torch.Tensor:
+    weight = codes.new_empty(codes.shape, dtype=x.dtype)
+    return torch.convolution(x, weight, bias, *rest[3:])
+
+
+class _Conv(torch.autograd.Function):
+    """`quant::conv` where the input or the bias needs a gradient, which passes straight through the rounding."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        x, codes, scale, bias, _, ctx.weight_format, _, *ctx.geometry = args
+        ctx.shape, ctx.dtype, ctx.biases = x.shape, x.dtype, None if bias is None else list(bias.shape)
+        ctx.save_for_backward(codes, scale)
+        return below_autograd(torch.ops.quant.conv.default, keyset, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        codes, scale = ctx.saved_tensors
+        transposed, groups = ctx.geometry[3], ctx.geometry[5]
+        weight = _dense(codes, scale, ctx.weight_format, groups, transposed, gradient.dtype)
+        wanted = [ctx.needs_input_grad[1], False, ctx.needs_input_grad[4]]
+        x = gradient.new_empty(1).expand(ctx.shape)  # of which nothing but the shape is read
+        for_x, _, for_bias = torch.ops.aten.convolution_backward(gradient, x, weight, ctx.biases, *ctx.geometry, wanted)
+        return None, for_x, None, None, for_bias, *[None] * 9
+
+
+def _with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
+    x, bias = args[0], args[3]
+    if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Conv.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
+    return below_autograd(torch.ops.quant.conv.default, keyset, *args)
+
+
+register(
+    CONV,
+    "(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? input_scale, str weight_format, str activation, "
+    "int[] stride, SymInt[] padding, int[] dilation, bool transposed, SymInt[] output_padding, int groups) -> Tensor",
+    _fake,
+    autograd=_with_gradients,
+    default=_convolve,
+)

@@ -1,0 +1,252 @@
+"""Convolutions and GPT-2's `Conv1D`: quantized, written, loaded, with the values that their rounded weights give."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from torch import nn
+
+import quant
+from quant.calibration.conv1d import as_linears
+from quant.cli.quantize import quantize_command
+from quant.errors import UserError
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.linear.conv import QuantConv
+from quant.models.open import open_model
+
+IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+LEAVES_OUT_TRANSFORMERS = pytest.mark.filterwarnings("ignore:.*needs? quant.load.*:UserWarning")
+TRANSFORMERS_IN_FLOAT32 = pytest.mark.filterwarnings("ignore:transformers unpacks:UserWarning")
+
+
+def with_rounded_weights(model: nn.Module, plan: quant.Plan) -> nn.Module:
+    """A copy of an unquantized model, its planned weights rounded as matrices of rows of output channels."""
+    twin = copy.deepcopy(model)
+    for layer in plan.quantized:
+        weight: Any = twin.get_submodule(layer.name).weight
+        matrix = weight.detach().t() if layer.kind == "linear" else weight.detach().flatten(1)
+        assert layer.weight is not None
+        found = quantize(matrix.contiguous(), layer.weight).dequantize()
+        weight.data = found.t() if layer.kind == "linear" else found.view(weight.shape)
+    return twin
+
+
+@LEAVES_OUT_TRANSFORMERS
+@pytest.mark.parametrize(
+    ("format", "kept"),
+    [
+        ("int8", ["classifier.1"]),
+        ("fp8_channel", ["resnet.embedder.embedder.convolution", "classifier.1"]),
+    ],
+)
+def test_a_resnet_from_the_command_line(tmp_path: Path, format: str, kept: list[str]) -> None:
+    original = tiny_models.resnet()
+    original.save_pretrained(tmp_path / "in")
+    command = [str(tmp_path / "in"), "--format", format, "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(quantize_command, command)
+    assert result.exit_code == 0, result.output
+    model = quant.load(tmp_path / "out")
+    plan = quant.Plan.load(tmp_path / "out" / "plan.json")
+    convs = {layer.name: layer for layer in plan.layers if layer.kind == "conv"}
+    assert len(convs) == 6 and convs.keys() | {"classifier.1"} == {
+        name for name, module in original.named_modules() if isinstance(module, nn.Conv2d | nn.Linear)
+    }
+    assert [m.name for m in plan.layers if m.weight is None and m.kind != "norm"] == kept
+    # With inputs in 16 bit, the logits are those of the model with rounded weights.
+    for module in model.modules():
+        if isinstance(module, QuantConv):
+            assert module.activation_format is FORMATS["int8_token" if format == "int8" else "fp8_token"]
+            module.activation_format = None
+    with torch.no_grad():
+        expected = with_rounded_weights(original, plan)(IMAGES).logits
+        assert torch.allclose(model(IMAGES).logits, expected, atol=1e-5 * float(expected.abs().max()))
+
+
+@LEAVES_OUT_TRANSFORMERS
+def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path) -> None:
+    seen: dict[str, float] = {}
+    original = tiny_models.resnet()
+    for name, module in original.named_modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(
+                lambda _, x, name=name: seen.update({name: float(x[0].detach().abs().max())})
+            )
+    original(IMAGES)
+    done = quant.quantize(tiny_models.resnet(), "fp8", [IMAGES])
+    assert len(done.plan.quantized) == 5
+    for layer in done.plan.quantized:
+        module = done.model.get_submodule(layer.name)
+        assert float(module.input_scale) == pytest.approx(seen[layer.name] / 448, rel=1e-6)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    loaded = quant.load(tmp_path / "out")
+    for name, tensor in done.model.state_dict().items():
+        held = loaded.state_dict()[name]
+        assert held.dtype is tensor.dtype and torch.equal(held, tensor), name
+    with torch.no_grad():
+        assert torch.equal(loaded(IMAGES).logits, done.model(IMAGES).logits)
+
+
+class Convs(nn.Module):
+    """Convolutions of every dimension, transposed ones with groups, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Conv1d(4, 8, 3, padding=1), nn.Conv2d(1, 4, 3, padding=1)
+        self.three = nn.Conv3d(1, 2, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, 6, 2, stride=2, groups=2)
+        self.out = nn.ConvTranspose1d(8, 4, 2, bias=False)
+        self.lin = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.out(self.one(self.lin(x)))[..., :4]
+        z = self.up(self.two(y[:, None]))
+        return self.three(z[:, None]).sum((1, 2))
+
+
+def test_a_module_of_any_convolutions_is_written_and_loaded_bit_for_bit(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Convs(), torch.randn(2, 4, 8)
+    blank = copy.deepcopy(model)
+    done = quant.quantize(model, "int8", run=lambda m: m(x))
+    assert [layer.name for layer in done.plan.quantized] == ["one", "two", "three", "up", "out", "lin"]
+    quant.save(done.model, done.plan, tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in files.items() if "weight" in name} == {
+        "one.weight": (8, 12), "one.weight_scale": (8, 1), "two.weight": (4, 9), "two.weight_scale": (4, 1),
+        "three.weight": (2, 27), "three.weight_scale": (2, 1), "up.weight": (6, 8), "up.weight_scale": (6, 1),
+        "out.weight": (4, 16), "out.weight_scale": (4, 1), "lin.weight": (4, 8), "lin.weight_scale": (4, 1),
+    }  # fmt: skip
+    loaded = quant.load(tmp_path / "out", blank)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), done.model(x))
+
+
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int4"])
+def test_block_formats_leave_convolutions_in_16_bit(format: str) -> None:
+    layer = quant.make_plan(Convs(), "int8", run=lambda m: m(torch.randn(2, 4, 8))).by_name["two"]
+    model = nn.Sequential(nn.Conv2d(128, 128, 1), nn.Flatten(), nn.Linear(128, 16))
+    plan = quant.make_plan(model, format if format != "int4" else "int4a16", run=lambda m: m(torch.randn(1, 128, 1, 1)))
+    assert layer.weight is FORMATS["int8"] and plan.by_name["2"].weight is FORMATS[format]
+    conv = plan.by_name["0"]
+    assert conv.weight is None and f"no runtime convolves in blocks, as {format} has them" in conv.reason
+
+
+def test_a_solver_of_second_moments_leaves_convolutions_to_mse() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, padding=1), nn.Linear(8, 8))
+    weight = model[0].weight.detach().clone().flatten(1)
+    done = quant.quantize(model, "int8", [torch.randn(4, 4, 8)], solver="gptq")
+    conv = done.plan.by_name["0"]
+    assert conv.solver == "mse" and "gptq takes what stands in blocks" in conv.reason
+    assert done.plan.by_name["1"].solver == "gptq"
+    expected = quantize(weight, FORMATS["int8"], rule="mse")
+    assert torch.equal(done.model[0].quantized_weight.codes, expected.codes)  # type: ignore[index]
+
+
+def test_bare_tensors_of_convolutions_stay_and_say_why(tmp_path: Path) -> None:
+    tensors = {"conv.weight": torch.randn(16, 16, 3, 3), "proj.weight": torch.randn(16, 16)}
+    plan = quant.make_plan({name: tuple(t.shape) for name, t in tensors.items()}, "int8")
+    assert [layer.name for layer in plan.quantized] == ["proj"]
+    assert "quantize the module" in plan.by_name["conv"].reason
+
+
+def test_a_budget_is_for_linear_layers() -> None:
+    with pytest.raises(UserError, match="has convolutions alone: quantize it in one format"):
+        quant.quantize(tiny_models.resnet(), data=IMAGES, bits=8.0, formats=["int8"])
+
+
+@LEAVES_OUT_TRANSFORMERS
+@pytest.mark.parametrize("format", ["fp8_channel", "int8", "nvfp4a16", "mxfp8", "int4a16_g32", "fp8_block"])
+def test_gpt2_is_quantized_as_the_linear_layers_that_it_has(tmp_path: Path, format: str) -> None:
+    original = tiny_models.gpt2(gain=3.0)
+    done = quant.quantize(tiny_models.gpt2(gain=3.0), format)
+    names = [layer.name for layer in done.plan.quantized]
+    assert len(names) == (2 if format == "fp8_block" else 8) and all(layer.transposed for layer in done.plan.quantized)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    loaded = quant.load(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, done.model(IDS).logits)
+        for name in names:
+            loaded.get_submodule(name).activation_format = None
+        expected = with_rounded_weights(original, done.plan)(IDS).logits
+        assert torch.allclose(loaded(IDS).logits, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+@LEAVES_OUT_TRANSFORMERS
+def test_a_bare_gpt2_gets_the_codes_of_its_module(tmp_path: Path) -> None:
+    model = tiny_models.gpt2(gain=3.0)
+    torch.save(model.state_dict(), tmp_path / "in.pt")
+    command = [str(tmp_path / "in.pt"), "--format", "nvfp4a16", "--out", str(tmp_path / "bare")]
+    assert CliRunner().invoke(quantize_command, command).exit_code == 0
+    done = quant.quantize(model, "nvfp4a16")
+    quant.save(done.model, done.plan, tmp_path / "module")
+    bare, module = (load_file(tmp_path / name / "model.safetensors") for name in ("bare", "module"))
+    packed = [name for name in module if name.endswith(("weight_packed", "weight_scale"))]
+    assert len(packed) == 16 and all(torch.equal(bare[n], module[n]) for n in packed)
+
+
+@LEAVES_OUT_TRANSFORMERS
+def test_layers_of_gpt2_that_stay_keep_their_weight_as_it_was(tmp_path: Path) -> None:
+    model = tiny_models.gpt2(gain=3.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = quant.quantize(model, "nvfp4a16", IDS.repeat(2, 1), solver="gptq", exclude=["*.1.*"])
+    kept = done.model.get_submodule("transformer.h.1.attn.c_proj")
+    assert type(kept).__name__ == "Conv1D" and len(done.plan.quantized) == 4
+    quant.save(done.model, done.plan, tmp_path / "out")
+    files = load_file(tmp_path / "out" / "model.safetensors")
+    same = [name for name in files if ".h.1." in name]
+    assert len(same) == 12 and all(torch.equal(files[name], before[name]) for name in same)
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "out")(IDS).logits, done.model(IDS).logits)
+
+
+def test_data_help_conv1d_as_they_help_linear_layers() -> None:
+    rows = torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(2))
+    original = tiny_models.gpt2(gain=3.0)
+    logits = {}
+    with torch.no_grad():
+        for solver in ("rtn", "awq+gptq"):
+            done = quant.quantize(tiny_models.gpt2(gain=3.0), "nvfp4a16", rows, solver=solver)
+            logits[solver] = done.model(rows).logits
+        exact = original(rows).logits
+    errors = {solver: float((found - exact).norm()) for solver, found in logits.items()}
+    assert errors["awq+gptq"] < 0.9 * errors["rtn"]
+
+
+def test_a_budget_measures_conv1d_and_leaves_the_model_as_it_was() -> None:
+    model = tiny_models.gpt2(gain=3.0)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    done = quant.quantize(model, data=IDS.repeat(4, 1), bits=6.0, formats=["nvfp4", "fp8_channel"])
+    assert {str(layer.weight) for layer in done.plan.quantized} == {"nvfp4", "fp8_channel"}
+    assert all(torch.equal(done.model.state_dict()[n], t) for n, t in before.items() if n in done.model.state_dict())
+
+
+def test_linears_stand_for_conv1d_and_give_way_with_what_changed() -> None:
+    model = tiny_models.gpt2()
+    exact = model(IDS).logits
+    original = model.transformer.h[0].mlp.c_fc
+    with as_linears(model):
+        linear = model.transformer.h[0].mlp.c_fc
+        assert type(linear) is nn.Linear and linear.weight.data_ptr() == original.weight.data_ptr()
+        assert torch.allclose(model(IDS).logits, exact, atol=1e-6)
+        linear.weight.data = 2 * linear.weight.data
+        other = copy.deepcopy(model)
+    assert model.transformer.h[0].mlp.c_fc is original
+    with as_linears(other):
+        pass
+    assert type(other.transformer.h[0].mlp.c_fc) is type(original)
+    assert torch.equal(other(IDS).logits, model(IDS).logits) and not torch.equal(model(IDS).logits, exact)
+
+
+def test_a_directory_of_gpt2_is_planned_from_its_shapes_alone(tmp_path: Path) -> None:
+    tiny_models.gpt2().save_pretrained(tmp_path)
+    assert len(quant.make_plan(open_model(tmp_path, meta=True).model, "nvfp4a16").quantized) == 8
