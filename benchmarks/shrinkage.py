@@ -7,14 +7,13 @@ characters. STRENGTH is the factor on the estimate of `quant.calibration.shrinka
 
 from __future__ import annotations
 
-import random
-import sysconfig
 import time
 from pathlib import Path
 
 import click
 import torch
 from _table import machine, show, versions, write_json
+from _texts import SEQLEN, python_rows
 
 import quant
 from quant.calibration import shrinkage
@@ -23,15 +22,6 @@ from quant.recipes.recipe import Recipe
 
 TITLE = "Shrinkage of second moments"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
-SEQLEN = 512
-
-
-def python_rows(tokenizer: object, rows: int) -> torch.Tensor:
-    """Rows of Python source, int64 `[rows, 512]`."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    random.Random(1).shuffle(files)
-    texts = (file.read_text(encoding="utf-8", errors="ignore")[:6000] for file in files)
-    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=SEQLEN)
 
 
 @click.command(help=__doc__)
@@ -53,7 +43,7 @@ def main(
     calibration = quant.token_rows(f"{TOKENS}:calibration", None, samples=calibration_rows, seqlen=SEQLEN)
     texts = {
         "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
-        "Python source": python_rows(tokenizer, rows),
+        "Python source": python_rows(tokenizer, rows, "choose"),
     }
     table = []
     for strength in map(float, strengths.split(",")):

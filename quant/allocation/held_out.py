@@ -5,7 +5,7 @@ So what it measures there says too little; the rows that verify take part in not
 worst one counts.
 
     texts of their own    the first half of the rows of each text chooses, the second half verifies
-    calibration rows      of four rows one verifies and one chooses; the solver works with the other two
+    calibration rows      a quarter chooses and a quarter verifies, drawn once for all; the solver works with the rest
 """
 
 from __future__ import annotations
@@ -60,10 +60,13 @@ class HeldOut:
                 f"{len(rows)} calibration rows: a limit on the loss needs one to calibrate with, one to choose on and "
                 "one to verify on; give 3 or more, or a text of its own with --eval"
             )
-        place = torch.arange(len(rows)) % 4 if len(rows) > 3 else torch.tensor([0, 2, 3])
-        place = place.to(rows.device)
-        check, verify = rows[place == 2], rows[place == 3]
-        return rows[place < 2], cls({_CALIBRATION: check}, {_CALIBRATION: verify})
+        quarter = max(len(rows) // 4, 1)
+        # Drawn, since rows of a mixture follow each other by kind.
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+        check, verify, rest = (
+            rows[part.sort()[0]] for part in order.split([quarter, quarter, len(rows) - 2 * quarter])
+        )
+        return rest, cls({_CALIBRATION: check}, {_CALIBRATION: verify})
 
     @classmethod
     def without_verification(cls, check: torch.Tensor) -> HeldOut:

@@ -1,0 +1,50 @@
+"""This file cuts rows of two kinds of text that every Python has with it: its library's source and its reference.
+
+Neither is in a data set that toolkits calibrate on, nor among the samples that this package ships. The reference is the
+prose that `help()` prints on topics of the language. Files and topics are drawn by a fixed seed. What is used to choose
+a method must not measure it afterwards: `part` names the half of the files and topics that rows come from.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+import quant
+
+Part = Literal["choose", "report"]
+SEQLEN = 512
+_CHARACTERS = 6000  # of a file, so that a few rows hold several
+
+
+def other_texts(tokenizer: Any, rows: int, part: Part) -> dict[str, torch.Tensor]:
+    """Rows of Python source and of its reference by name, int64 `[rows, 512]`."""
+    return {"Python": python_rows(tokenizer, rows, part), "reference": reference_rows(tokenizer, rows, part)}
+
+
+def python_rows(tokenizer: Any, rows: int, part: Part) -> torch.Tensor:
+    """Rows of Python source, int64 `[rows, 512]`."""
+    files = _drawn(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), part)
+    texts = (file.read_text(encoding="utf-8", errors="ignore")[:_CHARACTERS] for file in files)
+    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=SEQLEN)
+
+
+def reference_rows(tokenizer: Any, rows: int, part: Part) -> torch.Tensor:
+    """Rows of prose on the language, int64 `[rows, 512]`."""
+    from pydoc_data.topics import topics
+
+    texts = (topics[name][:_CHARACTERS] for name in _drawn(sorted(topics), part))
+    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=SEQLEN)
+
+
+def _drawn(names: Iterable[Any], part: Part) -> list[Any]:
+    """Half of the names in the order of a fixed draw."""
+    found = list(names)
+    random.Random(1).shuffle(found)
+    half = len(found) // 2
+    return found[:half] if part == "choose" else found[half:]
