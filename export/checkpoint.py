@@ -16,12 +16,13 @@ from torch import nn
 
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint_reader import BESIDE, EXACT
-from quant.export.names import EXPERT_PARTS, StoredNames, cut_experts
+from quant.export.names import StoredNames, cut_experts, matrix_names
 from quant.export.tensor_file import Made, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
@@ -63,9 +64,11 @@ def checkpoint_tensors(
             continue
         seen.add(view)
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
-        for part, matrix in (cut_experts(name, tensor) if cut else {name: tensor}).items():
+        for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
             tensors[part] = matrix.contiguous()
     for name, module in quantized.items():
+        if name in names.stopped:
+            tensors[name] = torch.empty(0, dtype=dtype)
         for part, weight in layer_weights(name, module.quantized_weight).items():
             held = {t.data_ptr() for t in (weight.codes, weight.scale)}
             compress = partial(layout.compress, weight, module.input_scale, dtype, module.activation_format)
@@ -119,12 +122,10 @@ def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaled
     """
     if len(weight.shape) == 2:
         return {name: weight}
-    stem, _, last = name.rpartition(".")
-    names = EXPERT_PARTS.get(last, (last,))
-    found = {}
+    found: dict[str, BlockScaledTensor] = {}
     for index in range(weight.shape[0]):
-        for part, matrix in zip(names, split_rows(weight.matrix(index), len(names)), strict=True):
-            found[f"{stem}.{index}.{part}"] = matrix
+        names = matrix_names(name, index)
+        found.update(zip(names, split_rows(weight.matrix(index), len(names)), strict=True))
     return found
 
 

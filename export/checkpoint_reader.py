@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from quant.export import compressed_tensors as layout
 from quant.export import modelopt
 from quant.export.checkpoint_check import matrix_problems, value_problem
-from quant.export.names import EXPERT_PARTS, Rename, StoredNames, expert_names
+from quant.export.names import Rename, StoredNames, expert_names, matrix_names
 from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -151,10 +151,9 @@ def _matrices(layer: LayerPlan) -> list[tuple[str, tuple[int, ...]]]:
     """Names and shapes of the matrices of a layer; a fused-expert projection has one or two for each expert."""
     if layer.kind != "experts":
         return [(layer.name, layer.matrix)]
-    stem, _, last = layer.name.rpartition(".")
-    parts = EXPERT_PARTS.get(last, (last,))
-    shape = (layer.shape[1] // len(parts), layer.shape[2])
-    return [(f"{stem}.{index}.{part}", shape) for index in range(layer.shape[0]) for part in parts]
+    names = [matrix_names(layer.name, expert) for expert in range(layer.shape[0])]
+    shape = (layer.shape[1] // len(names[0]), layer.shape[2])
+    return [(name, shape) for matrices in names for name in matrices]
 
 
 def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
@@ -167,7 +166,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     below = tensors.below if isinstance(tensors, TensorFiles) else _below(tensors)
     if plan.kind != "experts":
         return _read_linear(tensors, below, plan.name, plan.matrix, plan)
-    parts_of = len(EXPERT_PARTS.get(plan.name.rpartition(".")[2], ("",)))
+    parts_of = len(matrix_names(plan.name, 0))
     matrices = iter(_matrices(plan))
     experts, input_scale = [], None
     for _ in range(plan.shape[0]):

@@ -254,13 +254,16 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             f"transformers unpacks {unpacked[0]} to bfloat16 and then fails on a model in "
             f"{str(dtype).removeprefix('torch.')}: load it there with dtype=torch.bfloat16"
         )
-    experts = [m.name for m in plan.quantized if m.kind == "experts" and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
+    names = names or StoredNames()
+    stacked = [] if names.apart else [m for m in plan.quantized if m.kind == "experts"]
+    warnings += stopped_warnings(plan, names)
+    experts = [m.name for m in stacked if m.name not in names.stopped and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
     if experts:
         warnings.append(
             f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.23 loads fused experts in "
             "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
         )
-    rounded = [m.name for m in plan.quantized if m.kind == "experts" and m.activation is not None]
+    rounded = [m.name for m in stacked if m.name not in names.stopped and m.activation is not None]
     if rounded:
         warnings.append(
             f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
@@ -272,7 +275,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
             "slightly other logits"
         )
-    cut = names.cut if names else ()
+    cut = () if names.apart else names.cut
     kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]
     others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
     if kept and others:
@@ -281,6 +284,17 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             f"for quantized ones where other layers are in {others[0]}, and stops"
         )
     return warnings
+
+
+def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
+    """One sentence if there are quantized experts that transformers has no place for, and stops at."""
+    stopped = [m.name for m in plan.quantized if m.name in names.stopped]
+    if not stopped:
+        return []
+    return [
+        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.23 takes the "
+        "experts of this model in 16 bit alone, and stops"
+    ]
 
 
 def rotation_warnings(plan: Plan) -> list[str]:

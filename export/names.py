@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,9 +23,11 @@ import torch
 from torch import nn
 
 from quant.formats.format import Format
+from quant.kernels.linear.stack import ExpertStack
+from quant.recipes.layers import stacking_of
 
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj")}
-"""Matrices of an expert that one fused parameter holds, in the order of its rows; others hold one of their own name."""
+EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
+"""Matrices of an expert that one parameter holds, in the order of its rows; others hold one of their own name."""
 
 _EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
 Rename = Callable[[str], str]
@@ -42,6 +44,9 @@ class StoredNames:
         back: the other way.
         experts: names on disk of an expert's matrices, by those that they have here.
         cut: fused parameters that are stored expert by expert also where they stay in 16 bit.
+        apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
+        stopped: parameters of experts that transformers has no place for where they are quantized, and of whose name
+            an empty tensor is stored, which makes it stop: it would run with random numbers.
         parameters: the model's own parameters by their names on disk: rules need not lead back to where they came from.
     """
 
@@ -49,6 +54,8 @@ class StoredNames:
     back: tuple[Rename, ...] = ()
     experts: Mapping[str, str] = field(default_factory=dict)
     cut: frozenset[str] = frozenset()
+    apart: bool = False
+    stopped: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     def stored(self, name: str) -> str:
@@ -68,7 +75,7 @@ class StoredNames:
 def stored_names(model: nn.Module | None) -> StoredNames:
     """The names for a model of transformers; for any other, nothing changes."""
     # A model of transformers cannot exist while its library is not loaded.
-    if "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
+    if model is None or "transformers" not in sys.modules or not hasattr(model, "base_model_prefix"):
         return StoredNames()
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -77,6 +84,7 @@ def stored_names(model: nn.Module | None) -> StoredNames:
     used = getattr(model, "_weight_conversions", None)
     used = known if used is None else _plain(used)
     fused = _fused(known)
+    apart = _is_apart(model)
     names = StoredNames(
         renamings=tuple(_renaming(rule.reverse_transform()) for rule in reversed(used) if _is_renaming(rule)),
         back=tuple(_renaming(rule) for rule in known if _is_renaming(rule)),
@@ -85,11 +93,36 @@ def stored_names(model: nn.Module | None) -> StoredNames:
             for last, names in fused.items()
             for ours, theirs in zip(EXPERT_PARTS.get(last, (last,)), names, strict=True)
         },
-        cut=frozenset(_fused(used)),
+        cut=frozenset((*EXPERT_PARTS, "down_proj") if apart else _fused(used)),
+        apart=apart,
     )
+    names = replace(names, stopped=frozenset() if apart else frozenset(_stopped(model, names, fused)))
     if not names.renamings:
         return names
     return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
+
+
+def _is_apart(model: nn.Module) -> bool:
+    from transformers.quantizers.base import MODULES_TO_PATCH_FOR_QUANTIZATION
+
+    return any(type(module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for module in model.modules())
+
+
+def _stopped(model: nn.Module, names: StoredNames, fused: Collection[str]) -> Iterator[str]:
+    """Parameters of experts that neither transformers nor servers look for under these names once quantized.
+
+    Servers that know `experts.gate_up_proj` would read an empty tensor of that name, and fail.
+    """
+    for path, module in model.named_modules():
+        held = [last for last, _ in module.named_parameters(recurse=False)]
+        for last in (*held, *(last for last, child in module.named_children() if isinstance(child, ExpertStack))):
+            name = f"{path}.{last}"
+            if last in fused or (stacking := stacking_of(module, last)) is None:
+                continue
+            if not stacking.is_plain or not names.stored(name).endswith(
+                (".experts.gate_up_proj", ".experts.down_proj")
+            ):
+                yield name
 
 
 def _state_names(model: Any) -> list[str]:
@@ -97,14 +130,19 @@ def _state_names(model: Any) -> list[str]:
     return [name for name, tensor in model.state_dict(keep_vars=True).items() if tensor.dim() != 3]
 
 
+def matrix_names(name: str, expert: int) -> list[str]:
+    """Names of the matrices of one expert in a parameter, in the order of its rows."""
+    stem, _, last = name.rpartition(".")
+    return [f"{stem}.{expert}.{part}".rstrip(".") for part in EXPERT_PARTS.get(last, (last,))]
+
+
 def expert_names(name: str, experts: int) -> list[str]:
     """Names on disk of the matrices in a fused parameter that stays in 16 bit, expert by expert."""
-    stem, _, last = name.rpartition(".")
-    return [f"{stem}.{index}.{part}.weight" for index in range(experts) for part in EXPERT_PARTS.get(last, (last,))]
+    return [f"{matrix}.weight" for expert in range(experts) for matrix in matrix_names(name, expert)]
 
 
 def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A fused parameter `[experts, out, in]` as one matrix for each of `expert_names`: views."""
+    """The matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
     names = expert_names(name, len(weight))
     return dict(zip(names, weight.flatten(0, 1).chunk(len(names)), strict=True))
 

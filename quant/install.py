@@ -17,6 +17,7 @@ from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.embedding import takes as why_not_embedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts, experts_forward
+from quant.recipes.layers import stacking_of
 from quant.recipes.plan import LayerPlan, Plan
 
 
@@ -40,7 +41,8 @@ def install_weight(
     parts = replace(parts, pre_scale=None if parts.pre_scale is None else parts.pre_scale.clone())
     new: nn.Module
     if layer.kind == "experts":
-        new = QuantExperts(weight, layer.activation, input_scale, dtype=parent.get_parameter(last).dtype)
+        dtype = parent.get_parameter(last).dtype
+        new = QuantExperts(weight, layer.activation, input_scale, dtype, stacking_of(parent, last))
         delattr(parent, last)
     elif layer.kind == "embedding":
         table = parent.get_submodule(last)

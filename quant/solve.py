@@ -46,9 +46,9 @@ from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
-from quant.recipes.layers import find_layers
+from quant.recipes.layers import expert_matrices, find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.stored_weights import StoredWeight, read_stored, stored_in
+from quant.stored_weights import read_stored, stored_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +88,8 @@ def solve_plan(
     check_plan_fits(plan, find_layers(model))
     check_solvers(plan)
     for layer in plan.quantized:
-        if _weight_of(model, layer).is_meta:
+        weight = model.get_parameter(layer.tensor_name)
+        if weight.is_meta and not hasattr(weight, "stored"):
             raise UserError(
                 f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
                 "quant.make_plan plans without"
@@ -273,9 +274,8 @@ def _solve_group(
         device: where weights are rounded.
         home: where what is found is kept; None leaves it on `device`.
     """
-    weights = dict(zip([member.name for member in members], brought, strict=False))
-    if not brought:
-        weights = {member.name: _weight_of(model, member) for member in members}
+    held: Sequence[torch.Tensor | None] = brought or [None] * len(members)
+    weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, held, strict=True)}
     solved = _solve(members, weights, device)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     for member in members:
@@ -315,7 +315,7 @@ def _solve(
     """Codes and scales by name. Experts that are read one by one are solved so on `device`."""
     first = members[0]
     assert first.weight is not None
-    if first.kind == "experts" and isinstance(whole := weights[first.name], StoredWeight):
+    if not isinstance(whole := weights[first.name], torch.Tensor):
         format, solver = first.weight, get_solver(first.solver)
         matrices = (
             solve_group({first.name: whole[index].to(device)}, {}, format, solver)[first.name]
@@ -325,8 +325,12 @@ def _solve(
     return solve_group(weights, {}, first.weight, get_solver(first.solver))
 
 
-def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
-    """The weight of a layer; for one that is still in its files, what reads it."""
+def _weight_of(model: nn.Module, layer: LayerPlan, held: torch.Tensor | None = None) -> torch.Tensor:
+    """The weight of a layer, perhaps `held` elsewhere; for one that is still in its files, what reads it."""
+    if layer.kind == "experts":
+        return expert_matrices(model, layer.name, held)  # type: ignore[no-any-return]
+    if held is not None:
+        return held
     weight = _parameter_of(model, layer)
     return getattr(weight, "stored", None) or weight.detach()
 

@@ -1,6 +1,6 @@
 """`find_layers` finds the weights of a model, their kinds, and which are fused at run time.
 
-A layer is a module that owns a weight, a fused-expert parameter `[experts, out, in]` as Mixture-of-Experts models in
+A layer is a module that owns a weight, a parameter with the matrices of all experts as Mixture-of-Experts models in
 transformers 5 have them, or any other parameter of two or more dimensions: every such parameter is in the list.
 Nothing here reads the data of a weight, so a model on the meta device will do.
 
@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from quant.formats.stacking import Stacking
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -40,6 +42,7 @@ _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_p
 
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
+_TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
 _OTHERWISE = "its class multiplies otherwise than a linear layer"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
 _NOT_PLAIN_CONV = "its class convolves otherwise than torch's convolutions"
@@ -55,7 +58,8 @@ class Layer:
     Attributes:
         name: module path, or parameter path for fused experts.
         kind: one of `quant.recipes.plan.KINDS`.
-        shape: of the weight, `[..., out, in]`, or `[out, in / groups, kernel...]` of a convolution.
+        shape: of the weight, `[..., out, in]` however the model holds it, or `[out, in / groups, kernel...]` of a
+            convolution.
         group: name of its fusion group, if it has one.
         tied_to: name of the layer whose parameter it shares, if it does.
         obstacle: why it cannot be quantized at all, if so.
@@ -92,8 +96,9 @@ def find_layers(model: nn.Module) -> list[Layer]:
     layers = []
     for name, module in model.named_modules():
         for parameter_name, parameter in _weights(module):
-            path = name if parameter_name == "weight" else f"{name}.{parameter_name}".lstrip(".")
             kind = _kind(module, parameter_name, parameter)
+            is_own = parameter_name == "weight" and kind != "experts"
+            path = name if is_own else f"{name}.{parameter_name}".lstrip(".")
             if module is head or (kind == "linear" and _is_head(name)):
                 kind = "head"
             tied_to = owner.setdefault(id(parameter), path)
@@ -102,7 +107,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 Layer(
                     path,
                     kind,
-                    _shape(module, parameter) if transposed else tuple(parameter.shape),
+                    _shape(module, parameter_name, parameter, transposed),
                     tied_to=None if tied_to == path else tied_to,
                     obstacle=_obstacle(module, kind),
                     kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
@@ -133,7 +138,10 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
                 Layer(stem, kind, tuple(shape[::-1] if turned else shape), obstacle=obstacle, transposed=turned)
             )
         elif len(shape) == 3 and last in _EXPERT_NAMES:
-            layers.append(Layer(name, "experts", tuple(shape)))
+            pair = [shapes.get(f"{stem}.{part}", ()) for part in ("gate_up_proj", "down_proj")]
+            layers.append(
+                Layer(name, "experts", tuple(shape), obstacle=_TRANSPOSED if _are_transposed(*pair) else None)
+            )
         elif len(shape) > 1:
             layers.append(Layer(name, "parameter", tuple(shape)))
     return layers
@@ -197,8 +205,10 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _kind(module: nn.Module, name: str, weight: torch.Tensor) -> str:
     from torch import nn
 
+    if stacking_of(module, name) is not None:
+        return "experts"
     if name != "weight":
-        return "experts" if weight.dim() == 3 and name in _EXPERT_NAMES else "parameter"
+        return "parameter"
     if isinstance(module, nn.Linear) or is_conv1d(module):
         return "linear"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -212,8 +222,6 @@ def _obstacle(module: nn.Module, kind: str) -> str | None:
     """Why what `module` holds cannot be quantized, as the module's class and shapes tell."""
     from torch import nn
 
-    if kind == "experts" and experts_are_transposed(module):
-        return "experts are stored [experts, in, out]: blocks would cross the reduction axis"
     if kind == "conv" and not _is_plain_conv(module):
         return _NOT_PLAIN_CONV
     if kind != "linear" or is_conv1d(module):
@@ -264,25 +272,66 @@ def _is_plain_conv(conv: nn.Module) -> bool:
     return plain is not None and own == [getattr(plain, name, None) for name in ("forward", "_conv_forward")]
 
 
-def _shape(module: nn.Module, parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape, output channels first, of a weight that is stored with its input channels first."""
-    if hasattr(module, "stands_for"):
+def _shape(module: nn.Module, name: str, parameter: torch.Tensor, transposed: bool) -> tuple[int, ...]:
+    """Shape of a weight with output channels before those of the input, whichever the parameter has first."""
+    if (stacking := stacking_of(module, name)) is not None:
+        return stacking.weight_shape
+    if not transposed or hasattr(module, "stands_for"):
         return tuple(parameter.shape)
     inputs, outputs, *kernel = parameter.shape
     groups = getattr(module, "groups", 1)
     return (outputs * groups, inputs // groups, *kernel)
 
 
-def experts_are_transposed(module: nn.Module) -> bool:
-    """Whether a module stores its fused experts `[experts, in, out]`, as code that multiplies with `bmm` wants them.
+def stacking_of(module: nn.Module, name: str) -> Stacking | None:
+    """How the parameter `name` of a module holds the matrices of experts; None where it holds something else.
 
-    One of two fused parameters tells by itself: `gate_up_proj` has twice the rows of what `down_proj` reads, or twice
-    the columns. Without it, `transformers` marks the module.
+    One of two parameters tells whether they are transposed: `gate_up_proj` has twice the rows of what `down_proj`
+    reads, or twice the columns. Without it, transformers marks the module. JetMoE calls each parameter `weight`, and
+    DBRX has them in two dimensions and multiplies by its `w2` without transposing it.
     """
-    fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if fused is not None and down is not None:
-        return tuple(fused.shape[1:]) == (down.shape[2], 2 * down.shape[1])
-    return bool(getattr(module, "is_transposed", False))
+    parameter: Any = getattr(module, name)
+    shape = tuple(parameter.shape)
+    count = getattr(module, "moe_num_experts", None)
+    if len(shape) == 2 and name in ("w1", "v1", "w2") and count and shape[0] == count * module.ffn_hidden_size:
+        return Stacking(shape, count, transposed=name == "w2")
+    if name == "weight" and len(shape) == 3:
+        sizes = tuple(getattr(module, size, None) for size in ("num_experts", "output_size", "input_size"))
+        return Stacking(shape, shape[0]) if shape == sizes else None
+    if len(shape) != 3 or name not in _EXPERT_NAMES:
+        return None
+    pair = [
+        tuple(getattr(module, part).shape) if hasattr(module, part) else () for part in ("gate_up_proj", "down_proj")
+    ]
+    transposed = _are_transposed(*pair) if all(pair) else bool(getattr(module, "is_transposed", False))
+    interleaved = name == "gate_up_proj" and not getattr(module, "is_concatenated", True)
+    return Stacking(shape, shape[0], transposed, interleaved)
+
+
+def expert_matrices(model: nn.Module, name: str, held: Any = None) -> Any:
+    """The matrices `[experts, out, in]` of a parameter, or what reads them one by one from its file.
+
+    Args:
+        model: that holds it.
+        name: of the parameter.
+        held: its values where they are elsewhere, on another device for example.
+    """
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    stacking = stacking_of(module, last)
+    assert stacking is not None, name
+    if held is None:
+        parameter = module.get_parameter(last)
+        stored = getattr(parameter, "stored", None)
+        if stored is not None:
+            return stacking.read(stored)
+        held = parameter.detach()
+    return stacking.matrices(held)
+
+
+def _are_transposed(fused: Sequence[int], down: Sequence[int]) -> bool:
+    """Whether `gate_up_proj` and `down_proj` of these shapes are `[experts, in, out]`."""
+    return len(fused) == len(down) == 3 and tuple(fused[1:]) == (down[2], 2 * down[1])
 
 
 def _routers(model: nn.Module) -> set[str]:
@@ -291,7 +340,7 @@ def _routers(model: nn.Module) -> set[str]:
 
     experts: dict[str, int] = {}
     for name, module in model.named_modules():
-        fused = [p for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and n in _EXPERT_NAMES]
+        fused = [p for n, p in module.named_parameters(recurse=False) if p.dim() == 3 and stacking_of(module, n)]
         listed = isinstance(module, nn.ModuleList) and name.endswith("experts")
         if fused or listed:
             experts[name] = len(fused[0]) if fused else len(module)

@@ -3,8 +3,9 @@
 A model is built from the default config of its architecture, every size in it replaced by a small one, and its weights
 are drawn at random. Each cell of the table is one model in one format:
 
-    model -> directory -> quantize -> checkpoint -> quant.load           -> logits
+    model -> directory -> quantize -> checkpoint -> quant.load           -> logits, weights
                                                  -> transformers' loader -> logits, weights
+                                                 -> ModelOpt's layout    -> quant.load without the plan -> logits
 
     equal     both loaders give the same logits, and every weight is the original one as its format rounds it
     warned    the loaders differ, or transformers stops, and the report names transformers
@@ -13,31 +14,42 @@ are drawn at random. Each cell of the table is one model in one format:
     TRACEBACK something else was raised
 
 `python tests/architectures.py` runs all of them and writes docs/architectures.md; names after it run those alone.
+`--minutes 9` stops after nine minutes, and the next call goes on from there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import json
 import re
 import shutil
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 
+from quant.api.convert import convert
 from quant.api.load import load
 from quant.cli.job import Job
 from quant.cli.pipeline import run
+from quant.export.names import cut_experts, expert_names
+from quant.kernels.linear.stack import ExpertStack
+from quant.recipes.layers import expert_matrices
+from quant.recipes.plan import PLAN_FILE
 
 FORMATS = ("nvfp4a16", "fp8_channel")
+COMPRESSED, MODELOPT = LAYOUTS = ("compressed-tensors", "ModelOpt")
+FOUND = Path(tempfile.gettempdir()) / "blockscale-architectures.jsonl"
 DOCS = Path(__file__).parents[1] / "docs" / "architectures.md"
 
 # Fields of configs by the small value that they get.
@@ -120,6 +132,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4, "qk_head_dim": 24, "head_dim": 8,
     },
     "mamba2": {"num_heads": 8},
+    "mobilebert": {"embedding_size": 32},
     "nemotron": {"num_key_value_heads": 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention"], "layer_types": ["mamba", "full_attention"]},
     "qwen2_5_vl": _QWEN_VL,
@@ -210,12 +223,17 @@ ARCHITECTURES = tuple(_ALL.split())
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of one architecture in one format."""
+    """What became of one architecture in one format, in one layout.
+
+    `difference` is that of the logits of the two loaders, where both gave some.
+    """
 
     architecture: str
     format: str
+    layout: str
     verdict: str
     detail: str = ""
+    difference: float | None = None
 
 
 def config_of(name: str) -> Any:
@@ -308,14 +326,14 @@ LOGIT_LIMIT = {"nvfp4a16": 0.05, "fp8_channel": 0.01}
 WEIGHT_LIMIT = {"nvfp4a16": 0.2, "fp8_channel": 0.06}
 
 
-def check(name: str, format: str, folder: Path) -> Cell:
-    """One cell; `folder` is an empty directory."""
+def check(name: str, format: str, folder: Path) -> list[Cell]:
+    """The cells of one architecture in one format, a layout each; `folder` is an empty directory."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
-        return Cell(name, format, *_verdict(name, format, folder))
+        return [Cell(name, format, *found) for found in _verdicts(name, format, folder)]
 
 
-def _verdict(name: str, format: str, folder: Path) -> tuple[str, str]:
+def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]:
     dtype = DTYPES[format]
     model = build(name, dtype)
     given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs(model).items()}
@@ -324,39 +342,135 @@ def _verdict(name: str, format: str, folder: Path) -> tuple[str, str]:
     try:
         report = run(Job(str(folder / "model"), format, out=folder / "out"), quiet=True)
     except ValueError as error:
-        return "refused", " ".join(str(error).replace(str(folder), "").split())
+        yield COMPRESSED, "refused", " ".join(str(error).replace(str(folder), "").split())
+        return
     except Exception as error:
-        return "TRACEBACK", _where(error)
+        yield COMPRESSED, "TRACEBACK", _where(error)
+        return
     try:
-        ours = result(load(folder / "out"), given)
+        loaded = load(folder / "out")
+        ours = result(loaded, given)
     except Exception as error:
-        return "TRACEBACK", f"quant.load: {_where(error)}"
-    found = _of_transformers(model, folder / "out", given, ours, format)
+        yield COMPRESSED, "TRACEBACK", f"quant.load: {_where(error)}"
+        return
+    found, off = _of_transformers(model, folder / "out", given, ours, format)
     told = [line for line in report["warnings"] if "transformers" in line]
-    if found is None:
-        return "equal", ""
-    return ("warned", told[0]) if told else ("DIFFERENT", found)
+    wrong = _of_ours(model, loaded, given, ours, format)
+    if wrong is not None:
+        yield COMPRESSED, "DIFFERENT", f"quant.load: {wrong}", off
+    elif found is None:
+        yield COMPRESSED, "equal", "", off
+    else:
+        yield (COMPRESSED, "warned", told[0]) if told else (COMPRESSED, "DIFFERENT", found, off)
+    yield MODELOPT, *_of_modelopt(folder, given, ours)
 
 
-def _of_transformers(model: Any, path: Path, given: Any, ours: torch.Tensor, format: str) -> str | None:
-    """How transformers' own reload differs from the original weights and from our logits; None if it does not."""
+def _of_transformers(
+    model: Any, path: Path, given: Any, ours: torch.Tensor, format: str
+) -> tuple[str | None, float | None]:
+    """How transformers' own reload differs from the original weights and from our logits, and the latter's measure."""
     try:
         theirs, info = type(model).from_pretrained(path, dtype=DTYPES[format], output_loading_info=True)
         logits = result(theirs.eval(), given)  # the library unpacks the weights at the first call
     except Exception as error:
-        return f"transformers: {_where(error)}"
+        return f"transformers: {_where(error)}", None
     for kind in ("missing_keys", "unexpected_keys"):
         if info[kind]:
-            return f"{kind}: {', '.join(sorted(info[kind])[:3])}"
+            return f"{kind}: {', '.join(sorted(info[kind])[:3])}", None
     loaded = dict(theirs.named_parameters())
-    for key, parameter in model.named_parameters():
+    for key, parameter in _stored_apart(model, loaded):
         if key not in loaded or loaded[key].shape != parameter.shape:
-            return f"{key} {list(parameter.shape)} is not there"
+            return f"{key} {list(parameter.shape)} is not there", None
         off = difference(loaded[key].float(), parameter.float())
         if off > WEIGHT_LIMIT[format]:
-            return f"{key} is off by {off:.2f}"
+            return f"{key} is off by {off:.2f}", None
     off = difference(logits, ours)
-    return f"logits are off by {off:.2g}" if off > LOGIT_LIMIT[format] else None
+    return (f"logits are off by {off:.2g}" if off > LOGIT_LIMIT[format] else None), off
+
+
+def _stored_apart(model: Any, loaded: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters of a model, with experts in their parts where transformers has loaded those."""
+    for key, parameter in model.named_parameters():
+        names = expert_names(key, len(parameter)) if parameter.dim() == 3 and key not in loaded else []
+        if names and names[0] in loaded:
+            yield from cut_experts(key, expert_matrices(model, key)).items()
+        else:
+            yield key, parameter
+
+
+@torch.no_grad()
+def _of_ours(model: Any, loaded: Any, given: Any, ours: torch.Tensor, format: str) -> str | None:
+    """How a checkpoint that `quant.load` read differs from the original model, whose weights become the rounded ones.
+
+    With inputs in 16 bit, the original's own code with those weights has to give the same logits.
+    """
+    parameters = dict(model.named_parameters())
+    for key, module in loaded.named_modules():
+        if not hasattr(module, "quantized_weight"):
+            continue
+        is_stack = isinstance(module, ExpertStack)
+        weight = module.tensor() if is_stack else module.weight
+        original = parameters[key if is_stack else f"{key}.weight"]
+        off = difference(weight.float(), original.float()) if weight.shape == original.shape else float("inf")
+        if off > WEIGHT_LIMIT[format]:
+            return f"{key} is off by {off:.2f}"
+        original.copy_(weight)
+    if any(getattr(module, "activation_format", None) is not None for module in loaded.modules()):
+        return None
+    off = difference(ours, result(model, given))
+    return f"logits are off by {off:.2g} from the original code's" if off > LOGIT_LIMIT[format] else None
+
+
+def _of_modelopt(folder: Path, given: Any, ours: torch.Tensor) -> tuple[Any, ...]:
+    """The same checkpoint in ModelOpt's layout, read without its plan, as if another tool had written it."""
+    try:
+        convert(folder / "out", folder / "modelopt", "modelopt")
+    except ValueError as error:
+        return "refused", " ".join(str(error).replace(str(folder), "").split())
+    except Exception as error:
+        return "TRACEBACK", _where(error)
+    (folder / "modelopt" / PLAN_FILE).unlink()
+    try:
+        off = difference(result(load(folder / "modelopt"), given), ours)
+    except Exception as error:
+        return "TRACEBACK", f"quant.load: {_where(error)}"
+    problem = f"logits are off by {off:.2g}" if off else modelopt_problem(folder / "modelopt")
+    return ("DIFFERENT", problem, off) if problem else ("equal", "", off)
+
+
+# The dtypes of a quantized matrix in ModelOpt 0.47's own checkpoints, by algorithm.
+_MODELOPT = {
+    "W4A16_NVFP4": {"weight": "U8", "weight_scale": "F8_E4M3", "weight_scale_2": "F32"},
+    "FP8_PER_CHANNEL_PER_TOKEN": {"weight": "F8_E4M3", "weight_scale": "F32"},
+}
+
+
+def modelopt_problem(directory: Path) -> str | None:
+    """What breaks the rules of ModelOpt's own checkpoints: tensors of a matrix, and which modules are excluded.
+
+    vLLM leaves a module in 16 bit if an excluded name is a part of its own, or matches it.
+    """
+    said = json.loads((directory / "hf_quant_config.json").read_text())["quantization"]
+    config = json.loads((directory / "config.json").read_text())["quantization_config"]
+    if (config["quant_method"], config["quant_algo"], config["ignore"]) != (
+        "modelopt", said["quant_algo"], said["exclude_modules"]
+    ):  # fmt: skip
+        return "config.json and hf_quant_config.json differ"
+    excluded = [name.strip("*") for name in said["exclude_modules"]]
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        dtypes = {name: str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+        sizes = {name: len(file.get_slice(name).get_shape()) for name in dtypes}
+    for name in dtypes:
+        stem = name.removesuffix(".weight")
+        parts = {suffix: dtypes.get(f"{stem}.{suffix}") for suffix in _MODELOPT[said["quant_algo"]]}
+        if f"{stem}.weight_scale" in dtypes and stem != name:
+            if parts != _MODELOPT[said["quant_algo"]]:
+                return f"{stem} has {parts}"
+            if any(part in stem for part in excluded):
+                return f"{stem} is quantized and excluded"
+        elif stem != name and sizes[name] > 1 and not any(part in stem for part in excluded):
+            return f"{stem} is neither quantized nor excluded"
+    return None
 
 
 def _where(error: BaseException) -> str:
@@ -364,48 +478,79 @@ def _where(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({Path(last.filename).name}:{last.lineno})"
 
 
-def cells(names: Iterable[str]) -> Iterator[Cell]:
-    """The cells of these architectures, one after the other."""
-    for name in names:
-        for format in FORMATS:
-            folder = Path(tempfile.mkdtemp())
-            try:
-                yield check(name, format, folder)
-            finally:
-                shutil.rmtree(folder)
+def cells(name: str) -> Iterator[Cell]:
+    """The cells of an architecture, one after the other."""
+    for format in FORMATS:
+        folder = Path(tempfile.mkdtemp())
+        try:
+            yield from check(name, format, folder)
+        finally:
+            shutil.rmtree(folder)
 
 
-def table(found: Iterable[Cell]) -> str:
+def table(found: Sequence[Cell]) -> str:
     """The page of the docs: a row for each architecture, a number for each reason."""
     import transformers
 
-    rows: dict[str, dict[str, str]] = {}
+    rows: dict[str, dict[tuple[str, str], str]] = {}
     reasons: dict[str, int] = {}
-    counts: Counter[str] = Counter()
+    counts: dict[str, Counter[str]] = {layout: Counter() for layout in LAYOUTS}
     for cell in found:
-        counts[cell.verdict] += 1
+        counts[cell.layout][cell.verdict] += 1
         number = reasons.setdefault(_general(cell.detail), len(reasons) + 1) if cell.detail else None
-        rows.setdefault(cell.architecture, {})[cell.format] = cell.verdict + (f" [{number}]" if number else "")
+        text = cell.verdict + (f" [{number}]" if number else "")
+        rows.setdefault(cell.architecture, {})[cell.layout, cell.format] = text
+    columns = [(layout, format) for layout in LAYOUTS for format in FORMATS]
+    titles = [format if layout == COMPRESSED else f"{format}, {layout}" for layout, format in columns]
     lines = [
         "# Architectures",
         "",
         f"`python tests/architectures.py` built {len(rows)} tiny models of random weights from the configs of "
         f"transformers {transformers.__version__}, took each from its plan to a checkpoint, and loaded that with "
-        "`quant.load` and with transformers. It wrote this page.",
+        "`quant.load` and with transformers. Then it converted the checkpoint to ModelOpt's layout and loaded that "
+        "without its plan. It wrote this page.",
         "",
-        "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits.",
+        "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits, "
+        "as said below. With ModelOpt's layout: `quant.load` gives bit-equal logits, and the files keep the rules of "
+        "ModelOpt's own.",
         "- **warned**: transformers stops or gives other logits, and `quantize` says so.",
-        "- **refused**: `quantize` stops with the reason before it writes anything.",
+        "- **refused**: `quantize` or `quant convert` stops with the reason before it writes anything.",
         "",
-        ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()) + ".",
+        "In every cell but those refused, each weight that `quant.load` read is the original one as its format rounds "
+        "it. With inputs in 16 bit, transformers' own code with these weights gives the logits of `quant.load`.",
         "",
-        f"| architecture | {' | '.join(FORMATS)} |",
-        f"|---|{'---|' * len(FORMATS)}",
-        *(f"| {name} | {' | '.join(row.get(format, '') for format in FORMATS)} |" for name, row in rows.items()),
+        *(f"- {layout}: {_counted(counts[layout])}" for layout in LAYOUTS),
+        "",
+        *(_measured(format, [c for c in found if c.format == format]) for format in FORMATS),
+        "",
+        "Where logits are not bit-equal, sums were rounded in another order or dtype: `quant.load` multiplies in "
+        "float32 on a CPU and rounds once to the dtype of the input. Models with a router, a `topk` or 16-bit norms "
+        "enlarge such differences.",
+        "",
+        f"| architecture | {' | '.join(titles)} |",
+        f"|---|{'---|' * len(titles)}",
+        *(f"| {name} | {' | '.join(row.get(column, '') for column in columns)} |" for name, row in rows.items()),
         "",
         *(f"{number}. {reason}" for reason, number in reasons.items()),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _counted(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {verdict}" for verdict, count in counts.most_common())
+
+
+def _measured(format: str, found: Sequence[Cell]) -> str:
+    """How far apart the logits of the two loaders are where they count as the same."""
+    equal = [c for c in found if c.layout == COMPRESSED and c.verdict == "equal" and c.difference is not None]
+    exact = [c for c in equal if c.difference == 0]
+    most = max(equal, key=lambda c: c.difference or 0)
+    close = sum((c.difference or 0) <= 1e-3 for c in equal)
+    return (
+        f"- {format}, {str(DTYPES[format]).removeprefix('torch.')}: of {len(equal)} equal cells {len(exact)} are "
+        f"bit-equal, {close} differ by at most 0.1 %, and the largest difference is {most.difference:.2g} "
+        f"({most.architecture}), in the Frobenius norm relative to our logits"
+    )
 
 
 def _general(detail: str) -> str:
@@ -415,20 +560,36 @@ def _general(detail: str) -> str:
     return re.sub(r"\d+ matrices|'\w+' object", "…", detail)
 
 
-def main(names: list[str]) -> None:
-    """Prints a line a cell, and a count; of all architectures, writes the page."""
-    found = []
+def main(arguments: Sequence[str]) -> None:
+    """Prints a line a cell, and a count.
+
+    Without names it runs all architectures, keeps each in `FOUND` as it goes, goes on where it was stopped, and writes
+    the page when the last one is there. `--minutes N` stops after that time.
+    """
+    stop = time.monotonic() + 60 * float(arguments[1]) if arguments[:1] == ["--minutes"] else float("inf")
+    names = list(arguments if stop == float("inf") else arguments[2:])
     torch.set_num_threads(1)
-    for name in names or ARCHITECTURES:
+    found = [] if names or not FOUND.is_file() else [Cell(**json.loads(line)) for line in FOUND.open()]
+    done = {cell.architecture for cell in found}
+    for name in (name for name in names or ARCHITECTURES if name not in done):
+        if time.monotonic() > stop:
+            print(f"{len({cell.architecture for cell in found})} of {len(ARCHITECTURES)}: run it again to go on")
+            return
         try:
-            for cell in cells([name]):
-                found.append(cell)
-                print(cell.architecture, cell.format, cell.verdict, cell.detail, flush=True)
+            new = list(cells(name))
         except Exception as error:
             print(name, "HARNESS", _where(error), flush=True)
-    print(Counter(cell.verdict for cell in found))
+            continue
+        for cell in new:
+            print(*asdict(cell).values(), flush=True)
+        found += new
+        if not names:
+            with FOUND.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(asdict(cell)) + "\n" for cell in new)
+    print({layout: _counted(Counter(c.verdict for c in found if c.layout == layout)) for layout in LAYOUTS})
     if not names:
         DOCS.write_text(table(found), encoding="utf-8")
+        FOUND.unlink()
 
 
 if __name__ == "__main__":

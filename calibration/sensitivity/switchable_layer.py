@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from quant.kernels.linear.modules import QuantExperts
+from quant.formats.stacking import Stacking
+from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.plan import LayerPlan
 
 if TYPE_CHECKING:
@@ -119,10 +120,22 @@ class SwitchableLayer(nn.Module):
         return y
 
 
-class SwitchableExperts(SwitchableLayer, QuantExperts):
-    """`experts_forward` calls modules of this class by expert; nothing else of `QuantExperts` is used."""
+class SwitchableExperts(SwitchableLayer, ExpertStack):
+    """One projection of all experts; `stacking` says how their parameter holds it."""
 
-    runs_grouped = False
+    def __init__(
+        self, owner: SwitchableModel, plan: LayerPlan, group: str, weight: torch.Tensor, stacking: Stacking
+    ) -> None:
+        super().__init__(owner, plan, group, weight, None)
+        self.stacking = stacking
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The values `[out, in]` of one expert in the present format."""
+        return self.owner.dense(self, self.owner.current(self.group), index)
+
+    def forward(self, x: torch.Tensor, index: int | None = None) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
+        return self.stacking.outputs(super().forward(x, index))
 
 
 class _Probe(torch.autograd.Function):

@@ -42,7 +42,8 @@ from quant.calibration.solvers.solver import get_pipeline, get_solver
 from quant.calibration.statistics import static_input_scale
 from quant.calibration.walk.collect import collect_input_amax
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.linear.modules import experts_forward
+from quant.kernels.linear.modules import experts_forward, runs_experts_alone
+from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 
 # Bytes of a GPU that are left to activations and logits before dense weights are kept there.
@@ -106,9 +107,10 @@ class SwitchableModel:
                 parent = self.model.get_submodule(parent_name)
                 original = getattr(parent, last)
                 if layer.kind == "experts":
-                    self._replace_parameter(
-                        parent, last, SwitchableExperts(self, layer, group, original.detach(), None)
-                    )
+                    stacking = stacking_of(parent, last)
+                    assert stacking is not None
+                    weight = expert_matrices(self.model, layer.name)
+                    self._replace_parameter(parent, last, SwitchableExperts(self, layer, group, weight, stacking))
                     experts.add(parent)
                 else:
                     new = SwitchableLayer(
@@ -122,7 +124,7 @@ class SwitchableModel:
                     self._undo.append(partial(setattr, parent, last, original))
                     setattr(parent, last, new)
                 self.layers[layer.name] = self.model.get_submodule(layer.name)  # type: ignore[assignment]
-        for module in experts:
+        for module in filter(runs_experts_alone, experts):
             module.forward = partial(experts_forward, module)
             self._undo.append(partial(delattr, module, "forward"))
         return self

@@ -568,7 +568,7 @@ class BlockWork:
     def _solve_experts(self, calls: Sequence[Call]) -> None:
         """Solves fused experts, with the rest of the block quantized."""
         for experts in self.experts:
-            experts.solve(partial(self._run_until_stopped, calls))
+            experts.solve(partial(self._run_until_stopped, calls), self.clock)
 
     def _run_until_stopped(self, calls: Sequence[Call]) -> None:
         with fast_matmul():

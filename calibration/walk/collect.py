@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,7 +15,10 @@ from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.texts.rows import check_ids
-from quant.kernels.linear.modules import experts_forward
+from quant.formats.stacking import Stacking
+from quant.kernels.linear.modules import experts_forward, runs_experts_alone
+from quant.kernels.linear.stack import ExpertStack
+from quant.recipes.layers import expert_matrices, stacking_of
 
 
 def collect_input_amax(
@@ -91,18 +94,23 @@ def watch_inputs(
 ) -> Iterator[None]:
     """Calls `observe(name, input)` for every call of a named layer while the block runs.
 
-    A linear is watched by a hook. The projections of a fused-experts module are parameters, not modules, so the
-    module's forward is replaced by `experts_forward`, which sees every expert's input.
+    A linear is watched by a hook. The projections of fused experts are parameters, not modules. Where the library
+    can be told how to run them, the module's forward is replaced by `experts_forward`, which sees every expert's input;
+    elsewhere a `WatchedExperts` stands in the place of each parameter.
     """
     experts: dict[nn.Module, str] = {}
+    watched: dict[nn.Module, dict[str, nn.Parameter]] = {}
     handles = []
     for name in names:
         parent, _, last = name.rpartition(".")
         owner = model.get_submodule(parent)
         if isinstance(getattr(owner, last), nn.Module):
             handles.append(owner.get_submodule(last).register_forward_pre_hook(_linear_hook(name, observe)))
-        else:
+        elif runs_experts_alone(owner):
             experts[owner] = parent
+        else:
+            seen = partial(_one_expert, name, observe)
+            watched.setdefault(owner, {})[last] = watch_experts(model, name, seen)
     for module, path in experts.items():
         module.forward = partial(experts_forward, module, observe=_expert_hook(path, names, observe))
     try:
@@ -111,6 +119,60 @@ def watch_inputs(
     finally:
         for module in experts:
             del module.forward
+        for module, parameters in watched.items():
+            put_back(module, parameters)
+
+
+class WatchedExperts(ExpertStack):
+    """The experts of a parameter in 16 bit, which show their inputs.
+
+    Args:
+        matrices: `[experts, out, in]`.
+        stacking: how the parameter holds them.
+        observe: called with an expert and its input `[tokens, in]`, of which no row is zero throughout: models pad with
+            such rows.
+    """
+
+    def __init__(
+        self, matrices: Sequence[torch.Tensor], stacking: Stacking, observe: Callable[[int, torch.Tensor], None]
+    ) -> None:
+        super().__init__()
+        self.matrices, self.stacking, self.observe = matrices, stacking, observe
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The weight of one expert."""
+        return self.matrices[index]
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """Shows the input, and multiplies by the weight."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows := rows[rows.any(-1)]):
+            self.observe(index, rows)
+        return nn.functional.linear(x, self.matrices[index].to(x.device, x.dtype))
+
+
+def watch_experts(model: nn.Module, name: str, observe: Callable[[int, torch.Tensor], None]) -> nn.Parameter:
+    """Puts a `WatchedExperts` in the place of a parameter of `model`, which is returned."""
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    stacking = stacking_of(module, last)
+    assert stacking is not None
+    watched = WatchedExperts(expert_matrices(model, name), stacking, observe)
+    parameter = module.get_parameter(last)
+    delattr(module, last)
+    setattr(module, last, watched)
+    return parameter
+
+
+def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Registers the parameters of experts in the place of what stands there."""
+    for name, parameter in parameters.items():
+        delattr(module, name)
+        module.register_parameter(name, parameter)
+
+
+def _one_expert(name: str, observe: Callable[[str, torch.Tensor], None], expert: int, x: torch.Tensor) -> None:
+    observe(name, x)
 
 
 def _linear_hook(

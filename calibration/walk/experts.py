@@ -1,9 +1,10 @@
 """`ExpertsWork` solves fused experts, one after the other, each on the tokens that reach it.
 
-A projection is one parameter `[experts, out, in]`. A router sends each expert different tokens, so each has a second
+A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
 moment of its own. One pass over the block keeps what the experts are called with; from there an expert's inputs are
 computed when it is its turn, with its quantized projections before in place. So beside the codes a few second moments
-and one expert are in memory, whatever the number of experts, which may be in their files until then.
+and one expert are in memory, whatever the number of experts, which may be in their files until then. Where only the
+modeling code knows what experts are called with, the block runs once for each projection with `WatchedExperts`.
 
 An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
 
@@ -28,10 +29,12 @@ from quant.calibration.solvers.group import all_solved, solve_group
 from quant.calibration.solvers.local_hessian import LocalHessian
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation
+from quant.calibration.walk.collect import put_back, watch_experts
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.shared_moments import Moments, pooled, stats_of
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward
+from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward, runs_experts_alone
+from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
 
 # Bytes of second moments that are held at a time.
@@ -64,6 +67,7 @@ class ExpertsWork:
         self.members, self.input_scales, self.settings, self.stored = members, input_scales, settings, stored
         self.device = next(p.device for p in block.parameters() if not p.is_meta)
         self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.alone = runs_experts_alone(self.module)
         self.originals: dict[str, nn.Parameter] = {}
         self.solved: list[tuple[LayerPlan, Solved | None]] = []
 
@@ -72,21 +76,53 @@ class ExpertsWork:
         """Of the first projection, in the model."""
         return self.members[0].name
 
-    def solve(self, run: Callable[[], Any]) -> None:
-        """Solves the projections; `run` runs the block on this rank's calibration rows, each until `Stop`."""
-        self.module.forward = self._keep_inputs
-        run()
+    def solve(self, run: Callable[[], Any], clock: Sequence[int]) -> None:
+        """Solves the projections.
+
+        Args:
+            run: runs the block on this rank's calibration rows, each until `Stop`.
+            clock: a cell with the number of the current batch.
+        """
+        if self.alone:
+            self.module.forward = self._keep_inputs
+            run()
+        self.run, self.clock = run, clock
         for member in self.members:
             projection = member.name.rpartition(".")[2]
-            weight = self.module.get_parameter(projection)
-            matrices: Sequence[torch.Tensor] = getattr(weight, "stored", None) or weight.detach()  # type: ignore[assignment]
-            solved = self._solve(member, projection, matrices)
+            weight, stacking = self.module.get_parameter(projection), stacking_of(self.module, projection)
+            solved = self._solve(member, projection, expert_matrices(self.module, projection))
             self.originals[projection] = weight
             delattr(self.module, projection)
-            setattr(self.module, projection, QuantExperts(solved.weight, member.activation, solved.input_scale))
+            new = QuantExperts(solved.weight, member.activation, solved.input_scale, weight.dtype, stacking)
+            setattr(self.module, projection, new)
             self.solved.append((member, solved))
         self.inputs.clear()
-        self.module.forward = partial(experts_forward, self.module)
+        if self.alone:
+            self.module.forward = partial(experts_forward, self.module)
+
+    def _watch(self, projection: str, experts: range, see: Callable[[int, int, torch.Tensor], None]) -> None:
+        """Calls `see(batch, expert, input)` for what reaches some experts."""
+        if not self.alone:
+
+            def shown(expert: int, x: torch.Tensor) -> None:
+                if expert in experts:
+                    see(self.clock[0], expert, x)
+
+            parameter = watch_experts(self.module, projection, shown)
+            try:
+                self.run()
+            finally:
+                put_back(self.module, {projection: parameter})
+            return
+
+        def observe(batch: int, name: str, expert: int, x: torch.Tensor) -> None:
+            if name == projection:
+                see(batch, expert, x)
+
+        for batch, (hidden, index, weights) in enumerate(self.inputs):
+            other = index.new_tensor(self.module.num_experts)
+            here = torch.where((index >= experts.start) & (index < experts.stop), index, other)
+            experts_forward(self.module, hidden, here, weights, partial(observe, batch), until=projection)
 
     def _keep_inputs(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> None:
         self.inputs.append((hidden_states, top_k_index, top_k_weights))
@@ -94,10 +130,8 @@ class ExpertsWork:
 
     def results(self) -> list[tuple[LayerPlan, Solved | None]]:
         """What became of the projections. The original parameters are back in the module."""
-        for projection, weight in self.originals.items():
-            delattr(self.module, projection)
-            self.module.register_parameter(projection, weight)
-        if self.originals:
+        put_back(self.module, self.originals)
+        if self.originals and self.alone:
             del self.module.forward
         return self.solved
 
@@ -107,23 +141,26 @@ class ExpertsWork:
         width = member.weight.block[1] if isinstance(get_pipeline(member.solver).rounding, LocalHessian) else None
         sums = {expert: Moments(width) for expert in experts}
 
-        def observe(batch: int, name: str, expert: int, x: torch.Tensor) -> None:
-            if name != projection or len(x) == 0:
+        def see(batch: int, expert: int, x: torch.Tensor) -> None:
+            if len(x) == 0:
                 return
             if not bool(torch.isfinite(x).all()):
                 raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
             sums[expert].add(batch, round_activation(x, member.activation, self.input_scales.get(member.name)))
 
         with fast_matmul():
-            for batch, (hidden, index, weights) in enumerate(self.inputs):
-                other = index.new_tensor(self.module.num_experts)
-                here = torch.where((index >= experts.start) & (index < experts.stop), index, other)
-                experts_forward(self.module, hidden, here, weights, partial(observe, batch), until=projection)
+            self._watch(projection, experts, see)
         return stats_of(list(sums.values()), self.device, list(map(_owner, experts)))
 
-    def _tokens(self, count: int) -> list[int]:
+    def _tokens(self, projection: str, count: int) -> list[int]:
         """How many tokens of all ranks reach each expert."""
         total = torch.zeros(count + 1, dtype=torch.int64)
+        if not self.alone:
+
+            def see(batch: int, expert: int, x: torch.Tensor) -> None:
+                total[expert] += len(x)
+
+            self._watch(projection, range(count), see)
         for _, index, _ in self.inputs:
             total += torch.bincount(index.flatten().clamp(max=count).cpu(), minlength=count + 1)
         return [sum(of_ranks) for of_ranks in zip(*gathered(total[:count].tolist()), strict=True)]
@@ -136,7 +173,7 @@ class ExpertsWork:
         if pipeline.transforms or pipeline.reshapes:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
         looks = isinstance(pipeline.rounding, Gptq | LocalHessian)
-        tokens = self._tokens(count) if looks else [0] * count
+        tokens = self._tokens(projection, count) if looks else [0] * count
         width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else member.shape[-1]
         together = max(_BUDGET // (4 * member.shape[-1] * width), 1)
         parts = [range(first, min(first + together, count)) for first in range(0, count, together)]

@@ -55,6 +55,7 @@ from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.memory import naming_the_block
 from quant.calibration.walk.stand_in import weight_of
+from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
@@ -321,6 +322,5 @@ class _Walk:
 def _weight_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
     """The weight of a layer as it is now; a parameter that goes home keeps nothing of it."""
     if layer.kind == "experts":
-        parameter = model.get_parameter(layer.name)
-        return getattr(parameter, "stored", parameter.data)
+        return expert_matrices(model, layer.name)  # type: ignore[no-any-return]
     return weight_of(model, layer.name).data

@@ -87,10 +87,16 @@ def experts_forward(
     """`quant.kernels.linear.modules.experts_forward`, with one grouped matmul a projection; both are `QuantExperts`."""
     tokens, slots = top_k_index.shape
     order, offsets = sort_by_expert(top_k_index, self.num_experts)
-    first = self.gate_up_proj if self.has_gate else self.up_proj
-    up = first.grouped(hidden_states[order // slots], offsets)
-    up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-    down = self.down_proj.grouped(up, offsets)
+    expert = top_k_index.flatten()[order].clamp(max=self.num_experts - 1)
+
+    def project(name: str, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = getattr(self, name).grouped(x, offsets)
+        return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y
+
+    up = project("gate_up_proj" if self.has_gate else "up_proj", hidden_states[order // slots])
+    down = project("down_proj", self._apply_gate(up) if self.has_gate else self.act_fn(up))
+    if getattr(self, "has_post_expert_norm", False):
+        down = self.post_expert_norm(down)
     # Slots of no expert are beyond the last offset, where a row holds whatever was in memory.
     known = (torch.arange(len(order), device=offsets.device) < offsets[-1])[:, None]
     weighted = torch.where(known, down * top_k_weights.flatten()[order, None], 0).to(hidden_states.dtype)

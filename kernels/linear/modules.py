@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from quant.formats.format import Format
+from quant.formats.stacking import Stacking
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import reserve
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
@@ -33,6 +34,7 @@ from quant.kernels.layout import WIDENED, is_prepacked, is_wanted, prepack, rest
 from quant.kernels.linear import experts
 from quant.kernels.linear.ops import quantized_linear
 from quant.kernels.linear.oracle import as_stored
+from quant.kernels.linear.stack import ExpertStack
 
 _EXACT = ("codes", "scale", "global_scale", "input_scale")
 # A thread whose forward finds another thread arranging the weight waits for the three tensors to change together.
@@ -354,20 +356,19 @@ class QuantLinear(_QuantModule):
         return ", ".join(words)
 
 
-class QuantExperts(_QuantModule):
-    """The quantized weights of all experts of one projection, in place of a parameter `[experts, out, in]`.
+class QuantExperts(_QuantModule, ExpertStack):
+    """The quantized weights of all experts of one projection, in place of the parameter that stacks them.
 
-    Modeling code that indexes the parameter (`self.gate_up_proj[expert]`) gets the expert's dequantized weight;
-    `experts_forward` calls the module instead, and then the activation format applies too.
+    Args:
+        weight: `[experts, out, in]`.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+        dtype: of dequantized values; `.to(dtype)` changes it.
+        stacking: how the parameter holds the matrices; by default `[experts, out, in]`.
     """
 
     runs_grouped = True
     _dtype: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
-        return self._dtype.dtype
 
     def __init__(
         self,
@@ -375,29 +376,47 @@ class QuantExperts(_QuantModule):
         activation: Format | None = None,
         input_scale: torch.Tensor | None = None,
         dtype: torch.dtype = torch.float32,
+        stacking: Stacking | None = None,
     ) -> None:
         super().__init__(weight, activation, input_scale)
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
+        self.stacking = stacking or Stacking(tuple(weight.shape), weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype that indexing gives: `float32` unless `.to(dtype)` said otherwise."""
+        return self._dtype.dtype
 
     def _settle(self, x: torch.Tensor) -> None:
         if (self.codes.device, self.codes.dtype, x.dtype) != self._arranged:
             self.arrange(x.dtype)
 
-    def __getitem__(self, index: int | torch.Tensor) -> torch.Tensor:
-        """Dequantized `[out, in]` of one expert, or `[n, out, in]` for a vector of expert indices."""
-        if isinstance(index, torch.Tensor) and index.dim():
-            return torch.stack([self[int(i)] for i in index])
-        return as_stored(self.stored_weight.matrix(int(index))).dequantize(self.dtype)
+    def __getitem__(self, index: int | torch.Tensor) -> Any:
+        """One expert as the parameter holds it, or several. Without rounded inputs, these are dequantized values."""
+        if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
+            return self.stacking.hold(self.dense(int(index)))
+        return super().__getitem__(index)
 
-    def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> torch.Tensor:
+        """The values `[out, in]` of one expert."""
+        return as_stored(self.stored_weight.matrix(index)).dequantize(self.dtype)
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`[tokens, in]` to `[tokens, out]` through expert `index`."""
         self._settle(x)
         return quantized_linear(x, self.stored_weight.matrix(index), None, self.input_scale, self.activation_format)
 
+    def every(self, x: torch.Tensor) -> torch.Tensor:
+        """`[experts, tokens, in]` to `[experts, tokens, out]`, each expert with its own tokens."""
+        offsets = torch.arange(len(x) + 1, device=x.device, dtype=torch.int32) * x.shape[1]
+        y: torch.Tensor = self.grouped(x.flatten(0, 1), offsets).unflatten(0, x.shape[:2])
+        return y
+
     def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         """`[tokens, in]`, sorted by expert, to `[tokens, out]`; rows of expert e are those from `offsets[e]` on."""
         self._settle(x)
-        return experts.grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+        y = experts.grouped_linear(x, self.stored_weight, offsets, self.input_scale, self.activation_format)
+        return self.stacking.outputs(y)
 
 
 def experts_forward(
@@ -433,7 +452,7 @@ def experts_forward(
     def project(name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
         if observe is not None:
             observe(name, expert, x)
-        return _apply_expert(getattr(self, name), x, expert)
+        return _apply_expert(self, name, x, expert)
 
     for expert in top_k_index.unique().tolist():
         if expert >= self.num_experts:
@@ -448,20 +467,23 @@ def experts_forward(
             observe("down_proj", expert, up)
             continue
         down = project("down_proj", up, expert)
+        if getattr(self, "has_post_expert_norm", False):
+            down = self.post_expert_norm(down)
         out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
     return out
 
 
 def runs_experts_alone(module: nn.Module) -> bool:
     """Whether `experts_forward` does what the forward of a transformers experts module does."""
-    usual = {"has_bias": False, "is_transposed": False, "is_concatenated": True}
-    return hasattr(module, "has_gate") and all(getattr(module, name, value) == value for name, value in usual.items())
+    return hasattr(module, "has_gate")
 
 
-def _apply_expert(projection: torch.Tensor | nn.Module, x: torch.Tensor, expert: int) -> torch.Tensor:
+def _apply_expert(self: Any, name: str, x: torch.Tensor, expert: int) -> torch.Tensor:
     """One expert's matmul. A projection in 16 bit is a plain parameter, whose experts may be in their files still."""
-    if isinstance(projection, QuantExperts):
-        return projection(x, expert)  # type: ignore[no-any-return]
-    assert isinstance(projection, torch.Tensor)
-    weight = getattr(projection, "stored", projection)[expert]
-    return nn.functional.linear(x, weight.to(x.device, x.dtype))
+    projection = getattr(self, name)
+    if isinstance(projection, ExpertStack):
+        y: torch.Tensor = projection(x, expert)
+    else:
+        weight = getattr(projection, "stored", projection)[expert].to(x.device, x.dtype)
+        y = nn.functional.linear(x, weight.t() if getattr(self, "is_transposed", False) else weight)
+    return y + getattr(self, f"{name}_bias")[expert].to(x.dtype) if getattr(self, "has_bias", False) else y

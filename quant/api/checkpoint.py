@@ -31,7 +31,7 @@ from quant.install import install_kv_scales, install_weight, mark_quantized, use
 from quant.models import huggingface
 from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
 from quant.plan_check import check_plan_fits
-from quant.recipes.layers import find_layers
+from quant.recipes.layers import find_layers, stacking_of
 from quant.recipes.plan import PLAN_FILE, Plan
 
 KV_SCALES = (".k_scale", ".v_scale")
@@ -94,7 +94,7 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     for layer in plan.quantized:
         weight, input_scale = read_layer(tensors, layer)
         install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
-        owned.update(layer_tensor_names(tensors, layer))
+        owned.update((layer.name, *layer_tensor_names(tensors, layer)))
     if plan.kv_cache is not None:
         refuse(kv_scale_problems(tensors))
         install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
@@ -230,8 +230,12 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
 def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
     found = dict(tensors)
-    for name, parameter in model.named_parameters():
-        one_by_one = expert_names(name, len(parameter)) if parameter.dim() == 3 and name not in found else []
-        if one_by_one and all(each in found for each in one_by_one):
-            found[name] = torch.cat([found.pop(each) for each in one_by_one]).view(parameter.shape)
+    for path, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{last}"
+            stacking = stacking_of(module, last) if parameter.dim() == 3 and name not in found else None
+            one_by_one = [] if stacking is None else expert_names(name, stacking.experts)
+            if stacking is not None and all(each in found for each in one_by_one):
+                matrices = torch.cat([found.pop(each) for each in one_by_one])
+                found[name] = stacking.parameter(matrices.view(stacking.weight_shape))
     return found

@@ -56,6 +56,8 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) ->
     except Exception as error:  # transformers' own code, which may fail in any way
         if unknown:
             return [_unknown_layers(unknown.values(), version)]
+        if any(not tensor.numel() for tensor in tensors.values()):
+            return []  # as it should; `runtime_warnings` says so
         if not _loads_dequantized(directory, type(model), tensors):
             way_out = "load it with quant.load"
         else:

@@ -60,7 +60,8 @@ def save(
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
     layout.check_plan(plan)
-    for message in layout.rotation_warnings(plan):
+    names = stored_names(model)
+    for message in [*layout.rotation_warnings(plan), *layout.stopped_warnings(plan, names)]:
         warnings.warn(message, stacklevel=2)
 
     def told(temporary: Path, hashes: dict[str, str], messages: list[str]) -> None:
@@ -70,7 +71,7 @@ def save(
             finish(temporary, hashes, messages)
 
     return write_model(
-        model, plan, directory, stored_names(model), tokenizer=tokenizer, overwrite=overwrite,
+        model, plan, directory, names, tokenizer=tokenizer, overwrite=overwrite,
         allow_missing=allow_missing, finish=told,
     )  # fmt: skip
 

@@ -118,10 +118,11 @@ def test_runtimes_leave_routers_in_16_bit(
 ) -> None:
     """A runtime's linear is quantized unless `ignore` has its name: with one group, the target is the class."""
     result = quant.quantize(build(family, "ForCausalLM", sizes), "fp8_channel")
-    quant.save(result.model, result.plan, tmp_path / "ours")
-    if layout == "modelopt":
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r".*vllm-modelopt runs fp8_channel")  # not on experts, it says
+    with warnings.catch_warnings():
+        # Experts in this format do not run in vLLM, and those of gpt-oss do not load in transformers.
+        warnings.filterwarnings("ignore", message=r".*(vllm-modelopt runs fp8_channel|server that reads experts)")
+        quant.save(result.model, result.plan, tmp_path / "ours")
+        if layout == "modelopt":
             quant.convert(tmp_path / "ours", tmp_path / "theirs", "modelopt")
     config = json.loads((tmp_path / ("theirs" if layout == "modelopt" else "ours") / "config.json").read_text())
     quantization = config["quantization_config"]

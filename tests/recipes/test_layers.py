@@ -11,11 +11,11 @@ from torch import nn
 from quant.planning import make_plan
 from quant.recipes.layers import (
     Layer,
-    experts_are_transposed,
     find_groups,
     find_layers,
     group_experts,
     layers_of_state_dict,
+    stacking_of,
 )
 
 IDS = torch.zeros(1, 4, dtype=torch.long)
@@ -197,17 +197,23 @@ def test_the_plan_keeps_the_group_of_experts_beside_those_of_linears() -> None:
     assert "fused with" in kept["model.layers.0.mlp.experts.gate_up_proj"].reason
 
 
-def test_transposed_experts_are_kept_with_their_reason() -> None:
+def test_transposed_experts_are_planned_along_their_inputs() -> None:
     class Experts(nn.Module):
         is_transposed = True
 
         def __init__(self) -> None:
             super().__init__()
-            self.gate_up_proj = nn.Parameter(torch.zeros(2, 64, 32))
+            self.gate_up_proj = nn.Parameter(torch.zeros(2, 48, 40))
 
-    model = nn.Sequential(nn.Linear(64, 64), Experts())
-    layer = make_plan(model, "nvfp4a16").by_name["1.gate_up_proj"]
-    assert layer.weight is None and "reduction axis" in layer.reason
+    layer = make_plan(nn.Sequential(nn.Linear(64, 64), Experts()), "nvfp4a16").by_name["1.gate_up_proj"]
+    assert layer.shape == (2, 40, 48) and str(layer.weight) == "nvfp4"
+
+
+def test_transposed_experts_of_a_bare_state_dict_are_kept() -> None:
+    shapes = {"experts.gate_up_proj": (2, 64, 96), "experts.down_proj": (2, 48, 64), "up.weight": (64, 64)}
+    plan = make_plan(shapes, "nvfp4a16")
+    assert [layer.weight is None for layer in plan.layers] == [True, True, False]
+    assert "[experts, in, out]" in plan.layers[0].reason
 
 
 def test_a_root_that_is_a_layer_itself() -> None:
@@ -297,9 +303,13 @@ class Experts(nn.Module):
 @pytest.mark.parametrize("transposed", [False, True])
 def test_shapes_tell_how_experts_are_stored(transposed: bool) -> None:
     module = Experts(transposed)
-    assert experts_are_transposed(module) == transposed
-    module.is_transposed = not transposed  # type: ignore[assignment]
-    assert experts_are_transposed(module) == transposed
+    for marked in (None, not transposed):
+        module.is_transposed = marked  # type: ignore[assignment]
+        found = {name: stacking_of(module, name) for name in ("gate_up_proj", "down_proj")}
+        assert all(stacking is not None and stacking.transposed == transposed for stacking in found.values())
+        assert {n: s.weight_shape for n, s in found.items() if s} == {
+            "gate_up_proj": (4, 96, 32), "down_proj": (4, 32, 48)
+        }  # fmt: skip
 
 
 class Routed(nn.Module):

@@ -15,6 +15,8 @@ from quant.errors import UserError
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra test")
 
+from architectures import build  # noqa: E402 -- needs transformers
+
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[quant.Quantized, Path]:
@@ -45,9 +47,23 @@ def granite() -> torch.nn.Module:
     return tiny_models.build("GraniteMoe", "ForCausalLM", sizes, dtype=torch.bfloat16)  # type: ignore[no-any-return]
 
 
+def test_transformers_stops_at_experts_that_it_would_draw_at_random(tmp_path: Path) -> None:
+    """Its experts are stored fused, no rule of transformers joins them, and servers read them one by one."""
+    done = quant.quantize(granite(), "nvfp4a16")
+    with pytest.warns(UserWarning, match=r"experts\.gate_up_proj first, need quant\.load or a server"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes"):
+        transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.3.up_proj.weight_packed" in names  # as vLLM reads them
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
+
+
 def test_experts_that_transformers_would_draw_at_random_are_an_error(tmp_path: Path) -> None:
-    """Its experts are stored fused, and no rule of transformers joins them."""
-    done = quant.quantize(granite(), "fp8_channel")
+    """Its experts have the names that servers read, one by one, and no rule of transformers joins them."""
+    done = quant.quantize(build("HYV4ForCausalLM", torch.bfloat16), "fp8_channel")
     with pytest.raises(UserError, match=r"finds no tensor for .*experts\.down_proj.*--allow-missing") as caught:
         quant.save(done.model, done.plan, tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

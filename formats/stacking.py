@@ -1,0 +1,96 @@
+"""A `Stacking` says how one parameter of a model holds the matrices of all experts.
+
+    [experts, out, in]      most models
+    [experts, in, out]      gpt-oss, Aria, Llama 4, which multiply with `x @ P[e]` or `bmm(x, P)`
+    [experts * rows, cols]  DBRX, whose `w2` is [in, out] for each expert
+
+Rows of gate and up may alternate, as in gpt-oss. Everywhere in this package a matrix is `[out, in]` with gate above up,
+so that blocks lie along the axis of the dot product, and gate and up can be stored apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Stacking:
+    """How a parameter holds the matrices of experts.
+
+    Attributes:
+        shape: of the parameter.
+        experts: how many there are.
+        transposed: each matrix is `[in, out]` there.
+        interleaved: rows of gate and up alternate there.
+    """
+
+    shape: tuple[int, ...]
+    experts: int
+    transposed: bool = False
+    interleaved: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the parameter is `[experts, out, in]`."""
+        return len(self.shape) == 3 and not self.transposed and not self.interleaved
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int]:
+        """`[experts, out, in]`."""
+        rows, columns = self.shape[-2] // (self.experts if len(self.shape) == 2 else 1), self.shape[-1]
+        return (self.experts, columns, rows) if self.transposed else (self.experts, rows, columns)
+
+    def read(self, stored: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """`matrices` for a parameter that is read from its file, one expert at a time."""
+        return stored if self.is_plain else ReadMatrices(self, stored)
+
+    def matrices(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The parameter as `[experts, out, in]`: a view, unless rows are interleaved."""
+        found = parameter.unflatten(0, (self.experts, -1)) if parameter.dim() == 2 else parameter
+        found = found.transpose(1, 2) if self.transposed else found
+        return found.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.interleaved else found
+
+    def parameter(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The inverse of `matrices`."""
+        return torch.stack([self.hold(matrix) for matrix in matrices]).reshape(self.shape)
+
+    def matrix(self, held: torch.Tensor) -> torch.Tensor:
+        """The matrix `[out, in]` of one expert, from what the parameter holds of it."""
+        found = held.t() if self.transposed else held
+        return found.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.interleaved else found
+
+    def hold(self, matrix: torch.Tensor) -> torch.Tensor:
+        """The inverse of `matrix`."""
+        found = matrix.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1) if self.interleaved else matrix
+        return found.t() if self.transposed else found
+
+    def outputs(self, y: torch.Tensor) -> torch.Tensor:
+        """Outputs `[..., out]` of a matrix in the order of the parameter's rows."""
+        return y.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.interleaved else y
+
+
+class ReadMatrices(Sequence[torch.Tensor]):
+    """The matrices `[out, in]` of a parameter that is read one expert at a time.
+
+    Args:
+        stacking: of the parameter.
+        stored: gives what the parameter holds of an expert.
+    """
+
+    is_meta = False
+
+    def __init__(self, stacking: Stacking, stored: Sequence[torch.Tensor]) -> None:
+        self.stacking, self.stored, self.shape = stacking, stored, torch.Size(stacking.weight_shape)
+
+    def __len__(self) -> int:
+        return self.stacking.experts
+
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+        return self.stacking.matrix(self.stored[index])
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
