@@ -23,6 +23,7 @@ _PUBLIC = {
     "quant.calibration_data": ("calibrate",),
     "quant.calibration.texts.rows": ("calibration_rows", "token_rows"),
     "quant.errors": ("UserError",),
+    "quant.integrations.from_pretrained": ("QuantConfig",),
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),

@@ -33,7 +33,7 @@ PARTS = {
     "recipes": (".",),
     "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
     "export": ("onnx_graph", "engine", "."),
-    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "cli"),
+    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "integrations", "cli"),
 }
 
 # The oracle stays pure: nothing but these, at any level.
@@ -46,6 +46,7 @@ CORE = {"torch", "numpy", "safetensors", "click", "rich", "quant"} | sys.stdlib_
 MAY_LOAD = {
     "kernels/portable": "triton",
     "kernels/hopper": "triton",
+    "quant/integrations/from_pretrained.py": "transformers",
     "quant/runtime/kv_cache.py": "transformers",
     "quant/vllm_plugin/attention.py": "vllm",
     "quant/vllm_plugin/between.py": "vllm",
