@@ -1,4 +1,4 @@
-"""A plan may need data: this file says which layers do and why, lets a model write text itself, and measures scales."""
+"""A plan may need data: this file says which layers do and why, finds text where none is given, and measures scales."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import nn
 
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.observers import get_observer
-from quant.calibration.placement import Device, find_device, placed
+from quant.calibration.placement import Device, find_device, is_visited, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import from_first
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import static_input_scale
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.mixture import Record, Writer, mixture_rows
 from quant.calibration.walk.collect import collect_input_amax
-from quant.errors import UserError
+from quant.errors import UserError, megabytes
+from quant.evaluation import run_probe
+from quant.kernels.processor import memory_left
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 
 _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
@@ -41,43 +43,53 @@ def lacks_data(plan: Plan) -> str | None:
     return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
 
 
-def own_text(
+def mixed_text(
     model: nn.Module,
     plan: Plan,
     tokenizer: Any = None,
     *,
     samples: int = 32,
-    seqlen: int = 128,
+    seqlen: int = 512,
     seed: int = 0,
+    own_only: bool = False,
     device: Device = None,
     progress: Progress | None = None,
-) -> torch.Tensor:
-    """Calibration rows that the model writes itself, for a plan that needs data where there is none.
+) -> tuple[torch.Tensor, Record]:
+    """Calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
 
     Args:
-        model: a causal language model.
+        model: a causal language model, which writes half of it; for other models of text, the samples alone.
         plan: for the error message.
-        tokenizer: names the special tokens, which are never drawn; None takes those of the config.
+        tokenizer: without one, all text is the model's own.
         samples: rows.
         seqlen: tokens a row; cut to the model's context.
-        seed: of what is drawn.
-        device: where the model runs, one block at a time if it does not fit; by default where it is.
+        seed: of what is chosen and drawn.
+        own_only: leaves out the samples.
+        device: where the model runs; by default where it is. A model that does not fit there writes nothing, for every
+            token would read every weight from elsewhere.
         progress: called as `progress("generate", tokens done, tokens in all)`.
 
     Returns:
-        int64 `[samples, seqlen]`.
+        int64 `[samples, seqlen]`, and what they were made of.
 
     Raises:
-        UserError: the model cannot write text; the message names the layer that needs some.
+        UserError: there is no text for this model; the message names the layer that needs some.
     """
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    seqlen = min(seqlen, context) if isinstance(context, int) else seqlen
+    seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
     report = reporter(progress, "generate")
     there = find_device(device)
 
-    def write() -> torch.Tensor:
+    def write() -> tuple[torch.Tensor, Record]:
+        why_not = _too_large(model, there)
+        how: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed, "own_only": own_only}
+        if why_not is not None and tokenizer is not None and not own_only:
+            return mixture_rows(Writer(model, why_not=why_not), tokenizer, **how)
         with placed(model, there):
-            return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, seed=seed, progress=report)
+            rows, record = mixture_rows(Writer(model, report), tokenizer, **how)
+            if "no_own_text" in record:
+                run_probe(model, rows[:1, :2])
+        return rows, record
 
     try:
         return from_first(write)
@@ -85,6 +97,16 @@ def own_text(
         raise
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
         raise UserError(f"{lacks_data(plan)} ({error})") from error
+
+
+def _too_large(model: nn.Module, device: torch.device | None) -> str | None:
+    """The reason why `model` should not write text on `device`, where it would be read anew for each token."""
+    if is_visited(model, device):
+        return f"the model does not fit on {device}"
+    size, free = sum(parameter.nbytes for parameter in model.parameters()), memory_left()
+    if (device is None or device.type == "cpu") and free is not None and 2 * size > free:
+        return f"the model takes {megabytes(size)} of memory, and {megabytes(free)} are free"
+    return None
 
 
 def calibrate(

@@ -33,7 +33,7 @@ from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import block_bytes, usable_bytes
 from quant.calibration.walk.sequential import solve_sequentially
-from quant.calibration_data import by_input, calibrate, lacks_data, observer_of, own_text, solver_needs_data
+from quant.calibration_data import by_input, calibrate, lacks_data, mixed_text, observer_of, solver_needs_data
 from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
 from quant.export.checkpoint_check import value_problem
@@ -66,6 +66,7 @@ def solve_plan(
     plan: Plan,
     data: Any = None,
     *,
+    tokenizer: Any = None,
     device: Device = None,
     progress: Progress | None = None,
     partial: Partial | None = None,
@@ -76,7 +77,7 @@ def solve_plan(
     Args:
         model: any module.
         plan: made for it; its provenance may name a guard and an observer.
-        data, device, progress: as in `quant.quantize`.
+        data, tokenizer, device, progress: as in `quant.quantize`.
         partial: keeps what is finished, and has what an earlier run finished; finished layers become maps of its files.
         memory: bytes that may be used beside the page cache; None for what there is. Hidden states that would take
             much of it go to a file of `partial`.
@@ -99,7 +100,8 @@ def solve_plan(
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
-        data = own_text(model, plan, device=there, progress=progress)
+        data, record = mixed_text(model, plan, tokenizer, device=there, progress=progress)
+        plan = with_calibration(plan, [{"source": "mix", **record}])
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
     with understood(model), as_linears(model):
@@ -166,6 +168,11 @@ def with_options(plan: Plan, guard: str | None = None, observer: str | None = No
     plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
     _settings(plan, None)
     return plan
+
+
+def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
+    """`plan` with a record of the calibration text in its provenance, one for each source."""
+    return replace(plan, provenance={**plan.provenance, "calibration": list(records)})
 
 
 def _settings(plan: Plan, device: torch.device | None) -> Settings:

@@ -68,7 +68,7 @@ def _documents(item: Any, tokenizer: Any | None, name: str, column: str | None) 
             f"{name}: cannot take tokens from {type(item).__name__}; give texts, chats, token ids or dicts of input_ids"
         )
     elif _is_chat(item):
-        yield _chat_ids(item, _need(tokenizer, name), name), False
+        yield chat_ids(item, _need(tokenizer, name), name), False
     elif item and all(isinstance(i, int | np.integer) for i in item):
         yield _ids(item, name), False
     else:
@@ -125,7 +125,18 @@ def _is_chat(item: Sequence[Any]) -> bool:
     return bool(item) and all(isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in item)
 
 
-def _chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> torch.Tensor:
+def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> torch.Tensor:
+    """Token ids of a chat through the tokenizer's template.
+
+    Args:
+        turns: messages with `role` and `content`, or `from` and `value`.
+        tokenizer: a Hugging Face tokenizer.
+        name: of the source, for errors.
+        ask: ends where the assistant's answer begins.
+
+    Raises:
+        ValueError: there is no template, or it refuses the chat.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{name}: its chats need a chat template, which the model's tokenizer does not have; "
@@ -136,7 +147,8 @@ def _chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str) -> 
         for turn in turns
     ]
     try:
-        return _ids(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False), name)
+        how = {"add_generation_prompt": True} if ask else {}
+        return _ids(tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **how), name)
     except Exception as error:  # a template is a program of the model's author, and fails as it likes
         why = " ".join(str(error).split())
         raise ValueError(f"{name}: the tokenizer's chat template refuses a chat: {why}") from error

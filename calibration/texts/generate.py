@@ -7,12 +7,13 @@
 
 A language model is a distribution over texts, close to that of its training data, and drawing from it token by token
 needs nothing else. LLM-QAT (Liu et al., arXiv 2305.17888) trains on such text; "Self-calibration" (Williams et al.,
-NAACL 2025, arXiv 2410.17170) calibrates quantizers and pruners with it and finds it on a par with real text. The
-temperature stays 1: then second moments over these rows estimate the expectation under the model itself.
+NAACL 2025, arXiv 2410.17170) calibrates quantizers and pruners with it and finds it on a par with real text. At
+temperature 1 second moments over these rows estimate the expectation under the model itself; at lower temperatures
+the text is more like what the model answers in use. A row may be given an opening, from which the model goes on.
 
-A model without a start token begins at a random one. After that token the most likely continuation is taken for a few
-positions before drawing begins, LLM-QAT's remedy: one random token says little, and drawing from what follows it
-would begin in nonsense.
+A row without a start token and an opening begins at a random token. After that token the most likely continuation is
+taken for a few positions before drawing begins, LLM-QAT's remedy: one random token says little, and drawing from what
+follows it would begin in nonsense.
 
 Special tokens are never drawn. One in the middle (an end of text, a chat turn) would start a new document, and a
 model that ends early would fill the rest of the row with padding.
@@ -25,7 +26,7 @@ differently for a larger batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch import nn
 ROWS_AT_ONCE = 32
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
+_DRAWN, _LIKELY = -1, -2  # in the place of token ids that are not given
 
 
 def generate_rows(
@@ -44,6 +46,8 @@ def generate_rows(
     samples: int,
     seqlen: int,
     seed: int = 0,
+    openings: Sequence[Sequence[int]] = ((),),
+    temperatures: Sequence[float] = (1.0,),
     progress: Callable[[int, int], None] | None = None,
 ) -> torch.Tensor:
     """Rows of tokens drawn from a causal language model.
@@ -55,6 +59,8 @@ def generate_rows(
         samples: number of rows.
         seqlen: tokens in a row, the start token included.
         seed: the same rows for the same seed, model and machine. Torch's global generators are left alone.
+        openings: token ids that rows begin with, behind the start token; row `i` has opening `i` modulo their number.
+        temperatures: that rows are drawn at, in turn like the openings.
         progress: called as `progress(tokens done, tokens in all)`.
 
     Returns:
@@ -66,13 +72,16 @@ def generate_rows(
     if seqlen < 1 or samples < 1:
         raise ValueError(f"samples={samples} and seqlen={seqlen} must be at least 1")
     _check_length(model, seqlen)
-    start, allowed = _start_token(model, tokenizer), _drawable(model, tokenizer)
+    start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
     rows = torch.empty(samples, seqlen, dtype=torch.int64)
     with torch.inference_mode(), _in_eval_mode(model), _plain_attention(model):
         for first in range(0, samples, ROWS_AT_ONCE):
             part = rows[first : first + ROWS_AT_ONCE]
-            uniform = torch.stack([_uniform(seed, first + i, seqlen) for i in range(len(part))])
-            for position in _fill(model, part, uniform, start, allowed):
+            numbers = range(first, first + len(part))
+            uniform = torch.stack([_uniform(seed, i, seqlen) for i in numbers])
+            given = _given([openings[i % len(openings)] for i in numbers], start, seqlen)
+            heat = torch.tensor([temperatures[i % len(temperatures)] for i in numbers])
+            for position in _fill(model, part, uniform, given, heat, allowed):
                 if progress:
                     progress(first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
@@ -85,29 +94,48 @@ def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:
     return torch.rand(seqlen, generator=generator)
 
 
+def _given(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
+    """What is not drawn, int64 `[rows, seqlen]`: `_LIKELY` where the likeliest token comes, `_DRAWN` for the rest."""
+    given = torch.full((len(openings), seqlen), _DRAWN)
+    for row, opening in zip(given, openings, strict=True):
+        if start is None and not len(opening):
+            row[1 : 1 + _LIKELIEST] = _LIKELY
+            continue
+        ids = [*([] if start is None else [start]), *opening][:seqlen]
+        row[: len(ids)] = torch.tensor(ids)
+    return given
+
+
 def _fill(
-    model: nn.Module, rows: torch.Tensor, uniform: torch.Tensor, start: int | None, allowed: torch.Tensor
+    model: nn.Module,
+    rows: torch.Tensor,
+    uniform: torch.Tensor,
+    given: torch.Tensor,
+    temperatures: torch.Tensor,
+    allowed: torch.Tensor,
 ) -> Iterator[int]:
     """Writes `rows` position by position; gives every position as soon as it is written."""
-    if start is None:
-        rows[:, 0] = _draw(torch.where(allowed, 0.0, -torch.inf).expand(len(rows), -1), uniform[:, 0])
-    else:
-        rows[:, 0] = start
+    first = _draw(torch.where(allowed, 0.0, -torch.inf).expand(len(rows), -1), uniform[:, 0]).cpu()
+    rows[:, 0] = torch.where(given[:, 0] == _DRAWN, first, given[:, 0])
     yield 0
     cache: Any = None
     opening: torch.Tensor | None = None
+    divisor = temperatures[:, None].to(allowed.device)
     for position in range(1, rows.shape[1]):
         logits, cache = _step(model, rows[:, :position].to(allowed.device), cache)
         if cache is None:
-            first = logits[:, 0]
-            opening = first if opening is None else opening
-            _check_causal(model, opening, first)
+            at_start = logits[:, 0]
+            opening = at_start if opening is None else opening
+            _check_causal(model, opening, at_start)
         last = logits[:, -1, : len(allowed)].float()
         if not bool(torch.isfinite(last).all()):
             raise ValueError(f"{type(model).__name__} gives NaN or infinite logits at position {position - 1}")
         last = last.masked_fill(~allowed[: last.shape[1]], -torch.inf)
-        likeliest = start is None and position <= _LIKELIEST
-        rows[:, position] = last.argmax(dim=-1) if likeliest else _draw(last, uniform[:, position])
+        here = given[:, position]
+        drawn = _draw(last / divisor, uniform[:, position]).cpu()
+        if bool((here == _LIKELY).any()):
+            drawn = torch.where(here == _LIKELY, last.argmax(dim=-1).cpu(), drawn)
+        rows[:, position] = torch.where(here < 0, drawn, here)
         yield position
 
 
@@ -154,7 +182,8 @@ def _check_length(model: nn.Module, seqlen: int) -> None:
         raise ValueError(f"seqlen={seqlen}: {type(model).__name__} has {limit} positions; lower seqlen")
 
 
-def _start_token(model: nn.Module, tokenizer: Any | None) -> int | None:
+def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
+    """The start token (BOS) that a model's text begins with; None where nothing names one."""
     for source in (tokenizer, getattr(model, "generation_config", None), getattr(model, "config", None)):
         token = getattr(source, "bos_token_id", None)
         if isinstance(token, int):

@@ -18,12 +18,12 @@ from quant.api.pretrained import attach
 from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
-from quant.calibration_data import own_text
+from quant.calibration_data import mixed_text
 from quant.errors import UserError
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
-from quant.solve import Quantized, solve_plan, with_options
+from quant.solve import Quantized, solve_plan, with_calibration, with_options
 
 
 def quantize(
@@ -41,6 +41,7 @@ def quantize(
     bits: float | None = None,
     max_kl: float | None = None,
     formats: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
     device: Device = None,
     progress: Progress | None = None,
 ) -> Quantized:
@@ -52,8 +53,9 @@ def quantize(
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
             at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`, named tensors
             `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as
-            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments. None lets a causal
-            language model write its own where the plan needs any; see `own_text`.
+            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments. None takes 32 rows of
+            512 tokens where the plan needs any: text that a causal language model writes itself, and the samples that
+            come with this package where there is a `tokenizer`.
         forward_loop: in the place of `data`: `forward_loop(model)` calls the model on calibration inputs.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
@@ -68,6 +70,7 @@ def quantize(
         max_kl: the same, for the smallest model whose measured KL to the original stays below. A quarter of the data
             chooses the formats, and a quarter verifies them; what it measures is in the plan's provenance.
         formats: what may be chosen, such as "nvfp4,fp8"; 16 bit always may.
+        tokenizer: of the model, for calibration text where `data` is None.
         device: where everything is computed, "auto", "cpu", "cuda" or "cuda:N"; the model stays where it is, and its
             blocks are copied there one at a time, or all together where they fit. By default where the model is.
         progress: called as `progress(stage, done, total)`.
@@ -92,13 +95,11 @@ def quantize(
         if isinstance(data, Inputs):
             raise UserError("a budget measures on one tensor, token ids or images; pass one, or a recipe and this data")
         goal = Goal(bits=bits, max_kl=max_kl)
+        records = None
         if data is None:
-            data = own_text(
-                model,
-                make_plan(model, "fp8", include=include, exclude=exclude, run=run),
-                device=device,
-                progress=progress,
-            )
+            made_for = make_plan(model, "fp8", include=include, exclude=exclude, run=run)
+            data, record = mixed_text(model, made_for, tokenizer, device=device, progress=progress)
+            records = [{"source": "mix", **record}]
         held_out = None
         if goal.has_limit:
             data, held_out = HeldOut.from_calibration(data)
@@ -106,6 +107,7 @@ def quantize(
             model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", include=include, exclude=exclude,
             held_out=held_out, run=run, device=device, progress=progress,
         ).plan  # fmt: skip
+        plan = plan if records is None else with_calibration(plan, records)
     elif isinstance(recipe, Plan):
         if include or exclude or solver:
             raise UserError("a plan says everything already: edit it instead of passing include, exclude or solver")

@@ -55,7 +55,7 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
 @click.option("--target", help="GPU of an engine: sm89, sm120, h100, rtx5090, local, …")
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
-@click.option("--calib", metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
+@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option(
@@ -71,7 +71,7 @@ def export_command(
     kind: str,
     out: Path | None,
     inputs: tuple[str, ...],
-    calib: str | None,
+    calib: tuple[str, ...],
     calib_samples: int,
     seqlen: int,
     model_factory: str | None,
@@ -147,18 +147,16 @@ def _check_options(kind: str) -> None:
 
 
 def _attention_scales(
-    model: nn.Module, plan: Plan, directory: Path, calib: str | None, progress: Progress, **size: Any
+    model: nn.Module, plan: Plan, directory: Path, calib: tuple[str, ...], progress: Progress, **size: Any
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
-    from quant.calibration.texts.rows import calibration_rows
-    from quant.calibration_data import own_text
-    from quant.models.huggingface import load_tokenizer
+    from quant.cli.inputs import read_calibration
+    from quant.models.open import Source
 
-    if calib is None or calib == "self":
-        rows = own_text(model, plan, progress=progress)
-    else:
-        rows = calibration_rows(calib, load_tokenizer(directory), **size)
+    dtype = next(model.parameters()).dtype
+    source = Source(name=str(directory), kind="huggingface", model=model, state_dict=None, path=directory, dtype=dtype)
+    rows, _ = read_calibration(source, calib, seed=0, device=None, progress=progress, plan=plan, **size)
     return collect_attention_scales(
         model,
         rows,

@@ -12,9 +12,10 @@ from torch import nn
 from quant.api.load import can_run, load
 from quant.calibration.inputs import Inputs
 from quant.calibration.progress import Progress
+from quant.calibration.texts.mixture import Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.calibration.texts.rows import calibration_rows, token_rows
-from quant.calibration_data import own_text
+from quant.calibration_data import mixed_text
 from quant.errors import UserError
 from quant.evaluation import run_probe
 from quant.models.files import find_model
@@ -22,6 +23,10 @@ from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
+
+MIX, SELF = "mix", "self"
+WRITTEN = (MIX, SELF)
+"""Sources of --calib that are no files: the mixture of samples and own text, and own text alone."""
 
 
 def open_runnable(
@@ -69,16 +74,28 @@ def read_texts(source: Source, texts: Iterable[Path], samples: int, seqlen: int)
     }
 
 
-def named_inputs(source: Source, calib: str | None, samples: int) -> Inputs | None:
+def sources_of(calib: Sequence[str]) -> tuple[str, ...]:
+    """What --calib names, one by one: `mix+text.txt` is `mix` and `text.txt`. The mixture, where it names nothing."""
+    found: list[str] = []
+    for name in calib or (MIX,):
+        while name.startswith((f"{MIX}+", f"{SELF}+")):
+            first, _, name = name.partition("+")
+            found.append(first)
+        found.append(name)
+    return tuple(dict.fromkeys(found))
+
+
+def named_inputs(source: Source, calib: Sequence[str], samples: int) -> Inputs | None:
     """Inputs of --calib by name, or images; None where it names a text, or nothing."""
-    if calib is None or calib == "self" or source.model is None:
+    names = sources_of(calib)
+    if len(names) > 1 or names[0] in WRITTEN or source.model is None:
         return None
-    return read_inputs(calib, source.model, source.path if source.path and source.path.is_dir() else None, samples)
+    return read_inputs(names[0], source.model, source.path if source.path and source.path.is_dir() else None, samples)
 
 
 def read_calibration(
     source: Source,
-    calib: str | None,
+    calib: Sequence[str],
     *,
     samples: int,
     seqlen: int,
@@ -88,23 +105,47 @@ def read_calibration(
     plan: Plan | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> torch.Tensor:
-    """Token rows of --calib, or text that the model writes itself for `plan`; None stands for one yet to be found."""
-    if calib is None or calib == "self":
-        assert source.model is not None
-        plan = plan or make_plan(source.model, "fp8", include=include, exclude=exclude)
-        return own_text(source.model, plan, tokenizer_if_any(source), seed=seed, device=device, progress=progress)
-    rows = calibration_rows(calib, _tokenizer_for(source, calib), samples=samples, seqlen=seqlen, seed=seed)
-    if source.model is not None:
-        try:
-            run_probe(source.model, rows[:1, :2])
-        except ValueError as error:
-            raise UserError(
-                f"--calib {calib}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
-                ".safetensors file of its inputs by name, a folder of images, or in Python data=, or choose a format "
-                "that needs none, such as fp8_channel or mxfp8"
-            ) from error
-    return rows
+) -> tuple[torch.Tensor, list[Record]]:
+    """Token rows of --calib, as many of each source, in turn, and a record of each source.
+
+    `plan` needs them; None stands for one yet to be found.
+    """
+    names = sources_of(calib)
+    if samples < len(names):
+        raise UserError(f"--calib-samples {samples}: --calib names {len(names)} sources, each of which gives a row")
+    found: list[tuple[float, torch.Tensor]] = []
+    records: list[Record] = []
+    for place, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):
+        count = samples // len(names) + (place < samples % len(names))
+        if name in WRITTEN:
+            assert source.model is not None
+            made_for = plan or make_plan(source.model, "fp8", include=include, exclude=exclude)
+            rows, record = mixed_text(
+                source.model, made_for, tokenizer_if_any(source), samples=count, seqlen=seqlen, seed=seed,
+                own_only=name == SELF, device=device, progress=progress,
+            )  # fmt: skip
+            seqlen = rows.shape[1]  # a short context cuts it
+        else:
+            rows = calibration_rows(name, _tokenizer_for(source, name), samples=count, seqlen=seqlen, seed=seed)
+            record = {"rows": len(rows), "seqlen": rows.shape[1], "sha256": rows_hash(rows)}
+            _check_runs(source, name, rows)
+        found += [((i + 0.5) / len(rows), row) for i, row in enumerate(rows)]
+        records.append({"source": name, **record})
+    return torch.stack([row for _, row in sorted(found, key=lambda pair: pair[0])]), records
+
+
+def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
+    """Raises UserError where the model does not run on rows of tokens."""
+    if source.model is None:
+        return
+    try:
+        run_probe(source.model, rows[:1, :2])
+    except ValueError as error:
+        raise UserError(
+            f"--calib {name}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
+            ".safetensors file of its inputs by name, a folder of images, or in Python data=, or choose a format "
+            "that needs none, such as fp8_channel or mxfp8"
+        ) from error
 
 
 def _tokenizer_for(source: Source, text: str) -> Any:

@@ -18,7 +18,7 @@ from quant.calibration.inputs import on_first
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
 from quant.calibration_data import lacks_data, solver_needs_data
-from quant.cli.inputs import named_inputs
+from quant.cli.inputs import named_inputs, sources_of
 from quant.cli.ranks.same import check_same
 from quant.errors import UserError
 from quant.export.directory import check_apart, check_destination
@@ -132,7 +132,7 @@ class Job:
     allow_missing: bool = False
     restart: bool = False
     memory: str | None = None
-    calib: str | None = None
+    calib: tuple[str, ...] = ()
     calib_samples: int = 32
     eval_texts: tuple[Path, ...] = ()
     eval_samples: int = 16
@@ -149,7 +149,7 @@ class Job:
         """Raises UserError, or the OSError of what is in the way, unless --out is a place to write to."""
         if self.out is None:
             raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for the plan alone")
-        texts = (self.calib, *self.eval_texts, self.recipe_file)
+        texts = (*sources_of(self.calib), *self.eval_texts, self.recipe_file)
         check_apart(self.out, find_model(self.model), *texts, self.request.sensitivity)
         if self.request.sensitivity is not None:
             check_apart(self.request.sensitivity, find_model(self.model), *texts)
@@ -183,7 +183,7 @@ class Job:
         named = _given(
             {
                 "--eval": self.eval_texts or None,
-                "--calib": self.calib,
+                "--calib": self.calib or None,
                 "a KV cache's scales": plan.kv_cache,
                 "a guard": plan.provenance.get("guard"),
                 "an observer": plan.provenance.get("observer"),
@@ -249,7 +249,7 @@ class Job:
                 if layer.activation is not None
             )
         if lacks_data(plan):
-            plan = replace(plan, provenance={**plan.provenance, "calibration": self.calib or "self"})
+            plan = replace(plan, provenance={**plan.provenance, "calibration": "+".join(sources_of(self.calib))})
         return with_options(plan, self.guard, self.observer)
 
     def memory_bytes(self) -> int | None:

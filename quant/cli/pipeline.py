@@ -25,9 +25,10 @@ from quant.calibration.inputs import Inputs
 from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
+from quant.calibration.texts.mixture import Record
 from quant.calibration_data import lacks_data
 from quant.cli import console
-from quant.cli.inputs import named_inputs, read_calibration, read_texts, tokenizer_if_any
+from quant.cli.inputs import WRITTEN, named_inputs, read_calibration, read_texts, sources_of, tokenizer_if_any
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
@@ -45,7 +46,7 @@ from quant.page.report import Report, kv_cache_of, peak_rss, print_summary
 from quant.planning import coverage_warnings, fusion_warnings
 from quant.recipes.plan import Plan
 from quant.runtime.attention import quantized_attention
-from quant.solve import solve_plan, solve_state_dict
+from quant.solve import solve_plan, solve_state_dict, with_calibration
 from quant.stored_weights import read_stored, stored_in
 
 # Servers prepare images and sounds with these files; quantizing changes nothing in them.
@@ -128,7 +129,7 @@ def _run_allocated(
     texts = _eval_rows(job, source, source.model)
     held_out = HeldOut.halves(texts) if goal.has_limit and texts else None
     with console.stages(quiet) as progress:
-        data = _calibration(job, source, device, progress)
+        data, records = _calibration(job, source, device, progress)
         if goal.has_limit and held_out is None:
             data, held_out = HeldOut.from_calibration(data)
         found = allocate(
@@ -141,15 +142,16 @@ def _run_allocated(
             kv_cache=job.kv_cache_name(),
             held_out=held_out,
             seed=job.seed,
-            provenance={**job.provenance(source), "calibration": job.calib or "self"},
+            provenance={**job.provenance(source), "calibration": "+".join(sources_of(job.calib))},
             device=device,
             progress=progress,
             **job.request.options(),
         )
     check_same({"the plan that the budget chose": found.plan.digest()}, device=device)
     check_plan(found.plan)
+    plan = with_calibration(found.plan, records)
     seconds |= {"score": found.sensitivity.seconds, "allocate": found.record.seconds}
-    return _run_model(job, source, source.model, found.plan, device, quiet, seconds, data, found)
+    return _run_model(job, source, source.model, plan, device, quiet, seconds, data, found)
 
 
 def _run_model(
@@ -197,7 +199,8 @@ def _solve_and_write(
     evaluation, print_of_logits = None, None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data = _rows(job, source, asked, partial, device, progress)
+            data, records = _rows(job, source, asked, partial, device, progress)
+            asked = with_calibration(asked, records)
         if ready is None:
             progress.expect("solve", *console.solving_steps(model, asked, data))
         with partial.solving():
@@ -257,25 +260,31 @@ def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:
 
 def _rows(
     job: Job, source: Source, plan: Plan, partial: Partial, device: torch.device | None, progress: Progress
-) -> torch.Tensor | Inputs:
-    """Calibration rows; those that the model writes itself are kept, for writing them takes long."""
-    own = job.calib in (None, "self")
-    found = partial.get("calibration rows") if own else None
+) -> tuple[torch.Tensor | Inputs, list[Record]]:
+    """Calibration rows and where they come from; those that the model wrote are kept, for writing takes long."""
+    names = sources_of(job.calib)
+    own = any(name in WRITTEN for name in names)
+    step = f"calibration rows of {'+'.join(names)}"
+    found = partial.get(step) if own else None
     if found is not None:
-        return found.tensors["rows"].clone()
+        return found.tensors["rows"].clone(), found.record
     if own and source.model is not None and (device is None or device.type == "cpu"):
         # Each token would read every weight again.
         read_stored(source.model, stored_in(source.model))
     inputs = named_inputs(source, job.calib, job.calib_samples)
-    rows = inputs if inputs is not None else _calibration(job, source, device, progress, plan)
-    digest = _hash(rows)
-    check_same({f"the calibration text {job.calib}": digest}, device=device)
+    if inputs is not None:
+        digest = _hash(inputs)
+        rows, records = inputs, [{"source": names[0], "rows": len(inputs), "sha256": digest}]
+    else:
+        rows, records = _calibration(job, source, device, progress, plan)
+        digest = _hash(rows)
+    check_same({f"the calibration text {'+'.join(names)}": digest}, device=device)
     if own:
         assert isinstance(rows, torch.Tensor)
-        partial.put("calibration rows", {"rows": rows}, None)
+        partial.put(step, {"rows": rows}, records)
     else:
         partial.expect("calibration text", digest)
-    return rows
+    return rows, records
 
 
 def _hash(rows: torch.Tensor | Inputs) -> str:
@@ -316,8 +325,8 @@ def _run_state_dict(
 
 def _calibration(
     job: Job, source: Source, device: torch.device | None, progress: Progress, plan: Plan | None = None
-) -> torch.Tensor:
-    """Rows of --calib; `plan` is None while an allocation has yet to find it."""
+) -> tuple[torch.Tensor, list[Record]]:
+    """Rows of --calib and where they come from; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
         source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,
         progress=progress, plan=plan, include=job.include, exclude=job.exclude,

@@ -35,10 +35,12 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")
 @click.option(
     "--calib",
+    multiple=True,
     metavar="SOURCE",
     help="Calibration data: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
-    "[#COLUMN], named inputs in safetensors, a folder of images, or self: the model writes text.  [default: self, if "
-    "the plan needs text]",
+    "[#COLUMN], named inputs in safetensors, a folder of images, self: the model writes text, or mix: half of it self, "
+    "half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: mix, if the "
+    "plan needs text]",
 )
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
 @click.option(

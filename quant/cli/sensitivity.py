@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
-@click.option("--calib", metavar="SOURCE", help="Calibration text, as for `quantize`.  [default: self]")
+@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text, as for `quantize`.  [default: mix]")
 @click.option("--samples", default=8, show_default=True, help="Rows of text; 2 are enough for kl.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--solver", default="rtn", show_default=True, help="Method that rounds the weights to be scored.")
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 def sensitivity_command(
     model: str,
     out: Path | None,
-    calib: str | None,
+    calib: tuple[str, ...],
     samples: int,
     seqlen: int,
     seed: int,
@@ -67,7 +67,7 @@ def sensitivity_command(
     from quant.export.partial import WatchedFiles, tensor_hash
 
     if out is not None:
-        check_apart(out, find_model(model), calib)
+        check_apart(out, find_model(model), *calib)
     silent = quiet or as_json
     if out is not None and rank_and_world()[0] == 0:
         click.get_current_context().with_resource(claimed(out))
@@ -77,7 +77,7 @@ def sensitivity_command(
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(source, silent)
     with stages(silent) as progress:
-        rows = read_calibration(
+        rows, _ = read_calibration(
             source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress
         )
         check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)

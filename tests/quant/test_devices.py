@@ -24,7 +24,7 @@ from quant.allocation.allocate import score
 from quant.calibration import placement
 from quant.calibration.blocks import block_names, capture
 from quant.calibration.placement import find_device, placed
-from quant.calibration_data import own_text
+from quant.calibration_data import mixed_text
 from quant.evaluation import evaluate
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.models.open import open_model
@@ -225,10 +225,10 @@ def test_evaluation_copies_each_block_once_for_all_rows(device: torch.device, mo
 @pytest.mark.usefixtures("where")
 def test_text_of_its_own() -> None:
     model = base()
-    rows = own_text(model, Plan(()), samples=4, seqlen=12, device="cuda")
+    rows, _ = mixed_text(model, Plan(()), samples=4, seqlen=12, device="cuda")
     check_home(model)
     assert rows.shape == (4, 12) and rows.device.type == "cpu"
-    same = rows == own_text(model, Plan(()), samples=4, seqlen=12)
+    same = rows == mixed_text(model, Plan(()), samples=4, seqlen=12)[0]
     # Where rounding turns one token of a row, those behind it differ too.
     assert float(same.float().mean()) > 0.5
 

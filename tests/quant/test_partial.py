@@ -65,7 +65,7 @@ def weights(directory: Path) -> dict[str, bytes]:
 
 
 def job(model: Path, out: Path, text: str, **options: Any) -> Job:
-    return Job(str(model), out=out, **{**SMALL, "calib": text, **options})
+    return Job(str(model), out=out, **{**SMALL, "calib": (text,), **options})
 
 
 CASES = [
@@ -343,7 +343,7 @@ def test_a_weight_file_that_changes_before_anything_is_kept(
     if kind == "allocation":
         ours = job(model, tmp_path / "out", text, request=AllocationRequest(bits=8.0, formats="nvfp4,fp8"))
     else:
-        ours = job(shard, tmp_path / "out", text, format_name="nvfp4a16", calib=None)
+        ours = job(shard, tmp_path / "out", text, format_name="nvfp4a16", calib=())
     with pytest.raises(ValueError, match=r"model\.safetensors: this file of the model disappeared while it was read"):
         pipeline.run(ours, quiet=True)
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,252 @@
+"""`mixture_rows` mixes calibration text of many kinds: solvers that fit their text should not fit one kind alone.
+
+    part         share   source
+    own text      1/2    the model writes it (`generate`)
+    prose         1/8    samples/prose.txt: articles, stories, letters, instructions, minutes, a scene, an abstract
+    manual        1/8    samples/manual.txt: documentation of software
+    code          1/8    samples/code.txt: programs in many languages, configuration, a terminal session
+    dialogue      1/16   samples/dialogue.txt: through the chat template where the tokenizer has one
+    languages     1/16   samples/languages.txt: 19 languages in 10 scripts
+
+The model's own text follows what the model was trained on, whatever that was, but repeats the model's mistakes; the
+samples are real text, but of kinds that somebody else chose. Half of each keeps either fault small. The shares were
+chosen by this reasoning before anything was measured.
+
+Own text begins in several ways, in turn: from the start token alone, from the first words of a sample, and from a
+question in the chat template; it is drawn at temperatures 1 and 0.7, for sampling at 1 leads small models astray and
+text in use is mostly drawn below.
+
+Texts are cut into pieces of at most `PIECE` tokens, each closed by the end-of-text token. The pieces of all parts are
+interleaved evenly, so that any number of the first rows has about the same shares, chained, and cut into rows that
+begin with BOS where the tokenizer's texts do. Short pieces put more texts into few rows, and own text in pieces takes
+fewer steps, each for more rows: one step reads every weight once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.texts.documents import chat_ids, cut_rows, start_token
+from quant.calibration.texts.generate import first_token, generate_rows
+
+PIECE = 256
+OWN, CHAT = "own text", "dialogue"
+SHARES = {OWN: 1 / 2, "prose": 1 / 8, "manual": 1 / 8, "code": 1 / 8, CHAT: 1 / 16, "languages": 1 / 16}
+_TEMPERATURES = (1.0, 1.0, 0.7, 0.7)
+_OPENING = 12  # tokens of a sample that own text goes on from
+_SHORTEST = 16  # tokens of a piece of a sample
+
+Record = dict[str, Any]
+"""How rows came about, as plans keep it: shape, seed, hash, tokens of each part, why there is no own text if so."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A causal language model that can be asked for text.
+
+    Attributes:
+        model: on the device where it is to run.
+        progress: called as `progress(tokens done, tokens in all)`.
+        why_not: the reason why the mixture should do without its text; None if it may have some.
+    """
+
+    model: nn.Module
+    progress: Callable[[int, int], None] | None = None
+    why_not: str | None = None
+
+
+def mixture_rows(
+    writer: Writer | None, tokenizer: Any | None, *, samples: int, seqlen: int, seed: int = 0, own_only: bool = False
+) -> tuple[torch.Tensor, Record]:
+    """Rows of calibration text as the module docstring describes them, and how they came about.
+
+    Args:
+        writer: of own text. Without it, or where its model cannot write, the samples take the place of own text.
+        tokenizer: a Hugging Face tokenizer; without one all text is the model's own.
+        samples: rows. There are fewer where the samples end and no model writes.
+        seqlen: tokens a row.
+        seed: chooses pieces and decides what the model draws; the same rows for the same seed, model and machine.
+        own_only: leaves the samples out, and own text begins from the start token alone.
+
+    Returns:
+        int64 `[rows, seqlen]` on the CPU, and the record.
+
+    Raises:
+        ValueError: the model cannot write, and there is no tokenizer for the samples.
+    """
+    model = None if writer is None else writer.model
+    start = start_token(tokenizer) if tokenizer is not None or model is None else first_token(model, None)
+    end = getattr(tokenizer, "eos_token_id", None)
+    needed = samples * (seqlen - (start is not None))
+    length = max(2, min(PIECE, needed // samples))
+    chosen = random.Random(seed)
+    stock: dict[str, list[torch.Tensor]] = {}
+    if tokenizer is not None and not own_only:
+        stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
+    for pieces in stock.values():
+        chosen.shuffle(pieces)
+    count = -(-needed // length)
+    parts = {name: stock[name][:number] for name, number in _dealt(count, SHARES).items() if name in stock}
+    why_not = "no model that writes" if writer is None else writer.why_not
+    if writer is not None and (why_not is None or not stock):
+        openings = _openings(stock, tokenizer, length, start, chosen) if stock else [[]]
+        try:
+            parts[OWN] = _written(writer, tokenizer, needed - _tokens(parts), length, seed, openings, end)
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            if not stock:
+                raise
+            why_not = " ".join(str(error).split())
+    if OWN not in parts:
+        if not stock:
+            raise ValueError("no calibration text: it takes a model that writes, or a tokenizer for the samples")
+        parts = _without_own(stock, count, needed)
+    chain = torch.cat(_interleaved(parts))[:needed]
+    rows = cut_rows(chain[None], seqlen, start)
+    record: Record = {
+        "rows": len(rows),
+        "seqlen": seqlen,
+        "seed": seed,
+        "tokens": {name: _tokens({name: pieces}) for name, pieces in parts.items() if pieces},
+        "sha256": rows_hash(rows),
+    }
+    return rows, record if OWN in parts else {**record, "no_own_text": why_not}
+
+
+def rows_hash(rows: torch.Tensor) -> str:
+    """SHA-256 of token ids, int64 `[rows, seqlen]`."""
+    return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
+
+
+def sample_texts(name: str) -> list[str]:
+    """The documents of a file of samples, which a line with a single % ends."""
+    file = resources.files("quant.calibration.texts") / "samples" / f"{name}.txt"
+    return [document.strip("\n") for document in file.read_text(encoding="utf-8").split("\n%\n")]
+
+
+def turns(document: str) -> list[dict[str, str]]:
+    """The messages of a sample of dialogue, whose turns begin with `user: ` and `assistant: `."""
+    parts = re.split(r"^(user|assistant): ", document, flags=re.MULTILINE)[1:]
+    return [{"role": r, "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
+
+
+def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:
+    """A file of samples as pieces of at most `length` tokens, the end-of-text token included."""
+    found = []
+    for document in sample_texts(name):
+        ids = _chat(turns(document), tokenizer, start) if name == CHAT else _text(document, tokenizer, start)
+        for piece in ids.split(length - (end is not None)):
+            if len(piece) >= min(_SHORTEST, length - 1):
+                found.append(piece if end is None else torch.cat([piece, torch.tensor([end])]))
+    return found
+
+
+def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
+    """Token ids of a text, less its start token."""
+    return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64), start)
+
+
+def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:
+    """Token ids of a chat, less the start token: through the template, or with the roles' names where there is none.
+
+    Args:
+        messages: as templates take them.
+        tokenizer, start: as in `_text`.
+        ask: ends where the assistant's answer begins.
+    """
+    try:
+        return _bare(chat_ids(messages, tokenizer, "samples", ask=ask), start)
+    except ValueError:  # no template, or one that does not take these roles
+        lines = [f"{message['role'].capitalize()}: {message['content']}" for message in messages]
+        return _text("\n\n".join([*lines, *(["Assistant:"] if ask else [])]), tokenizer, start)
+
+
+def _bare(ids: torch.Tensor, start: int | None) -> torch.Tensor:
+    return ids[1:] if start is not None and len(ids) and int(ids[0]) == start else ids
+
+
+def _openings(
+    stock: Mapping[str, Sequence[torch.Tensor]], tokenizer: Any, length: int, start: int | None, chosen: random.Random
+) -> list[list[int]]:
+    """What own text begins with, four in turn: nothing, words of a sample, nothing, a question.
+
+    Both temperatures meet each of them: they alternate half as often.
+    """
+    texts = [piece[:_OPENING] for name, pieces in stock.items() if name != CHAT for piece in pieces]
+    chats = [turns(document)[:1] for document in sample_texts(CHAT)]
+    questions = [_chat(messages, tokenizer, start, ask=True) for messages in chats]
+    questions = [ids for ids in questions if 2 * len(ids) <= length]
+    chosen.shuffle(texts)
+    chosen.shuffle(questions)
+    found: list[list[int]] = []
+    for i in range(8 * max(len(texts), len(questions), 1)):
+        kind = texts if i % 4 == 1 else questions if i % 4 == 3 else []
+        found.append(kind[i // 4 % len(kind)][: length // 2].tolist() if kind else [])
+    return found
+
+
+def _written(
+    writer: Writer,
+    tokenizer: Any,
+    needed: int,
+    length: int,
+    seed: int,
+    openings: Sequence[Sequence[int]],
+    end: int | None,
+) -> list[torch.Tensor]:
+    """At least `needed` tokens of own text in pieces of at most `length`, less their start tokens."""
+    start = first_token(writer.model, tokenizer)
+    each = length - (start is not None) + (end is not None)
+    rows = generate_rows(
+        writer.model,
+        tokenizer,
+        samples=max(1, -(-needed // each)),
+        seqlen=length,
+        seed=seed,
+        openings=openings,
+        temperatures=_TEMPERATURES,
+        progress=writer.progress,
+    )
+    ended = rows if end is None else torch.cat([rows, rows.new_full((len(rows), 1), end)], dim=1)
+    return list(ended[:, 1:] if start is not None else ended)
+
+
+def _dealt(count: int, shares: Mapping[str, float]) -> dict[str, int]:
+    """`count` pieces dealt to parts by their shares: whole numbers by largest remainders, the first part on a tie."""
+    total = sum(shares.values())
+    exact = {name: count * share / total for name, share in shares.items()}
+    found = {name: int(number) for name, number in exact.items()}
+    by_rest = sorted(exact, key=lambda name: found[name] - exact[name])
+    for name in by_rest[: count - sum(found.values())]:
+        found[name] += 1
+    return found
+
+
+def _without_own(stock: Mapping[str, list[torch.Tensor]], count: int, needed: int) -> dict[str, list[torch.Tensor]]:
+    """The first pieces of every part by its share of the samples, as many as give `needed` tokens, or all there are."""
+    shares = {name: SHARES[name] for name in stock}
+    parts: dict[str, list[torch.Tensor]] = {}
+    while _tokens(parts) < needed and any(len(parts.get(name, ())) < len(pieces) for name, pieces in stock.items()):
+        parts = {name: stock[name][:number] for name, number in _dealt(count, shares).items()}
+        count += 1
+    return parts
+
+
+def _interleaved(parts: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+    """The pieces of all parts, each part spread evenly over the whole."""
+    placed = [((i + 0.5) / len(pieces), piece) for pieces in parts.values() for i, piece in enumerate(pieces)]
+    return [piece for _, piece in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _tokens(parts: Mapping[str, Sequence[torch.Tensor]]) -> int:
+    return sum(len(piece) for pieces in parts.values() for piece in pieces)
