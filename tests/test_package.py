@@ -79,8 +79,10 @@ def run_installed(installed: Path, code: str) -> str:
 def test_wheel_holds_every_room_and_nothing_else(wheel: Path) -> None:
     names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     assert len(names) == len(set(names))
-    for suffix in (".py", ".toml", ".j2", ".css", ".js", ".txt"):
+    for suffix in (".py", ".toml", ".j2", ".css", ".js"):
         assert {n for n in names if n.endswith(suffix)} == source_files(suffix) != set()
+    samples = ROOT / "calibration" / "texts" / "samples"
+    assert {f"quant/calibration/texts/samples/{f.name}" for f in samples.iterdir()} <= set(names)
     assert {"quant/py.typed", "quant/page/vendor/LICENSES.txt"} <= set(names)
     assert {n.split("/")[0] for n in names} == {"quant"}
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-ROWS_AT_ONCE = 32
+ROWS_AT_ONCE = 64
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
 _DRAWN, _LIKELY = -1, -2  # in the place of token ids that are not given

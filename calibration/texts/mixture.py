@@ -94,8 +94,7 @@ def mixture_rows(
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
     for pieces in stock.values():
         chosen.shuffle(pieces)
-    count = -(-needed // length)
-    parts = {name: stock[name][:number] for name, number in _dealt(count, SHARES).items() if name in stock}
+    parts = _taken(stock, _dealt(-(-needed // length), SHARES), length)
     why_not = "no model that writes" if writer is None else writer.why_not
     if writer is not None and (why_not is None or not stock):
         openings = _openings(stock, tokenizer, length, start, chosen) if stock else [[]]
@@ -110,7 +109,7 @@ def mixture_rows(
     if OWN not in parts:
         if not stock:
             raise ValueError("no calibration text: it takes a model that writes, or a tokenizer for the samples")
-        parts = _without_own(stock, count, needed)
+        parts = _without_own(stock, needed, length)
     chain = torch.cat(_interleaved(parts))[:needed]
     rows = cut_rows(chain[None], seqlen, start)
     record: Record = {
@@ -232,12 +231,26 @@ def _dealt(count: int, shares: Mapping[str, float]) -> dict[str, int]:
     return found
 
 
-def _without_own(stock: Mapping[str, list[torch.Tensor]], count: int, needed: int) -> dict[str, list[torch.Tensor]]:
+def _taken(
+    stock: Mapping[str, list[torch.Tensor]], counts: Mapping[str, int], length: int
+) -> dict[str, list[torch.Tensor]]:
+    """The first pieces of every part, until they hold about as many tokens as `counts` pieces of `length`."""
+    found: dict[str, list[torch.Tensor]] = {name: [] for name in stock}
+    for name, pieces in stock.items():
+        left = (counts[name] - 0.5) * length
+        while left > 0 and len(found[name]) < len(pieces):
+            found[name].append(pieces[len(found[name])])
+            left -= len(found[name][-1])
+    return found
+
+
+def _without_own(stock: Mapping[str, list[torch.Tensor]], needed: int, length: int) -> dict[str, list[torch.Tensor]]:
     """The first pieces of every part by its share of the samples, as many as give `needed` tokens, or all there are."""
     shares = {name: SHARES[name] for name in stock}
     parts: dict[str, list[torch.Tensor]] = {}
+    count = -(-needed // length)
     while _tokens(parts) < needed and any(len(parts.get(name, ())) < len(pieces) for name, pieces in stock.items()):
-        parts = {name: stock[name][:number] for name, number in _dealt(count, shares).items()}
+        parts = _taken(stock, _dealt(count, shares), length)
         count += 1
     return parts
 

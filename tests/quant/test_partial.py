@@ -18,14 +18,17 @@ from safetensors.torch import save_file
 from samples import BASE
 
 import quant
+from quant.calibration.texts.mixture import rows_hash
 from quant.calibration.walk.block import BlockWork
 from quant.calibration.walk.sequential import States
+from quant.calibration_data import lacks_data
 from quant.cli import pipeline
 from quant.cli.job import AllocationRequest, Job
 from quant.export import partial as partial_module
 from quant.export.partial import partial_path
 from quant.finished_layers import BlockKeeper
 from quant.models.open import open_model
+from quant.solve import with_calibration
 
 SMALL = {"calib_samples": 8, "seqlen": 32, "command": "quantize"}
 
@@ -95,6 +98,8 @@ def test_a_run_writes_what_quantize_and_save_write(
     assert source.model is not None
     rows = quant.calibration_rows(text, None, samples=8, seqlen=32)
     plan = ours.plan(source, ours.recipe())
+    if lacks_data(plan):
+        plan = with_calibration(plan, [{"source": text, "rows": 8, "seqlen": 32, "sha256": rows_hash(rows)}])
     quantized = quant.quantize(source.model, plan, rows)
     quant.save(quantized.model, quantized.plan, tmp_path / "theirs", tokenizer=pipeline.tokenizer_if_any(source))
     assert weights(tmp_path / "ours") == weights(tmp_path / "theirs")

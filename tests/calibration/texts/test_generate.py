@@ -80,11 +80,11 @@ def test_the_cache_changes_nothing() -> None:
 
 def test_seeds_and_numbers_of_rows() -> None:
     model = tiny_llama()
-    rows = generate_rows(model, samples=34, seqlen=20)
-    assert torch.equal(generate_rows(model, samples=34, seqlen=20), rows)
+    rows = generate_rows(model, samples=66, seqlen=20)
+    assert torch.equal(generate_rows(model, samples=66, seqlen=20), rows)
     assert torch.equal(generate_rows(model, samples=3, seqlen=20), rows[:3])
-    assert torch.equal(rows[32:], generate_rows(model, samples=40, seqlen=20)[32:34])
-    other = generate_rows(model, samples=34, seqlen=20, seed=1)
+    assert torch.equal(rows[64:], generate_rows(model, samples=72, seqlen=20)[64:66])
+    other = generate_rows(model, samples=66, seqlen=20, seed=1)
     assert float((other[:, 1:] == rows[:, 1:]).float().mean()) < 0.3
     # Row 1 of one seed is not row 0 of the next.
     assert not torch.equal(other[0], rows[1])
@@ -107,11 +107,11 @@ def test_model_and_generators_are_left_as_they_were() -> None:
     model = tiny_llama().train()
     model.lm_head.eval()
     state, done = torch.get_rng_state(), []
-    generate_rows(model, samples=33, seqlen=4, progress=lambda *counts: done.append(counts))
+    generate_rows(model, samples=65, seqlen=4, progress=lambda *counts: done.append(counts))
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and model.model.training and not model.lm_head.training
     assert model.config._attn_implementation == "sdpa"
-    assert done == [(32, 132), (64, 132), (96, 132), (128, 132), (129, 132), (130, 132), (131, 132), (132, 132)]
+    assert done == [(64, 260), (128, 260), (192, 260), (256, 260), (257, 260), (258, 260), (259, 260), (260, 260)]
 
 
 def test_default_source_of_calibration() -> None:
