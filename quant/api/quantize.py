@@ -114,7 +114,8 @@ def quantize(
         plan = recipe
     else:
         plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
-    quantized = solve_plan(model, with_options(plan, guard, observer), data, device=device, progress=progress)
+    plan = with_options(plan, guard, observer)
+    quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
     attach(model, quantized.plan)
     return quantized
 
