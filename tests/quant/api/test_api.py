@@ -11,7 +11,7 @@ from samples import BASE
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.mixture import Writer, mixture_rows
 from quant.calibration_data import calibrate
 from quant.errors import UserError
 from quant.formats.format import FORMATS
@@ -129,8 +129,9 @@ def test_a_language_model_without_data_calibrates_on_what_it_writes(base: nn.Mod
     stages: dict[str, int] = {}
     alone, given = copy.deepcopy(base), copy.deepcopy(base)
     done = quantize(alone, "nvfp4", progress=lambda stage, done, total: stages.update({stage: total}))
-    quantize(given, "nvfp4", generate_rows(base, samples=32, seqlen=128, seed=0))
-    assert stages["generate"] == 32 * 128
+    rows, record = mixture_rows(Writer(base), None, samples=32, seqlen=128)  # this model has 128 positions
+    quantize(given, "nvfp4", rows)
+    assert stages["generate"] >= 32 * 127 and done.plan.provenance["calibration"] == [{"source": "mix", **record}]
     for layer in done.plan.quantized:
         ours, theirs = (m.get_submodule(layer.name) for m in (alone, given))
         assert torch.equal(ours.input_scale, theirs.input_scale)
