@@ -188,7 +188,8 @@ def model_inputs(model: Any, *, decode: bool) -> dict[str, GraphInput]:
     tokens = torch.zeros(2, min(_TOKENS, longest), dtype=torch.long)
     dims: Dims = ("batch", "sequence")
     if model.main_input_name == "pixel_values":
-        size = model.config.image_size
+        # A convolutional network takes images of any size, and its config names none: 224 is what they are trained on.
+        size = getattr(model.config, "image_size", 224)
         height, width = (size, size) if isinstance(size, int) else size
         channels = model.config.num_channels
         example = torch.zeros(2, channels, height, width, dtype=model.dtype)

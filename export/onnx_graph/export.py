@@ -266,7 +266,7 @@ def _name_layers(model: Any, prefix: str) -> None:
     plain: list[tuple[str, Any]] = []
     for node in graph:
         source = node.metadata_props.get("pkg.torch.onnx.fx_node", "")
-        if "torch.ops.quant.linear.default" in source:
+        if "torch.ops.quant.linear.default" in source or "torch.ops.quant.conv.default" in source:
             groups.setdefault(source, []).append(node)
         elif "torch.ops.quant.onnx_attention" in source or any(op in source for op in _PLAIN_LINEARS):
             # The modules that the op was called in, outermost first, and then the op itself.

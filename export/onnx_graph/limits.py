@@ -12,6 +12,8 @@ were built and read back, and no others pass.
     fp8_block      16 bit                     half precision
     int8           int8_token, or 16 bit      INT8; half precision
     int4           16 bit                     half precision, dequantized inside the GEMM
+
+Convolutions are written with the same pairs of FP8 and INT8; no engine with one was built and read back yet.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import nn
 
 from quant.formats.format import Format
 from quant.kernels.attention_tiles import HEAD_DIMS as PLUGIN_HEAD_DIMS
+from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.
@@ -98,15 +101,25 @@ def check_model(model: nn.Module) -> None:
                 f"{name} {list(module.weight_shape)}: fused experts choose their tokens at run time, which a static "
                 "graph cannot; serve this model from its checkpoint (vLLM, TensorRT-LLM)"
             )
-        if isinstance(module, QuantLinear):
+        if isinstance(module, QuantLinear | QuantConv):
             problem = layer_problem(
                 module.weight_format,
                 module.activation_format,
                 module.weight_shape,
                 static_scale=module.input_scale is not None,
-            )
+            ) or (isinstance(module, QuantConv) and _conv_problem(module))
             if problem:
                 raise ValueError(f"{name} {list(module.weight_shape)}: {problem}")
+
+
+def _conv_problem(module: QuantConv) -> str | None:
+    if module.transposed and module.groups > 1 and not module.weight_format.per_tensor:
+        return (
+            f"a transposed convolution of {module.groups} groups in {module.weight_format}: ONNX has one scale for "
+            "each index of an axis, and its groups share that of their output channels; keep it in 16 bit (--exclude) "
+            "or use fp8"
+        )
+    return None
 
 
 def check_graph(exported: torch.export.ExportedProgram) -> None:

@@ -6,6 +6,7 @@
                   trt::TRT_MXFP8DynamicQuantize, and back              mxfp8
                   divided by its scale, then as static                 fp8_token, int8_token
     linear        MatMul(activation, weight), Add(bias)
+    convolution   Conv or ConvTranspose(activation, weight, bias), the weight dequantized in its own shape
 
 TensorRT turns these patterns into GEMMs in the low precision; other nodes for the same arithmetic run in half
 precision. Three details matter to the pattern and to the numbers:
@@ -16,13 +17,14 @@ precision. Three details matter to the pattern and to the numbers:
 - A scale per token between DequantizeLinear and MatMul would make the GEMM run in half precision. But a scale of a row
   of x is one of a row of the output: x / s is rounded with a constant power of two as its scale, and s multiplies the
   output. The constant keeps codes below 1, so that FP16 sums stay as small as with x itself.
+- The inputs of a convolution have one scale for each sample in place of one for each token, and the same holds there.
 - Codes and scales are the buffers of the module, byte for byte. Packed 4-bit codes are bytes in PyTorch and typed
   FLOAT4E2M1 or INT4 in ONNX with the same bytes (even index in the low nibble).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +54,11 @@ def translations(packed: dict[Any, int]) -> dict[Any, Translation]:
     `packed` is filled while the graph is translated: the ONNX type of each value that holds packed 4-bit codes.
     """
     register_schemas()
-    return {torch.ops.quant.linear.default: _linear(packed), **attention_translations()}
+    return {
+        torch.ops.quant.linear.default: _linear(packed),
+        torch.ops.quant.conv.default: _conv,
+        **attention_translations(),
+    }
 
 
 def _linear(packed: dict[Any, int]) -> Translation:
@@ -83,6 +89,42 @@ def _linear(packed: dict[Any, int]) -> Translation:
     return translate
 
 
+def _conv(
+    x: Any,
+    codes: Any,
+    scale: Any,
+    bias: Any,
+    input_scale: Any,
+    weight_format: str,
+    activation: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> Any:
+    op, dtype, format = opset(), x.dtype, FORMATS[weight_format]
+    if format.per_tensor:
+        weight = op.DequantizeLinear(codes, op.Squeeze(scale), output_dtype=int(dtype))
+    else:
+        axis = 1 if transposed else 0  # of the output channels
+        weight = op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=axis, output_dtype=int(dtype))
+    after = None
+    if activation:
+        x, after = _activation(FORMATS[activation], x, input_scale, list(range(1, len(stride) + 2)))
+    where = {"strides": stride, "pads": [*padding, *padding], "dilations": dilation, "group": groups}
+    inside = bias if after is None else None
+    if transposed:
+        y = op.ConvTranspose(x, weight, inside, output_padding=output_padding, **where)
+    else:
+        y = op.Conv(x, weight, inside, **where)
+    if after is None:
+        return y
+    y = op.Cast(op.Mul(op.Cast(y, to=FLOAT), after), to=int(dtype))
+    return y if bias is None else op.Add(y, op.Unsqueeze(bias, list(range(1, len(stride) + 1))))
+
+
 def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: Any) -> Any:
     """The dequantized weight `[out, in]` in `dtype`."""
     op, trt = opset(), trt_opset()
@@ -102,8 +144,8 @@ def _weight(format: Format, codes: Any, scale: Any, global_scale: Any, dtype: An
     return op.DequantizeLinear(codes, op.Squeeze(scale, [1]), axis=0, output_dtype=int(dtype))
 
 
-def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
-    """`x` rounded to `format`, and the factor of the output, if there is one."""
+def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = (-1,)) -> tuple[Any, Any]:
+    """`x` rounded to `format`, and the factor of the output, if there is one: `axes` share it."""
     op, trt = opset(), trt_opset()
     block = format.block[1]
     if format.global_scale:
@@ -120,7 +162,7 @@ def _activation(format: Format, x: Any, input_scale: Any) -> tuple[Any, Any]:
     if format.per_tensor:
         return round_trip(format, x, input_scale, x.dtype), None
     wide = op.Cast(x, to=FLOAT)
-    amax = op.ReduceMax(op.Abs(wide), [-1], keepdims=1)
+    amax = op.ReduceMax(op.Abs(wide), list(axes), keepdims=1)
     scale = op.Div(amax, op.Constant(value_float=format.element.max))
     scale = op.Where(op.Greater(scale, op.Constant(value_float=0.0)), scale, op.Constant(value_float=1.0))
     step = op.Constant(value_float=_TOKEN_STEP[format.element])

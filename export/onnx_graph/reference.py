@@ -4,8 +4,8 @@
 with the PyTorch ops that they are compared with; `ml_dtypes` rounds. Block scales follow our `max` rule (see
 `quant.formats.scaling`): TensorRT does not document how it rounds ties of amax / 6.
 
-MatMul is redefined too: half-precision products are summed in float32 and rounded once, as in PyTorch and on tensor
-cores; numpy would do the same for FP16, but slowly.
+MatMul and convolutions are redefined too: half-precision products are summed in float32 and rounded once, as in
+PyTorch and on tensor cores; numpy would do the same for FP16, but slowly.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def dequantize_blocks(codes: np.ndarray, scale: np.ndarray, block: tuple[int, in
 def operators() -> tuple[type, ...]:
     """The operators as classes that `onnx.reference` takes; made late, because onnx is optional."""
     from onnx.helper import tensor_dtype_to_np_dtype
+    from onnx.reference.ops.op_conv import Conv
+    from onnx.reference.ops.op_conv_transpose import ConvTranspose
 
     def expand(codes: np.ndarray, scale: np.ndarray, block: tuple[int, int], dtype: int) -> tuple[np.ndarray]:
         return (dequantize_blocks(codes, scale, block).astype(tensor_dtype_to_np_dtype(dtype)),)
@@ -87,7 +89,19 @@ def operators() -> tuple[type, ...]:
         operator(
             "MatMul", lambda a, b: (np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype),), domain=""
         ),
+        _wide(Conv),
+        _wide(ConvTranspose),
     )
+
+
+def _wide(base: Any) -> type:
+    """An operator of `onnx.reference` that computes in float32 and rounds once, to the dtype of its first input."""
+
+    def run(self: Any, *inputs: Any, **attributes: Any) -> tuple[np.ndarray, ...]:
+        wide = [None if x is None else x.astype(np.float32) for x in inputs]
+        return tuple(y.astype(inputs[0].dtype) for y in base._run(self, *wide, **attributes))
+
+    return type(base.__name__, (base,), {"op_domain": "", "_run": run})
 
 
 def operator(name: str, run: Callable[..., tuple[np.ndarray, ...]], domain: str = TRT_DOMAIN) -> type:

@@ -30,6 +30,7 @@ from quant.export.onnx_graph.export import layer_of
 from quant.export.onnx_graph.opsets import register_schemas
 from quant.export.onnx_graph.reference import evaluator
 from quant.formats.tensor import BlockScaledTensor, fake_quantize
+from quant.kernels.linear.conv import QuantConv, round_samples
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.linear.ops import quantized_linear
 
@@ -61,11 +62,15 @@ def verify(
         ValueError: the file is no valid ONNX, or lacks a layer's nodes; the message names them.
     """
     graph = LayerGraphs(Path(path))
-    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
     dtype = stored_dtype(model)
     found = []
     for done, (name, module) in enumerate(layers, 1):
-        found.append(_compare(name, module, graph, checkpoint(name) if checkpoint else None, dtype))
+        stored = checkpoint(name) if checkpoint else None
+        if isinstance(module, QuantConv):
+            found.append(_compare_conv(name, module, graph, stored, dtype))
+        else:
+            found.append(_compare(name, module, graph, stored, dtype))
         if progress:
             progress(done, len(layers))
     return {"layers": found, "passed": all(layer["passed"] for layer in found)}
@@ -196,8 +201,36 @@ def _compare(
         errors["weight"].add(_as_float(held), weight)
         if stored is not None:
             errors["checkpoint"].add(stored.rows(start, stop).dequantize(), weight)
+    return _entry(name, module, errors, stored is not None, dtype)
+
+
+def _compare_conv(
+    name: str, module: QuantConv, graph: LayerGraphs, stored: BlockScaledTensor | None, dtype: torch.dtype
+) -> dict[str, Any]:
+    # The smallest input with two outputs along each axis.
+    size = [d * (k - 1) + 1 + s for k, s, d in zip(module.kernel_size, module.stride, module.dilation, strict=True)]
+    x = torch.randn(2, module.in_channels, *size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    (layer, given), constants = graph.linear(name), graph.weight(name)
+    errors = {key: _Error() for key in ("fake_quant", "checkpoint", "output", "weight")}
+    (pads,) = (a.ints for node in layer.graph.node for a in node.attribute if a.name == "pads")
+    # Where ONNX's optimizer has moved a Pad into the Conv, its nodes take the input of the module, and not of the op.
+    padded = x if list(pads) == [*module.op_padding, *module.op_padding] else module.padded(x)
+    with torch.no_grad():
+        op = module.convolve(padded, module.output_padding).float()
+        errors["fake_quant"].add(op, _conv_textbook(padded, module))
+    errors["output"].add(_as_float(evaluator(layer).run(None, {given: to_numpy(x)})[0]), op)
+    errors["weight"].add(_as_float(evaluator(constants).run(None, {})[0]), module.weight_in(torch.float32))
+    if stored is not None:
+        errors["checkpoint"].add(stored.dequantize(), module.dequantize())
+    return _entry(name, module, errors, stored is not None, dtype)
+
+
+def _entry(
+    name: str, module: QuantLinear | QuantConv, errors: Mapping[str, _Error], has_checkpoint: bool, dtype: torch.dtype
+) -> dict[str, Any]:
+    """A layer's entry in the receipt."""
     of_output, of_weight, fake_quant = (errors[key].relative for key in ("output", "weight", "fake_quant"))
-    checkpoint = None if stored is None else errors["checkpoint"].relative
+    checkpoint = errors["checkpoint"].relative if has_checkpoint else None
     passed = (
         fake_quant <= _TEXTBOOK[dtype]
         and of_output <= TOLERANCE[dtype] * (2 if _is_by_token(module) else 1)
@@ -256,7 +289,7 @@ def _as_float(values: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 
-def _is_by_token(module: QuantLinear) -> bool:
+def _is_by_token(module: QuantLinear | QuantConv) -> bool:
     format = module.activation_format
     return format is not None and format.per_row and module.input_scale is None
 
@@ -273,6 +306,23 @@ def _textbook(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, 
             global_scale=module.input_scale if second else None,
         )
     return linear(x.double(), weight.double(), None if bias is None else bias.double())
+
+
+def _conv_textbook(x: torch.Tensor, module: QuantConv) -> torch.Tensor:
+    """The convolution in float64."""
+    if module.activation_format is not None:
+        x = round_samples(x, module.activation_format, module.input_scale)
+    return torch.convolution(
+        x.double(),
+        module.weight_in(torch.float64),
+        None if module.bias is None else module.bias.double(),
+        module.stride,
+        module.op_padding,
+        module.dilation,
+        module.transposed,
+        module.output_padding,
+        module.groups,
+    )
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:

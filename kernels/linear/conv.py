@@ -69,6 +69,7 @@ class QuantConv(_QuantModule):
 
     has_kernel_layout = False
     bias: nn.Parameter | None
+    in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
     padding: tuple[int, ...] | str
@@ -89,7 +90,7 @@ class QuantConv(_QuantModule):
     ) -> None:
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
-        super().__init__(replace(weight, codes=codes), activation, input_scale)
+        super().__init__(replace(weight, codes=codes.contiguous()), activation, input_scale)
         for name in _GEOMETRY:
             setattr(self, name, getattr(conv, name, None))
         bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), requires_grad=False)
@@ -105,7 +106,11 @@ class QuantConv(_QuantModule):
     @property
     def weight(self) -> torch.Tensor:
         """The parameter of the original convolution, dequantized anew for each access."""
-        return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, self.dtype)
+        return self.weight_in(self.dtype)
+
+    def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
+        """`weight` in another dtype, rounded to it once."""
+        return _dense(self.codes, self.scale, self.weight_format.name, self.groups, self.transposed, dtype)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> QuantConv:
         super()._apply(fn, recurse)
@@ -123,14 +128,28 @@ class QuantConv(_QuantModule):
         if x.dim() == dims + 1:
             out: torch.Tensor = self(x[None], output_size)[0]
             return out
-        padding, output_padding = self.padding, [0] * dims
-        if self.transposed:
-            given = (list(self.stride), list(padding), list(self.kernel_size), dims, list(self.dilation))
+        output_padding: Sequence[int] = self.output_padding
+        if output_size is not None:
+            given = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
             output_padding = self._output_padding(x, output_size, *given)  # type: ignore[misc, arg-type]
-        elif isinstance(padding, str) or self.padding_mode != "zeros":
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            x = nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
-            padding = (0,) * dims
+        return self.convolve(self.padded(x), output_padding)
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """The input with the padding that the op does not do, which pads both sides with as many zeros."""
+        if self.op_padding is self.padding:
+            return x
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
+
+    @property
+    def op_padding(self) -> tuple[int, ...]:
+        """Zeros that the op adds on both sides of each axis."""
+        if isinstance(self.padding, str) or self.padding_mode != "zeros":
+            return (0,) * len(self.kernel_size)
+        return self.padding
+
+    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+        """The op on an input `[batch, in, size…]` that `padded` gave."""
         y: torch.Tensor = torch.ops.quant.conv.default(
             x,
             self.codes,
@@ -140,7 +159,7 @@ class QuantConv(_QuantModule):
             self.weight_format.name,
             "" if self.activation_format is None else self.activation_format.name,
             self.stride,
-            padding,
+            self.op_padding,
             self.dilation,
             self.transposed,
             output_padding,
