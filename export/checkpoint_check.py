@@ -39,6 +39,8 @@ def expected_tensors(
     codes: _Expected = ((element.torch_dtype or torch.uint8,), (rows, packed_width(columns, element)))
     if format.element is INT4 and not modelopt:
         codes = ((torch.int32,), (rows, columns // 8))
+    elif format.element is INT4:
+        codes = ((torch.uint8,), (rows // 2, columns))
     scale = _FLOATS if format.scale.is_wide else (format.scale.torch_dtype,)
     found: dict[str, _Expected] = {
         "weight_packed" if packed and not modelopt else "weight": codes,

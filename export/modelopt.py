@@ -6,6 +6,8 @@
     fp8           weight e4m3, weight_scale f32 [], input_scale f32 []
     fp8_channel   weight e4m3, weight_scale f32 [o]
     fp8_block     weight e4m3, weight_scale f32 [o/128, 1, i/128, 1]; a single block's is []
+    int4          weight u8 [o/2, i], row 2k in the low half of a byte and row 2k + 1 in the high; weight_scale f32
+                  [o, i/g] for groups of 128, 64 or 32
     KV cache      self_attn.{k,v}_proj.{k,v}_scale f32 []
 
 A second-level scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
@@ -13,7 +15,8 @@ numbers may share a reciprocal, so one layout cannot always hold the other's sca
 and `quant.export.checkpoint.write_tensors` stores next to it what float32 loses.
 
 A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep them
-in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it.
+in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called `W4A16_AWQ`
+whether or not inputs were scaled; a `pre_quant_scale` stands beside a weight only where no layer before it took it up.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import torch
 
 from quant.export.names import FormatsOf, StoredNames, expert_names
 from quant.formats.format import FORMATS, Format
+from quant.formats.number import INT4
+from quant.formats.packing import pack, unpack
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_data import typed
 from quant.recipes.plan import LayerPlan, Plan
@@ -45,13 +50,18 @@ _ALGORITHMS = {
     ("fp8_block", "fp8_group"): "fp8_pb_wo",
     ("mxfp8", "mxfp8"): "MXFP8",
     ("mxfp4", "mxfp4"): "mxfp4",
+    ("int4", None): "W4A16_AWQ",
+    ("int4_g64", None): "W4A16_AWQ",
+    ("int4_g32", None): "W4A16_AWQ",
 }
 _TABLES = dict[str, dict[str, Any]] | None
 _KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
 # Algorithms that state their group size, and those that config.json describes in a group of its own.
-_GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8")
+_GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
 _DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
-_DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
+_DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
+# What is said of INT4 beside its group size, as ModelOpt says it of every INT4 weight.
+_AWQ = {"has_zero_point": False, "pre_quant_scale": True}
 
 _KV_SCALE = re.compile(r"(.+)\.([kv])_scale")
 _KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")
@@ -72,6 +82,11 @@ def check_plan(plan: Plan) -> None:
             raise ValueError(
                 f"{layer.name}: ModelOpt's layout has no embedding in {layer.weight}; keep it in 16 bit when the model "
                 "is quantized, or deploy the compressed-tensors checkpoint"
+            )
+        if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout packs INT4 in pairs of rows, and {layer.shape[-2]} is odd; keep the "
+                "layer in 16 bit, or deploy the compressed-tensors checkpoint"
             )
         parts = {
             "a pre_scale that no layer took up": layer.parts.pre_scale,
@@ -125,16 +140,27 @@ def compress(
     if format.scale.is_wide:
         # Matrices cut from one may share their scale, and no two tensors of a file may share memory.
         scale = scale.to(torch.float32, copy=True)
-        if format.per_tensor or (format.block[1] and scale.numel() == 1):
+        if format.per_tensor or (format.block[1] and scale.numel() == 1 and format.element is not INT4):
             scale = scale.reshape(())
-        else:
+        elif format.element is not INT4:
             scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)
-    tensors = {"weight": weight.codes, "weight_scale": scale}
+    tensors = {"weight": _pack_rows(weight) if format.element is INT4 else weight.codes, "weight_scale": scale}
     if weight.global_scale is not None:
         tensors["weight_scale_2"] = _float32_if_exact(weight.global_scale)
     if input_scale is not None:
         tensors["input_scale"] = _float32_if_exact(input_scale)
     return tensors
+
+
+def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
+    """INT4 codes, two rows to a byte."""
+    codes = unpack(weight.codes, 4, weight.shape[-1])
+    return codes[0::2] | codes[1::2] << 4
+
+
+def _unpack_rows(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_rows`, two columns to a byte."""
+    return pack(torch.stack([packed & 0x0F, packed >> 4], dim=1).flatten(0, 1), 4)
 
 
 def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
@@ -150,6 +176,7 @@ def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
 def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
     """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
+    codes = _unpack_rows(codes) if format.element is INT4 else codes
     shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
     scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
     global_scale = tensors["weight_scale_2"].reshape(()) if format.global_scale else None
@@ -208,14 +235,15 @@ def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any
 def _layer_config(layer: LayerPlan) -> dict[str, Any]:
     algorithm = _algorithm(layer)
     assert layer.weight is not None
-    return {"quant_algo": algorithm, **({"group_size": layer.weight.block[1]} if algorithm in _GROUPED else {})}
+    grouped = {"group_size": layer.weight.block[1]} if algorithm in _GROUPED else {}
+    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight.element is INT4 else {})}
 
 
 def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
     algorithm = kind["quant_algo"]
     if algorithm not in described:
         return {"quant_algo": algorithm}
-    weight, activation = formats_of(algorithm)
+    weight, activation = formats_of(algorithm, kind.get("group_size"))
     group = {"weights": _arguments(weight)}
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         group["weights"]["strategy"] = "channel"
@@ -225,8 +253,9 @@ def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
 
 
 def _arguments(format: Format) -> dict[str, Any]:
-    grouped = {} if format.scale.is_wide else {"group_size": format.block[1]}
-    return {"dynamic": False, "num_bits": format.element.bits, "type": "float", **grouped}
+    grouped = {} if format.scale.is_wide and format.element is not INT4 else {"group_size": format.block[1]}
+    kind = "int" if format.element.is_integer else "float"
+    return {"dynamic": False, "num_bits": format.element.bits, "type": kind, **grouped}
 
 
 def _excluded(plan: Plan, names: StoredNames) -> list[str]:

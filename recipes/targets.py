@@ -253,7 +253,7 @@ _ALL = (
             Pair("mxfp4", "mxfp8", note="W4A8_MXFP4_MXFP8, from SM100", kinds=_EXPERTS),
             Pair("mxfp4", "fp8", note="W4A8_MXFP4_FP8, from SM100", kinds=_EXPERTS),
             Pair("mxfp4", None, STORAGE, "W4A16_MXFP4", _EXPERTS),
-            Pair("int4", None, STORAGE, "W4A16_AWQ"),
+            *(Pair(w, None, STORAGE, "W4A16_AWQ") for w in _INT4),
         ),
         kv_cache=("fp8", "nvfp4"),
         fused=_FUSED,

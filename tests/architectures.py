@@ -45,7 +45,7 @@ from quant.cli.pipeline import run
 from quant.export.names import cut_experts, expert_names
 from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.layers import expert_matrices
-from quant.recipes.plan import PLAN_FILE
+from quant.recipes.plan import PLAN_FILE, Plan
 
 FORMATS = ("nvfp4a16", "fp8_channel")
 COMPRESSED, MODELOPT = LAYOUTS = ("compressed-tensors", "ModelOpt")
@@ -355,7 +355,7 @@ def _verdicts(name: str, format: str, folder: Path) -> Iterator[tuple[Any, ...]]
         return
     found, off = _of_transformers(model, folder / "out", given, ours, format)
     told = [line for line in report["warnings"] if "transformers" in line]
-    wrong = _of_ours(model, loaded, given, ours, format)
+    wrong = _of_ours(model, loaded, given, ours, format, Plan.load(folder / "out" / PLAN_FILE))
     if wrong is not None:
         yield COMPRESSED, "DIFFERENT", f"quant.load: {wrong}", off
     elif found is None:
@@ -399,7 +399,7 @@ def _stored_apart(model: Any, loaded: Mapping[str, Any]) -> Iterator[tuple[str, 
 
 
 @torch.no_grad()
-def _of_ours(model: Any, loaded: Any, given: Any, ours: torch.Tensor, format: str) -> str | None:
+def _of_ours(model: Any, loaded: Any, given: Any, ours: torch.Tensor, format: str, plan: Plan) -> str | None:
     """How a checkpoint that `quant.load` read differs from the original model, whose weights become the rounded ones.
 
     With inputs in 16 bit, the original's own code with those weights has to give the same logits.
@@ -410,6 +410,7 @@ def _of_ours(model: Any, loaded: Any, given: Any, ours: torch.Tensor, format: st
             continue
         is_stack = isinstance(module, ExpertStack)
         weight = module.tensor() if is_stack else module.weight
+        weight = weight.t() if plan.by_name[key].kind == "linear" and plan.by_name[key].transposed else weight
         original = parameters[key if is_stack else f"{key}.weight"]
         off = difference(weight.float(), original.float()) if weight.shape == original.shape else float("inf")
         if off > WEIGHT_LIMIT[format]:

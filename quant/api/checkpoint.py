@@ -141,8 +141,18 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
     for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
         file = directory / name
         if file.is_file() and (found := config_in(file, key)) is not None:
-            return found if key == "quantization" or found.get("quant_method") in LAYOUTS else None
+            known = key == "quantization" or found.get("quant_method") in LAYOUTS
+            return _with_group_size(found, directory) if known else None
     return None
+
+
+def _with_group_size(found: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A config with the group size of INT4, which ModelOpt writes into its own file alone."""
+    file = directory / modelopt.CONFIG_FILE
+    if found.get("quant_method") != "modelopt" or "config_groups" in found or not file.is_file():
+        return found
+    size = (config_in(file, "quantization") or {}).get("group_size")
+    return found if size is None else {**found, "group_size": size}
 
 
 def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:

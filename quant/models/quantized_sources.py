@@ -355,7 +355,9 @@ def _find_scaled(name: str, tensors: QuantizedTensors, quantization: Quantizatio
         size = _group_size(shape[1], scales[-1], groups)
         decode: Any = partial(_pack_quantized, shape=shape, group_size=size)
         return original, Packed(shape, parts, decode)
-    if tensors.stored_dtype(name) == "U8":
+    if tensors.stored_dtype(name) == "U8" and len(scales) == 2 and scales[0] == 2 * shape[0]:  # ModelOpt's INT4
+        shape = (scales[0], shape[1])
+    elif tensors.stored_dtype(name) == "U8":
         shape = (*shape[:-1], _columns(shape[-1], scales[-1], "weight_packed" in parts))
     return original, Packed(shape, parts, partial(_scaled, blocks=quantization.blocks))
 

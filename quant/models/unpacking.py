@@ -24,7 +24,7 @@ import torch
 
 from quant.export import compressed_tensors, modelopt
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT8
+from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT4, INT8
 
 Parts = Mapping[str, torch.Tensor]
 Block = tuple[int, int]
@@ -63,6 +63,8 @@ def scaled(parts: Parts, blocks: Iterable[Block], dtype: torch.dtype) -> torch.T
 
 def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
     """The format of a matrix, as its codes and scales tell."""
+    if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
+        return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     number = FP32 if scale.dtype.itemsize > 1 else E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
     if codes.dtype != torch.uint8:
         shape = (codes.shape[0], codes.shape[1])

@@ -317,7 +317,7 @@ def test_modelopt_makes_the_same_config_of_every_mixture() -> None:
     library = pytest.importorskip(name, reason="needs the extra modelopt")
     pairs = [
         ("nvfp4", "nvfp4"), ("nvfp4", None), ("fp8", "fp8"), ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"),
-        ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"),
+        ("mxfp8", "mxfp8"), ("mxfp4", "mxfp4"), ("int4", None), ("int4_g32", None),
     ]  # fmt: skip
     for first, second in itertools.product(pairs, pairs):
         chosen = [[None if name is None else FORMATS[name] for name in pair] for pair in (second, first, second)]
@@ -387,13 +387,50 @@ def test_any_second_level_scale_survives_the_other_layout(tmp_path: Path) -> Non
             )
 
 
+# INT4, of which there is no golden checkpoint
+
+
+def int4_as_modelopt_packs_it(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """From `pack_int4_in_uint8` in ModelOpt 0.47's `torch/export/quant_utils.py`, in words of our own."""
+    integers = (weight / scale.repeat_interleave(weight.shape[1] // scale.shape[1], 1)).round().clamp(-8, 7).long()
+    pairs = integers.T.reshape(weight.shape[1], weight.shape[0] // 2, 2) % 16
+    return (pairs[..., 0] + 16 * pairs[..., 1]).T.to(torch.uint8)
+
+
+@REFUSED
+@pytest.mark.parametrize(("recipe", "size"), [("int4a16", 128), ("int4a16_g64", 64), ("int4a16_g32", 32)])
+def test_int4_in_groups_of_every_size(recipe: str, size: int, quantized: Callable[..., Path], tmp_path: Path) -> None:
+    convert(quantized(recipe), tmp_path / "out", "modelopt")
+    ours, stored = quant.load(tmp_path / "ours"), load_file(tmp_path / "out" / "model.safetensors")
+    for name, module in ours.named_modules():
+        if isinstance(module, QuantLinear):
+            scale = stored[f"{name}.weight_scale"]
+            assert scale.dtype is torch.float32 and scale.shape == (module.out_features, module.in_features // size)
+            assert torch.equal(stored[f"{name}.weight"], int4_as_modelopt_packs_it(module.dequantize(), scale)), name
+    said = fields(tmp_path / "out", modelopt.CONFIG_FILE)["quantization"]
+    assert said == {
+        "quant_algo": "W4A16_AWQ", "kv_cache_quant_algo": None, "group_size": size, "has_zero_point": False,
+        "pre_quant_scale": True, "exclude_modules": said["exclude_modules"],
+    }  # fmt: skip
+    (tmp_path / "out" / "plan.json").unlink()
+    theirs = quant.load(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(theirs(IDS).logits, ours(IDS).logits)
+    again = quant.open_model(tmp_path / "out").model  # as a source, which is dequantized
+    assert same(again.model.layers[1].mlp.up_proj.weight, ours.model.layers[1].mlp.up_proj.dequantize(torch.bfloat16))
+    convert(tmp_path / "out", tmp_path / "back", "compressed-tensors")
+    for name, tensor in load_file(tmp_path / "back" / "model.safetensors").items():
+        assert same(tensor, load_file(tmp_path / "ours" / "model.safetensors")[name]), name
+
+
 # What the layout cannot say, and bad input
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"weight": "int4"}, "no name for int4 with 16-bit inputs; it has nvfp4 with nvfp4 inputs"),
+        ({"weight": "int4", "activation": "fp8"}, "no name for int4 with fp8 inputs; it has nvfp4 with nvfp4 inputs"),
+        ({"weight": "int4_g32", "shape": (255, 256)}, "packs INT4 in pairs of rows, and 255 is odd"),
         ({"weight": "mxfp6"}, "no name for mxfp6 with 16-bit inputs"),
         ({"weight": "mxfp4"}, "no name for mxfp4 with 16-bit inputs"),
         ({"weight": "nvfp4", "activation": "fp8"}, "no name for nvfp4 with fp8 inputs"),
@@ -413,10 +450,10 @@ def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], 
 
 
 def test_a_refused_plan_writes_nothing(quantized: Callable[..., Path], tmp_path: Path) -> None:
-    result = export(quantized("int4a16"), "--to", "modelopt", "--out", tmp_path / "out")
+    result = export(quantized("int8"), "--to", "modelopt", "--out", tmp_path / "out")
     assert result.exit_code == 2
     (line,) = result.stderr.strip().splitlines()
-    assert line.startswith("error: model.layers.0.self_attn.q_proj: ModelOpt's layout has no name for int4")
+    assert line.startswith("error: model.layers.0.self_attn.q_proj: ModelOpt's layout has no name for int8")
     assert [place.name for place in tmp_path.iterdir()] == ["ours"]
 
 
@@ -435,7 +472,7 @@ def _with_config(directory: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("golden", "spoil", "words"),
     [
-        ("w4a8nvfp4", lambda d: None, "'W4A8_NVFP4_FP8' is not supported; known: NVFP4, W4A16_NVFP4"),
+        ("w4a8nvfp4", lambda d: None, "'W4A8_NVFP4_FP8' with groups of 32 is not supported; known: NVFP4, W4A16_NVFP4"),
         ("nvfp4", lambda d: _with_config(d, kv_cache_scheme="INT8"), "a KV cache in INT8 is not supported; known: FP8"),
         (
             "w4a16",
