@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from quant.formats.number import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FP32, INT4, INT8, Number
 
@@ -39,6 +40,13 @@ class Format:
 
     def __str__(self) -> str:
         return self.name
+
+    def __deepcopy__(self, memo: object) -> Format:
+        return self  # numbers are told apart by identity, in a copied model too
+
+    def __reduce__(self) -> Any:
+        known = FORMATS.get(self.name) is self
+        return (get_format, (self.name,)) if known else (Format, tuple(vars(self).values()))
 
     @property
     def per_tensor(self) -> bool:

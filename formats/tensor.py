@@ -218,6 +218,38 @@ def _encode_rows(
         codes[chunk] = pack(found, format.element.bits) if codes.dtype is torch.uint8 else found
 
 
+def round_with_scale(
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """`quantize_with_scale(…).dequantize(dtype)`, without the codes: the weight that a deployed model multiplies by.
+
+    Arguments are those of `quantize_with_scale`; the result has the shape of `weight`, rounded once to `dtype`.
+    """
+    rows, columns = weight.shape[-2:]
+    block_rows, block_columns = format.block_shape(weight.shape)
+    step = _step(scale, global_scale).repeat_interleave(block_rows, dim=-2)[..., :rows, :]
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    for index in np.ndindex(*weight.shape[:-2]):
+        round_part = partial(_round_rows, weight[index], format, block_columns, step[index], out[index])
+        in_parts(round_part, rows, rows * columns / _PART_ELEMENTS, weight.device)
+    return out
+
+
+def _round_rows(
+    weight: torch.Tensor, format: Format, width: int, step: torch.Tensor, out: torch.Tensor, *part: int
+) -> None:
+    """Fills the rows `part` of a rounded matrix, whose blocks are `width` columns wide."""
+    for chunk in _row_chunks(weight, *part):
+        each = step[chunk, None, :, None]
+        blocks = _to_blocks(weight[chunk].float(), (1, width))
+        rounded = round_to(blocks / each, format.element).mul_(each)
+        out[chunk] = _from_blocks(rounded, chunk.stop - chunk.start, weight.shape[1])
+
+
 def _step(scale: torch.Tensor, global_scale: torch.Tensor | None) -> torch.Tensor:
     """Block scale times global scale, rounded once to float32."""
     if global_scale is None:

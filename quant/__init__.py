@@ -37,6 +37,7 @@ _PUBLIC = {
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.page.report": ("Report",),
     "quant.solve": ("Quantized", "apply_plan"),
+    "quant.training.qat": ("convert_qat", "prepare_qat"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}
 

@@ -33,7 +33,7 @@ PARTS = {
     "recipes": (".",),
     "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
     "export": ("onnx_graph", "engine", "."),
-    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "integrations", "cli"),
+    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "training", "integrations", "cli"),
 }
 
 # The oracle stays pure: nothing but these, at any level.

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -454,22 +455,26 @@ def experts_forward(
             observe(name, expert, x)
         return _apply_expert(self, name, x, expert)
 
-    for expert in top_k_index.unique().tolist():
-        if expert >= self.num_experts:
-            continue
-        token, slot = torch.where(top_k_index == expert)
-        if until == first and observe is not None:
-            observe(first, expert, hidden_states[token])
-            continue
-        up = project(first, hidden_states[token], expert)
-        up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
-        if until is not None and observe is not None:
-            observe("down_proj", expert, up)
-            continue
-        down = project("down_proj", up, expert)
-        if getattr(self, "has_post_expert_norm", False):
-            down = self.post_expert_norm(down)
-        out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
+    with ExitStack() as stack:
+        for projection in projections:
+            if isinstance(projection, ExpertStack):
+                stack.enter_context(projection.opened())
+        for expert in top_k_index.unique().tolist():
+            if expert >= self.num_experts:
+                continue
+            token, slot = torch.where(top_k_index == expert)
+            if until == first and observe is not None:
+                observe(first, expert, hidden_states[token])
+                continue
+            up = project(first, hidden_states[token], expert)
+            up = self._apply_gate(up) if self.has_gate else self.act_fn(up)
+            if until is not None and observe is not None:
+                observe("down_proj", expert, up)
+                continue
+            down = project("down_proj", up, expert)
+            if getattr(self, "has_post_expert_norm", False):
+                down = self.post_expert_norm(down)
+            out.index_add_(0, token, (down * top_k_weights[token, slot, None]).to(out.dtype))
     return out
 
 

@@ -141,10 +141,13 @@ def _fake_gradient(gradient: torch.Tensor, codes: torch.Tensor, *rest: Any) -> t
     return gradient.new_empty(*gradient.shape[:-1], rest[-1])
 
 
-def register(name: str, schema: str, fake: Any, *, autograd: Any = None, **bodies: Any) -> None:
+def register(
+    name: str, schema: str, fake: Any, *, autograd: Any = None, in_autocast: bool = True, **bodies: Any
+) -> None:
     """Defines an op with a body for each device ("default" is any other), and how it computes gradients.
 
-    Under autocast, an op that has gradients takes its first argument, and its bias, in autocast's dtype.
+    Under autocast, an op that has gradients takes its first argument, and its bias, in autocast's dtype; without
+    `in_autocast` it takes them as they are.
     """
     torch.library.define(name, schema)
     for device, body in bodies.items():
@@ -153,7 +156,7 @@ def register(name: str, schema: str, fake: Any, *, autograd: Any = None, **bodie
     if autograd is not None:
         short = name.removeprefix("quant::")
         _LIBRARY.impl(short, autograd, "Autograd", with_keyset=True)
-        for device in ("cpu", "cuda"):
+        for device in ("cpu", "cuda") if in_autocast else ():
             _LIBRARY.impl(
                 short, _in_autocast(getattr(torch.ops.quant, short).default, device), f"Autocast{device.upper()}"
             )

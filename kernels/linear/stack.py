@@ -8,6 +8,7 @@ may round its input. Anything else that is computed with a stack sees dequantize
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -34,6 +35,10 @@ class ExpertStack(nn.Module):
     def dense(self, index: int) -> torch.Tensor:
         """The values `[out, in]` of one expert."""
         raise NotImplementedError
+
+    def opened(self) -> AbstractContextManager[object]:
+        """While open, the matrices of one forward pass may be kept."""
+        return nullcontext()
 
     def forward(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """`product`, its outputs in the order of the parameter's rows."""

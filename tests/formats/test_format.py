@@ -1,6 +1,9 @@
 """The registry is complete, and `Format` counts the bytes of what `quantize` returns."""
 
+import copy
 import math
+import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -131,3 +134,11 @@ def test_16_bit_has_several_names_and_is_no_format(name: str | None) -> None:
     assert parse_format("fp8") is FORMATS["fp8"]
     with pytest.raises(ValueError, match=r"unknown format 'int16'; known formats: nvfp4, .*, keep$"):
         parse_format("int16")
+
+
+@pytest.mark.parametrize("format", FORMATS.values(), ids=str)
+def test_a_format_of_a_copied_model_is_the_same_object(format: Format) -> None:
+    """Its numbers are told apart by identity."""
+    assert copy.deepcopy(format) is pickle.loads(pickle.dumps(format)) is format
+    other = replace(format, block=(3, 5))
+    assert copy.deepcopy(other) is other and pickle.loads(pickle.dumps(other)) == other

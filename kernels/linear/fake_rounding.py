@@ -1,0 +1,283 @@
+"""Fake quantization rounds values to a format and keeps them as floats, so that a model can be trained as deployed.
+
+    quant::round_weight(weight, scale?, global_scale?, …) -> weight that the packed model multiplies by
+    quant::round_input(x, input_scale?, activation)       -> input as the packed model rounds it
+
+Rounding has a derivative of zero almost everywhere, so gradients pass straight through it (Bengio et al., 2013):
+dW = dY for a weight within the range of its block, and 0 for one beyond a scale that is fixed, which no small change of
+the weight would move. Under a scale that is measured from the weight itself, nothing is beyond the range. A scale that
+is learned has the gradient of LSQ (Esser et al., 2020): with steps u = w / s and the code's value q,
+
+    dL/ds = sum over the block of  dY · (q − u)    within the range,    dY · q    beyond it
+
+On a GPU one Triton kernel rounds and another masks (`kernels/portable/fake_rounding.py`); the oracle runs elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from quant.formats.format import FORMATS, Format
+from quant.formats.rounding import round_to
+from quant.formats.scaling import global_scale_of
+from quant.formats.tensor import choose_scale, round_activation, round_with_scale
+from quant.kernels.hardware import has_triton
+from quant.kernels.linear import dispatch
+from quant.kernels.linear.ops import below_autograd, register
+
+_FLOATS = (torch.float16, torch.bfloat16)
+
+
+def round_weight(
+    weight: torch.Tensor,
+    format: Format,
+    dtype: torch.dtype,
+    *,
+    scale: torch.Tensor | None = None,
+    global_scale: torch.Tensor | None = None,
+    rule: str = "max",
+    stored: torch.dtype = torch.float32,
+    clips: bool = True,
+) -> torch.Tensor:
+    """The weight that a packed model multiplies by, with straight-through gradients.
+
+    Args:
+        weight: `[..., out, in]`, finite.
+        format: the weight's.
+        dtype: of the result: the dtype of the inputs that it is multiplied by.
+        scale: block scale values, float32 `format.scale_shape(weight.shape)`; None measures them by `rule`. They have
+            a gradient where they need one.
+        global_scale: float32 `weight.shape[:-2]`, for formats that have one.
+        rule: key of `SCALE_RULES`, where scales are measured.
+        stored: dtype of the checkpoint, to which measured scales that are floats are rounded.
+        clips: whether weights beyond the range of a given scale have no gradient.
+
+    Returns:
+        The shape of `weight`, in `dtype`.
+    """
+    return torch.ops.quant.round_weight(  # type: ignore[no-any-return]
+        weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None
+    )
+
+
+def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    """An input `[..., in]` as a packed linear rounds it, with straight-through gradients.
+
+    Inputs beyond the range of a static scale have no gradient.
+    """
+    return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
+
+
+def measured_scale(
+    weight: torch.Tensor, format: Format, rule: str, global_scale: torch.Tensor | None, stored: torch.dtype
+) -> torch.Tensor:
+    """Block scale values of `weight` by `rule`, as a model whose weights are in `stored` would be quantized.
+
+    Returns:
+        float32 `format.scale_shape(weight.shape)`.
+    """
+    matrices = weight.reshape(-1, *weight.shape[-2:])
+    amax = torch.stack([matrix.abs().amax() for matrix in matrices]).view(weight.shape[:-2]).float()
+    scale = choose_scale(weight, format, rule, amax, global_scale)
+    return as_stored_scale(scale, format, stored)
+
+
+def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) -> torch.Tensor:
+    """Float scales rounded to the dtype in which a checkpoint stores them; `scale` may be overwritten."""
+    if not format.scale.is_wide or stored not in _FLOATS:
+        return scale
+    info = torch.finfo(stored)
+    return scale.clamp_(min=info.tiny * info.eps).to(stored).float()
+
+
+def group_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:
+    """The second-level scale of matrices with these largest magnitudes, through the reciprocal that files may store."""
+    return 1 / (1 / global_scale_of(amax, format, rule))
+
+
+def _round_weight(
+    weight: torch.Tensor,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+    format_name: str,
+    rule: str,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    clips: bool,
+) -> torch.Tensor:
+    format = FORMATS[format_name]
+    if weight.is_cuda and has_triton() and weight.dim() == 2:
+        from quant.kernels.portable import fake_rounding
+
+        with torch.cuda.device_of(weight):
+            if scale is None and not (rule == "max" and fake_rounding.can_measure(format, weight.shape)):
+                scale = measured_scale(weight, format, rule, global_scale, stored)
+            return fake_rounding.round_weight(weight, format, dtype, scale, global_scale)
+    if scale is None:
+        scale = measured_scale(weight, format, rule, global_scale, stored)
+    return round_with_scale(weight, format, scale, global_scale, dtype)
+
+
+def _weight_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format_name: str,
+) -> torch.Tensor:
+    """The gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
+    format = FORMATS[format_name]
+    if weight.is_cuda and has_triton() and weight.dim() == 2:
+        from quant.kernels.portable import fake_rounding
+
+        with torch.cuda.device_of(weight):
+            return fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
+    inside = weight.float().abs() <= format.element.max * weight_steps(scale, global_scale, format, weight.shape)
+    return (gradient * inside).to(weight.dtype)
+
+
+def _scale_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    format_name: str,
+) -> torch.Tensor:
+    """LSQ's gradient of block scales, float32 of their shape."""
+    format = FORMATS[format_name]
+    rows, columns = format.block_shape(weight.shape)
+    step = weight_steps(scale, global_scale, format, weight.shape)
+    steps = weight.float() / step
+    inside = weight.float().abs() <= format.element.max * step
+    slope = gradient.float() * (round_to(steps, format.element) - torch.where(inside, steps, torch.zeros_like(steps)))
+    slope = torch.nn.functional.pad(slope, (0, -slope.shape[-1] % columns, 0, -slope.shape[-2] % rows))
+    summed = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
+    return summed if global_scale is None else summed * global_scale[..., None, None]
+
+
+def weight_steps(
+    scale: torch.Tensor, global_scale: torch.Tensor | None, format: Format, shape: torch.Size
+) -> torch.Tensor:
+    """Block scale times global scale for each weight of `shape`."""
+    rows, columns = format.block_shape(shape)
+    step = scale if global_scale is None else scale * global_scale[..., None, None]
+    step = step.repeat_interleave(rows, dim=-2)[..., : shape[-2], :]
+    return step.repeat_interleave(columns, dim=-1)[..., : shape[-1]]
+
+
+class _RoundWeight(torch.autograd.Function):
+    """`quant::round_weight` where the weight or the scale needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        weight, scale, global_scale, ctx.format, _, _, _, ctx.clips = args
+        ctx.dtype = weight.dtype
+        learned = scale is not None and scale.requires_grad
+        ctx.save_for_backward(*((weight, scale, global_scale) if ctx.clips or learned else ()))
+        return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        _, for_weight, for_scale, *_ = ctx.needs_input_grad
+        weight = scale = None
+        saved = ctx.saved_tensors  # once: under gradient checkpointing, each access runs the block again
+        if for_weight and ctx.clips:
+            weight = torch.ops.quant.round_weight_gradient(gradient, *saved, ctx.format)
+        elif for_weight:
+            weight = gradient.to(ctx.dtype)
+        if for_scale:
+            scale = torch.ops.quant.round_scale_gradient(gradient, *saved, ctx.format)
+        return None, weight, scale, None, None, None, None, None, None
+
+
+def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
+    weight, scale = args[:2]
+    if torch.is_grad_enabled() and (weight.requires_grad or (scale is not None and scale.requires_grad)):
+        return _RoundWeight.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
+    return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
+
+
+def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
+    format = FORMATS[activation]
+    if x.is_cuda and x.dtype in _FLOATS and has_triton():
+        with torch.cuda.device_of(x):
+            return dispatch.round_rows(x.reshape(-1, x.shape[-1]), format, input_scale).view(x.shape)
+    # An op returns no tensor that it was given, as rounding does of no rows.
+    return round_activation(x, format, input_scale) if x.numel() else x.clone()
+
+
+class _RoundInput(torch.autograd.Function):
+    """`quant::round_input` where the input needs a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
+        x, input_scale, ctx.activation = args
+        ctx.save_for_backward(*(() if input_scale is None else (x, input_scale)))
+        return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if saved := ctx.saved_tensors:
+            x, input_scale = saved
+            format = FORMATS[ctx.activation]
+            largest = format.element.max * (format.scale.max if format.global_scale else 1)
+            gradient = gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
+        return None, gradient, None, None
+
+
+def _input_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
+    if torch.is_grad_enabled() and args[0].requires_grad:
+        return _RoundInput.apply(keyset, *args)  # type: ignore[no-any-return, no-untyped-call]
+    return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
+
+
+def _fake_weight(weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=rest[-2], device=weight.device)
+
+
+def _fake_weight_gradient(gradient: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def _fake_scale_gradient(gradient: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(scale.shape, dtype=torch.float32, device=scale.device)
+
+
+def _fake_input(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+register(
+    "quant::round_weight_gradient",
+    "(Tensor gradient, Tensor weight, Tensor scale, Tensor? global_scale, str format) -> Tensor",
+    _fake_weight_gradient,
+    default=_weight_gradient,
+)
+register(
+    "quant::round_scale_gradient",
+    "(Tensor gradient, Tensor weight, Tensor scale, Tensor? global_scale, str format) -> Tensor",
+    _fake_scale_gradient,
+    default=_scale_gradient,
+)
+register(
+    "quant::round_weight",
+    "(Tensor weight, Tensor? scale, Tensor? global_scale, str format, str rule, ScalarType stored, ScalarType dtype, "
+    "bool clips) -> Tensor",
+    _fake_weight,
+    autograd=_weight_with_gradients,
+    in_autocast=False,
+    default=_round_weight,
+)
+register(
+    "quant::round_input",
+    "(Tensor x, Tensor? input_scale, str activation) -> Tensor",
+    _fake_input,
+    autograd=_input_with_gradients,
+    in_autocast=False,
+    default=_round_input,
+)

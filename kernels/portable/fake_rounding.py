@@ -1,0 +1,177 @@
+"""These kernels round weights to a format on a GPU and keep them as floats: the weights of a model in training.
+
+A program owns a tile `[block_n, block_k]` of the weight `[N, K]`, and reads it once:
+
+    w ─▶ scale of its block (the `max` rule, or one that is given) ─▶ w / step ─▶ nearest value of the grid ─▶ · step
+
+The grid is that of any element number, computed as `quant.formats.rounding.round_to` does: the exponent bits of the
+quotient give the distance of its neighbours, a power of two, and adding and subtracting 1.5 · 2^23 rounds to integers.
+Divisions are correctly rounded, so the result is the oracle's bit for bit. `mask_kernel` is the straight-through
+gradient under a scale that is given: it passes where the weight is within the range of its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quant.formats.format import Format
+from quant.kernels.portable.casts import amax_of
+
+_BLOCK_N, _BLOCK_K = 16, 256
+
+
+@triton.jit
+def _block_scale(amax, second, largest: tl.constexpr, kind: tl.constexpr):
+    """The step of a block by the `max` rule: its scale, rounded to E4M3 or up to a power of two, times the second."""
+    if kind == "e4m3":
+        ideal = tl.maximum(tl.div_rn(amax, largest * second), 0.001953125)
+        # In this order: NaN and infinity become NaN.
+        return tl.fma(amax, 0.0, tl.minimum(ideal, 448.0)).to(tl.float8e4nv).to(tl.float32) * second
+    else:
+        bits = tl.div_rn(amax, largest).to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + tl.where((bits & 0x7FFFFF) != 0, 1, 0)
+        # Exponent 0 stands for 2^-127, a subnormal.
+        up = tl.where(bits <= 0x400000, 0x400000, exponent << 23).to(tl.float32, bitcast=True)
+        return tl.fma(amax, 0.0, up)
+
+
+@triton.jit
+def _given_scale(scale, second, n, k, N, K, stride, rows: tl.constexpr, columns: tl.constexpr):
+    """The step of each weight of a tile; a block is `rows` by `columns`, 0 for the whole axis."""
+    first = n // rows if rows > 0 else n * 0
+    across = k // columns if columns > 0 else k * 0
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    return tl.load(scale + first.to(tl.int64)[:, None] * stride + across[None, :], mask=inside, other=1.0) * second
+
+
+@triton.jit
+def _on_grid(
+    steps, largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr
+):  # fmt: skip
+    """`steps` rounded to the nearest value of a number, ties to even, saturating.
+
+    `lowest` is its smallest normal, and `top` the power of two below its largest value.
+    """
+    magnitude = tl.minimum(tl.abs(steps), largest, propagate_nan=tl.PropagateNan.ALL)
+    if integer:
+        rounded = (magnitude + 12582912.0) - 12582912.0
+    else:
+        power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        power = tl.minimum(tl.maximum(power, lowest), top) * (0.5**mantissa)
+        rounded = (tl.div_rn(magnitude, power) + 12582912.0 - 12582912.0) * power
+        rounded = tl.minimum(rounded, largest, propagate_nan=tl.PropagateNan.ALL)
+    return tl.where(steps < 0, -rounded, rounded)
+
+
+@triton.jit
+def round_kernel(
+    weight, scale, global_scale, out, N, K, weight_stride, scale_stride,
+    largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr,
+    kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, measured: tl.constexpr, has_global: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the weight, rounded."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    if measured:
+        blocks = w.reshape(block_n, block_k // columns, columns)
+        step = _block_scale(amax_of(blocks, 2), second, largest, kind)
+        step = tl.broadcast_to(step[:, :, None], (block_n, block_k // columns, columns)).reshape(block_n, block_k)
+    else:
+        step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
+    rounded = _on_grid(tl.div_rn(w, step), largest, mantissa, lowest, top, integer) * step
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def mask_kernel(
+    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    largest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the gradient, zero where the weight is beyond the range of its block."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
+    dw = tl.where(tl.abs(w) <= largest * step, dy, 0.0)
+    tl.store(out + row * K + k[None, :], dw.to(out.dtype.element_ty), mask=inside)
+
+
+def can_measure(format: Format, shape: Sequence[int]) -> bool:
+    """Whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
+    rows, columns = format.block
+    return rows == 1 and 0 < columns <= 32 and not format.scale.is_wide and shape[-1] % columns == 0
+
+
+def round_weight(
+    weight: torch.Tensor,
+    format: Format,
+    dtype: torch.dtype,
+    scale: torch.Tensor | None,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """The weight `[N, K]` as a packed model multiplies by it, in one pass.
+
+    Args:
+        weight: FP32, BF16 or FP16.
+        format: its format.
+        dtype: of the result.
+        scale: block scale values, float32; None measures them by the `max` rule, where `can_measure`.
+        global_scale: float32 scalar, for formats that have one.
+    """
+    weight, (N, K) = _rows(weight), weight.shape
+    out = torch.empty(N, K, dtype=dtype, device=weight.device)
+    element = format.element
+    given = weight if scale is None else scale.contiguous()
+    round_kernel[_grid(N, K)](
+        weight, given, weight if global_scale is None else global_scale, out, N, K, weight.stride(0), given.stride(0),
+        mantissa=element.mantissa, lowest=element.min_normal, top=2.0**element.max_exponent,
+        integer=element.is_integer, kind=format.scale.name, measured=scale is None, **_common(format, global_scale),
+    )  # fmt: skip
+    return out
+
+
+def masked_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """The gradient `[N, K]` with zeros where the weight is beyond the range of its block, in the weight's dtype."""
+    gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
+    out = torch.empty(N, K, dtype=weight.dtype, device=weight.device)
+    mask_kernel[_grid(N, K)](
+        gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
+        weight.stride(0), scale.stride(0), **_common(format, global_scale),
+    )  # fmt: skip
+    return out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows are contiguous."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _grid(N: int, K: int) -> tuple[int, int]:
+    return triton.cdiv(K, _BLOCK_K), triton.cdiv(N, _BLOCK_N)
+
+
+def _common(format: Format, global_scale: torch.Tensor | None) -> dict[str, Any]:
+    return {
+        "largest": format.element.max, "rows": format.block[0], "columns": format.block[1],
+        "has_global": global_scale is not None, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
+    }  # fmt: skip

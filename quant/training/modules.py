@@ -1,0 +1,276 @@
+"""Layers in training hold a weight in full precision, and multiply by what it will be when it is packed.
+
+`QATLinear`, `QATExperts` and `QATEmbedding` stand where `QuantLinear`, `QuantExperts` and `QuantEmbedding` will: with
+the same formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer
+with the rounding of weight and input as differentiable ops (`kernels/linear/fake_rounding.py`). Each keeps its block
+scales in one of three ways:
+
+    recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
+    frozen        those that the layer started with
+    learned       a parameter `weight_step`, block scale times second level, rounded to the format's scale
+
+`weight` is an ordinary parameter, so optimizers, DDP, FSDP and gradient checkpointing see an ordinary layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from quant.formats.format import Format
+from quant.formats.number import E4M3, E8M0
+from quant.formats.rounding import decode, decode_power_of_two, round_to
+from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.fake_rounding import (
+    as_stored_scale,
+    group_global_scale,
+    measured_scale,
+    round_input,
+    round_weight,
+)
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.stack import ExpertStack
+
+SCALES = ("recomputed", "frozen", "learned")
+_EXACT = ("weight_scale", "global_scale", "input_scale")
+
+
+class RoundedWeight(nn.Module):
+    """A weight in full precision, and the scales that it is rounded by.
+
+    Args:
+        weight: `[..., out, in]`; trained.
+        start: what `weight` is rounded to at the start.
+        scales: one of `SCALES`.
+        stored: dtype of the checkpoint, to which float scales are rounded.
+        dtype: of the layer that this one stands for, when its weight is read.
+
+    Attributes:
+        siblings: the layers that share a second-level or per-tensor scale with this one, itself included.
+    """
+
+    weight: nn.Parameter
+    weight_step: nn.Parameter | None
+    weight_scale: torch.Tensor | None
+    global_scale: torch.Tensor | None
+    siblings: Sequence[RoundedWeight]
+
+    def __init__(
+        self, weight: nn.Parameter, start: BlockScaledTensor, scales: str, stored: torch.dtype, dtype: torch.dtype
+    ) -> None:
+        nn.Module.__init__(self)
+        self.weight = weight
+        self.weight_format, self.scales, self.stored, self.dtype = start.format, scales, stored, dtype
+        self.siblings = (self,)
+        values, second = decoded_scale(start), start.global_scale
+        step = None
+        if scales == "learned":
+            step = values if second is None else values * second.float()[..., None, None]
+        self.register_parameter("weight_step", None if step is None else nn.Parameter(step.clone()))
+        self.register_buffer("weight_scale", values.clone() if scales == "frozen" else None)
+        self.register_buffer("global_scale", None if second is None or scales == "recomputed" else second.clone())
+
+    def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Block scale values, or None where rounding measures them, and the second level."""
+        format, weight = self.weight_format, self.weight
+        if self.weight_step is not None:
+            return _nearest_scale(self.weight_step, format, self.global_scale, self.stored), self.global_scale
+        if self.weight_scale is not None or not format.is_static:
+            return self.weight_scale, self.global_scale
+        with torch.no_grad():
+            amax = torch.stack([_amax(each.weight) for each in self.siblings]).amax(dim=0)
+            if format.global_scale:
+                return None, group_global_scale(amax, format, "max")
+            return as_stored_scale(choose_scale(weight, format, "max", amax, None), format, self.stored), None
+
+    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight that the packed layer multiplies by, in `dtype`; it has gradients."""
+        scale, second = self.current_scales()
+        return self._round(self.weight, dtype, scale, second)
+
+    def _round(
+        self, weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, second: torch.Tensor | None
+    ) -> torch.Tensor:
+        return round_weight(
+            weight, self.weight_format, dtype, scale=scale, global_scale=second, stored=self.stored,
+            clips=self.scales != "recomputed",
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def packed_weight(self) -> BlockScaledTensor:
+        """Codes and scales of the weight as it is now."""
+        scale, second = self.current_scales()
+        weight, format = self.weight.detach(), self.weight_format
+        if scale is None:
+            scale = measured_scale(weight, format, "max", second, self.stored)
+        return quantize_with_scale(weight, format, scale.detach(), second)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundedWeight:
+        before = {name: tensor for name in _EXACT if (tensor := getattr(self, name, None)) is not None}
+        step = None if self.weight_step is None else self.weight_step.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in before.items():
+            if getattr(self, name).dtype != tensor.dtype:
+                setattr(self, name, tensor.to(getattr(self, name).device))
+        if self.weight_step is not None and step is not None and self.weight_step.dtype != step.dtype:
+            self.weight_step.data = step.to(self.weight_step.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
+
+
+class QATLinear(RoundedWeight, nn.Linear):
+    """A linear layer in training.
+
+    Args:
+        weight: `[out, in]`.
+        packed: the quantized layer that it starts from.
+        bias: `[out]`, or None; the packed layer's, or the original layer's own parameter.
+        scales, stored: see `RoundedWeight`.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, packed: QuantLinear, bias: nn.Parameter | None, scales: str, stored: torch.dtype
+    ) -> None:
+        super().__init__(weight, packed.quantized_weight, scales, stored, packed.dtype)
+        self.out_features, self.in_features = weight.shape
+        self.register_parameter("bias", bias)
+        self.activation_format, self.hadamard = packed.activation_format, packed.hadamard
+        for name in ("input_scale", "pre_scale", "lowrank_down", "lowrank_up"):
+            self.register_buffer(name, getattr(packed, name))
+
+    @property
+    def parts(self) -> RunTimeParts:
+        """The run-time work in addition to the matmul."""
+        lowrank = None if self.lowrank_down is None else (self.lowrank_down, self.lowrank_up)
+        return RunTimeParts(self.pre_scale, self.hadamard, lowrank)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`, as the packed layer computes it."""
+        x = self.parts.input(x)
+        given = x.to(_computed_dtype(x))
+        if self.activation_format is not None:
+            given = round_input(given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        bias = None if self.bias is None else self.bias.to(given.dtype)
+        y = functional.linear(given, self.rounded(given.dtype), bias)
+        branch = self.parts.branch(x)
+        return y if branch is None else y + branch
+
+    def packed(self) -> QuantLinear:
+        """The packed layer."""
+        return QuantLinear(
+            self.packed_weight(), self.bias, self.activation_format, self.input_scale,  # type: ignore[arg-type]
+            dtype=self.dtype, **vars(self.parts),
+        )  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation_format or '16 bit'}"
+
+
+class QATExperts(RoundedWeight, ExpertStack):
+    """The weights `[experts, out, in]` of one projection in training. Arguments are those of `QATLinear`."""
+
+    runs_grouped = False
+
+    def __init__(self, weight: nn.Parameter, packed: QuantExperts, scales: str, stored: torch.dtype) -> None:
+        super().__init__(weight, packed.quantized_weight, scales, stored, packed.dtype)
+        self.activation_format, self.stacking = packed.activation_format, packed.stacking
+        self.register_buffer("input_scale", packed.input_scale)
+        self._matrices: Sequence[torch.Tensor] | None = None
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """While open, the experts are taken apart once, so that their gradients are put together once."""
+        self._matrices = self.weight.unbind(0)
+        try:
+            yield
+        finally:
+            self._matrices = None
+
+    def __getitem__(self, index: int | torch.Tensor) -> Any:
+        """One expert as the parameter holds it, or several. Without rounded inputs, these are rounded values."""
+        if self.activation_format is None and not (isinstance(index, torch.Tensor) and index.dim()):
+            return self.stacking.hold(self.dense(int(index)))
+        return super().__getitem__(index)
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The rounded values `[out, in]` of one expert."""
+        return self._one(index, self.dtype)
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`."""
+        given = x.to(_computed_dtype(x))
+        if self.activation_format is not None:
+            given = round_input(given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        return functional.linear(given, self._one(index, given.dtype))
+
+    def _one(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+        scale, second = self.current_scales()
+        matrix = (self.weight if self._matrices is None else self._matrices)[index]
+        own = None if scale is None else scale[index]
+        return self._round(matrix, dtype, own, None if second is None else second[index])
+
+    def packed(self) -> QuantExperts:
+        """The packed experts."""
+        scale: Any = self.input_scale
+        return QuantExperts(self.packed_weight(), self.activation_format, scale, self.dtype, self.stacking)
+
+
+class QATEmbedding(RoundedWeight):
+    """An embedding in training. Arguments are those of `QATLinear`."""
+
+    def __init__(self, weight: nn.Parameter, packed: QuantEmbedding, scales: str, stored: torch.dtype) -> None:
+        super().__init__(weight, packed.quantized_weight, scales, stored, packed._dtype.dtype)
+        self.num_embeddings, self.embedding_dim = weight.shape
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[...]` to `[..., dim]`."""
+        return functional.embedding(ids, self.rounded(self.dtype))
+
+    def packed(self) -> QuantEmbedding:
+        """The packed embedding."""
+        return QuantEmbedding(self.packed_weight(), self.dtype)
+
+
+def decoded_scale(weight: BlockScaledTensor) -> torch.Tensor:
+    """Block scale values without the second level, float32."""
+    return decode(weight.scale, weight.format.scale)
+
+
+def _nearest_scale(
+    step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype
+) -> torch.Tensor:
+    """Block scales nearest to `step` divided by the second level; gradients pass straight through the rounding."""
+    wanted = step if second is None else step / second.float()[..., None, None]
+    with torch.no_grad():
+        if format.scale is E4M3:
+            found = round_to(wanted.clamp(min=E4M3.min_subnormal), E4M3)
+        elif format.scale is E8M0:
+            exponent = wanted.clamp(min=2.0**-127).log2().round()
+            found = decode_power_of_two((exponent.clamp(-127, 127) + 127).to(torch.uint8))
+        else:
+            tiny = torch.finfo(torch.float32).tiny
+            found = as_stored_scale(round_to(wanted.clamp(min=tiny), format.scale), format, stored)
+    return found + (wanted - wanted.detach())
+
+
+def _amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each matrix, float32, over all shards of the weight."""
+    amax: Any = weight.detach().abs().amax(dim=(-2, -1)).float()
+    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]
+
+
+def _computed_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
+    device = x.device.type
+    if x.dtype is torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return x.dtype
+    return torch.get_autocast_dtype(device)

@@ -1,0 +1,313 @@
+"""Quantization-aware training: `prepare_qat` makes a model train as it will be deployed, `convert_qat` packs it.
+
+    plan = quant.prepare_qat(model, "nvfp4", rows, solver="gptq")     the best quantized model is the start
+    …                                                                 any training loop
+    plan = quant.convert_qat(model)                                   QuantLinear, bit for bit what was trained
+    quant.save(model, plan, "out")
+
+The start is exact: before the first step, the model computes what the quantized model computes. So is the end.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.placement import Device
+from quant.calibration.progress import Progress
+from quant.calibration.solvers.solver import get_pipeline
+from quant.errors import UserError, counted
+from quant.export.checkpoint import plan_of_model
+from quant.install import protect
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.plan_check import check_plan_fits
+from quant.planning import make_plan
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.recipe import Recipe
+from quant.solve import solve_plan
+from quant.training.modules import SCALES, QATEmbedding, QATExperts, QATLinear, RoundedWeight
+from quant.training.start import starting_weight
+
+_PLAN = "_qat_plan"  # attribute of a prepared model
+_Packed = QuantLinear | QuantExperts | QuantEmbedding
+
+
+def prepare_qat(
+    model: nn.Module,
+    plan: Plan | Recipe | str,
+    data: Any = None,
+    *,
+    solver: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    scales: str | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    device: Device = None,
+    progress: Progress | None = None,
+) -> Plan:
+    """Makes a model train its weights under exactly the rounding that it will be deployed with; changes it in place.
+
+    A model in 16 bit is quantized first, by the plan's solvers, and training starts at that model's loss. A model that
+    is quantized already, by `quantize` or from a checkpoint, is the start as it is. Parameters of a 16-bit model stay
+    the same objects, so an optimizer made before trains them.
+
+    Args:
+        model: in 16 bit or FP32, or quantized.
+        plan: a plan, a recipe or a preset's name; of a quantized model its plan.
+        data, device, progress: of the calibration, as in `quant.quantize`.
+        solver, include, exclude: as in `quant.quantize`, with a recipe.
+        scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
+            "learned" trains them (LSQ). None recomputes those that `rtn` chose for a 16-bit model, and freezes others.
+        dtype: of the weights in training; None keeps the model's. In BF16 most updates are smaller than half a unit in
+            the last place, and lost.
+
+    Returns:
+        The plan that was applied; `convert_qat` needs no other.
+
+    Raises:
+        UserError: the model is prepared already, or holds meta tensors or frozen weights where the plan quantizes; a
+            quantized model without its plan; scales that cannot start where the quantized model is; attention in a
+            format, which has no gradient; an optimizer that holds parameters that the model no longer has.
+    """
+    if scales is not None and scales not in SCALES:
+        raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
+    if any(isinstance(module, RoundedWeight) for module in model.modules()):
+        raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
+    stored = stored_dtype(model)
+    originals: dict[str, nn.Parameter] = {}
+    biases: dict[str, nn.Parameter | None] = {}
+    if any(isinstance(module, _Packed) for module in model.modules()):
+        applied = _plan_of_quantized(model, plan, solver, include, exclude)
+    else:
+        if not isinstance(plan, Plan):
+            plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver)
+        elif solver or include or exclude:
+            raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
+        check_plan_fits(plan, find_layers(model))
+        _check_plan(plan)
+        originals = {layer.name: model.get_parameter(layer.tensor_name) for layer in plan.quantized}
+        _check_trainable(plan, originals)
+        owners = {layer.name: _owner(model, layer) for layer in plan.quantized}
+        biases = {name: getattr(owner, "bias", None) for name, owner in owners.items()}
+        applied = solve_plan(model, plan, data, device=device, progress=progress).plan
+    _check_plan(applied)
+    _install(model, applied, originals, biases, scales, stored, dtype)
+    # Saving a model in training is saving its weights; transformers knows how.
+    model.__dict__.pop("save_pretrained", None)
+    setattr(model, _PLAN, applied)
+    _check_optimizers(model)
+    return applied
+
+
+def convert_qat(model: nn.Module) -> Plan:
+    """Packs a model that `prepare_qat` prepared; changes it in place.
+
+    Its outputs are those of the trained model, bit for bit where both run the reference arithmetic. It saves, exports
+    and runs as any quantized model does.
+
+    Args:
+        model: as `prepare_qat` left it, after training. What wraps it (DDP, torch.compile) is looked through.
+
+    Returns:
+        The plan, for `quant.save` and `quant.export`.
+
+    Raises:
+        UserError: the model was not prepared, its weights are sharded, or one of them is no longer finite.
+    """
+    while inner := _wrapped(model):
+        model = inner
+    plan = getattr(model, _PLAN, None)
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, RoundedWeight)]
+    if plan is None or not layers:
+        raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
+    for name, module in layers:
+        if hasattr(module.weight, "full_tensor"):
+            raise UserError(
+                f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
+                "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load it into a model "
+                "prepared in the same way, and convert that"
+            )
+        if not bool(module.weight.isfinite().all()):
+            raise UserError(f"{name}: training made NaN or infinity of its weight; lower the learning rate")
+    # All of them before any is installed: scales that are shared depend on the others' weights.
+    packed = {name: module.packed() for name, module in layers}  # type: ignore[operator]
+    for name, new in packed.items():
+        _put(model, name, new)
+    delattr(model, _PLAN)
+    protect(model)
+    return plan_of_model(model, plan)
+
+
+def _plan_of_quantized(
+    model: nn.Module, plan: Plan | Recipe | str, solver: str | None, include: Sequence[str], exclude: Sequence[str]
+) -> Plan:
+    """The plan of a model that is quantized already."""
+    if not isinstance(plan, Plan):
+        raise UserError(
+            "the model is quantized already: pass its plan, which quant.quantize returned or quant.Plan.load reads "
+            "from the checkpoint's plan.json; to use another recipe, start from the original model"
+        )
+    if solver or include or exclude:
+        raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
+    held = {name for name, module in model.named_modules() if isinstance(module, _Packed)}
+    if other := held ^ {layer.name for layer in plan.quantized}:
+        raise UserError(
+            f"{min(other)}: the plan and the model disagree on whether it is quantized ({len(other)} layers); pass the "
+            "plan that this model was quantized by"
+        )
+    return plan_of_model(model, plan)
+
+
+def _check_trainable(plan: Plan, originals: Mapping[str, nn.Parameter]) -> None:
+    for layer in plan.quantized:
+        weight = originals[layer.name]
+        if weight.is_meta:
+            raise UserError(f"{layer.name}: its weight is on the meta device; load the model before preparing it")
+        if not weight.requires_grad:
+            raise UserError(
+                f"{layer.name}: its weight is frozen (requires_grad is False), and QAT trains weights; unfreeze it "
+                "with model.requires_grad_(True), or leave the layer out with exclude="
+            )
+
+
+def _check_plan(plan: Plan) -> None:
+    for layer in plan.quantized:
+        if layer.kind == "conv":
+            raise UserError(f"{layer.name}: a convolution; QAT trains linear layers, experts and embeddings, so leave "
+                            "it in 16 bit with exclude=")
+    if plan.attention is not None:
+        raise UserError(
+            f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "
+            "(attention=None), and choose attention's format when the trained model runs"
+        )
+    tied = [layer for layer in plan.quantized if layer.tied_to is not None]
+    for layer in tied:
+        if any(other.name == layer.tied_to for other in plan.quantized):
+            raise UserError(
+                f"{layer.name}: it shares its weight with {layer.tied_to}, and both are quantized, as two weights; "
+                f"leave one of them in 16 bit with exclude="
+            )
+
+
+def _install(
+    model: nn.Module,
+    plan: Plan,
+    originals: Mapping[str, nn.Parameter],
+    biases: Mapping[str, nn.Parameter | None],
+    scales: str | None,
+    stored: torch.dtype,
+    dtype: torch.dtype | None,
+) -> None:
+    """Puts layers in training in the place of the quantized ones."""
+    solvers = [get_pipeline(layer.solver).spec for layer in plan.quantized]
+    # What folds scales or rotations into weights changes those of other layers, too.
+    as_rounded = not any(spec.transforms or spec.rotation or spec.merge or spec.rank for spec in solvers)
+    kept = {id(parameter) for parameter in model.parameters()}
+    made: dict[str, RoundedWeight] = {}
+    for layer in plan.quantized:
+        packed: Any = model.get_submodule(layer.name)
+        original = originals.get(layer.name)
+        how = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
+        values = None if original is None else _matrix(layer, packed, original.detach())
+        is_same = values is not None and values.shape == original.shape and values.stride() == original.stride()
+        values = values if as_rounded else None
+        wide = dtype or (stored if original is None else original.dtype)
+        with torch.no_grad():
+            if how == "recomputed" and values is not None:
+                start = values.to(wide)
+            else:
+                start = starting_weight(packed.quantized_weight, values, wide)
+        if original is None or id(original) in kept or not is_same:
+            # Another layer has this parameter and keeps it as it is, or it holds the matrix transposed.
+            weight = nn.Parameter(start.contiguous())
+        else:
+            weight = original
+            weight.data = start
+        made[layer.name] = _in_training(packed, weight, biases.get(layer.name), how, stored)
+        made[layer.name].train(packed.training)
+    for members in plan.groups().values():
+        _share([made[member.name] for member in members if member.name in made])
+    for layer in plan.quantized:
+        packed, module = model.get_submodule(layer.name), made[layer.name]
+        _check_start(layer, packed, module)
+        _put(model, layer.name, module)
+
+
+def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
+    """The matrices `[..., out, in]` of a parameter of the 16-bit model."""
+    if isinstance(packed, QuantExperts):
+        return packed.stacking.matrices(parameter)
+    return parameter.t() if layer.transposed else parameter
+
+
+def _in_training(
+    packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
+) -> RoundedWeight:
+    """The layer in training that stands for a quantized one."""
+    if isinstance(packed, QuantExperts):
+        return QATExperts(weight, packed, scales, stored)
+    if isinstance(packed, QuantEmbedding):
+        return QATEmbedding(weight, packed, scales, stored)
+    assert isinstance(packed, QuantLinear)
+    if packed.bias is not None and bias is not None:
+        bias.data = packed.bias.data
+    elif packed.bias is not None:
+        bias = packed.bias.requires_grad_()
+    return QATLinear(weight, packed, bias, scales, stored)
+
+
+def _share(members: Sequence[RoundedWeight]) -> None:
+    """Lets fused layers have one second-level scale, or one scale at all."""
+    for member in members:
+        member.siblings = tuple(members)
+        if member.weight_step is not None and member.weight_format.per_tensor:
+            member.weight_step = members[0].weight_step
+
+
+def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
+    """Raises UserError where the layer would not start as the quantized one."""
+    if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
+        return
+    way_out = "'frozen' or 'learned'" if module.scales == "recomputed" else "'frozen'"
+    raise UserError(
+        f"{layer.name}: scales={module.scales!r} does not give the scales that {layer.solver} chose, so training would "
+        f"not start from this model; use scales={way_out}"
+    )
+
+
+def _check_optimizers(model: nn.Module) -> None:
+    """Raises UserError where an optimizer trains this model's parameters and others that are no longer its own."""
+    own = {id(parameter) for parameter in model.parameters()}
+    for each in gc.get_objects():
+        if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class
+            continue
+        held = [id(parameter) for group in each.param_groups for parameter in group["params"]]
+        lost = sum(parameter not in own for parameter in held)
+        if 0 < lost < len(held):
+            raise UserError(
+                f"an optimizer ({type(each).__name__}) holds {counted(lost, 'parameter')} that the model no longer "
+                "has, from before it was quantized, and would not train it; make the optimizer after prepare_qat"
+            )
+
+
+def _owner(model: nn.Module, layer: LayerPlan) -> nn.Module:
+    return model.get_submodule(layer.tensor_name.rpartition(".")[0])
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _wrapped(model: nn.Module) -> nn.Module | None:
+    """The model inside of what DDP or torch.compile made of it."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module  # type: ignore[no-any-return]
+    return getattr(model, "_orig_mod", None)

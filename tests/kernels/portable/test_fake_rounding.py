@@ -1,0 +1,93 @@
+"""The kernels that round weights in training, interpreted, give the oracle's values bit for bit, and its mask."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from assembler import assemble
+from interpreter import interpreted
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize, round_with_scale
+from quant.kernels.aot import compile_kernel
+from quant.kernels.linear.fake_rounding import measured_scale
+from quant.kernels.portable import fake_rounding
+
+
+def weight(rows: int = 37, columns: int = 320, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of very different sizes, with a block of zeros and a value near nothing."""
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+    w[1, :64], w[2, 0], w[3, 64:96] = 0, 1e-30, 3e-20
+    return w.to(dtype)
+
+
+def scales(w: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Block scale values and second level by which the oracle quantizes, float32."""
+    quantized = quantize(w.float(), FORMATS[name])
+    return measured_scale(w.float(), FORMATS[name], "max", quantized.global_scale, w.dtype), quantized.global_scale
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_values_under_given_scales_are_those_of_the_oracle(name: str, dtype: torch.dtype) -> None:
+    format, w = FORMATS[name], weight(dtype=dtype)
+    scale, second = scales(w, name)
+    with interpreted():
+        found = fake_rounding.round_weight(w, format, torch.bfloat16, 0.75 * scale, second)
+    assert torch.equal(found, round_with_scale(w, format, 0.75 * scale, second, torch.bfloat16))
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if fake_rounding.can_measure(f, (37, 320))])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_measured_scales_are_those_of_the_oracle(name: str, dtype: torch.dtype) -> None:
+    format, w = FORMATS[name], weight(dtype=dtype)
+    expected = quantize(w, format)
+    with interpreted():
+        found = fake_rounding.round_weight(w, format, torch.float32, None, expected.global_scale)
+    assert torch.equal(found, expected.dequantize())
+
+
+def test_ties_and_saturation() -> None:
+    """Every value of the grid, every tie and its neighbours, and what is beyond."""
+    for name in ("nvfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "int8", "int4"):
+        format = FORMATS[name]
+        grid = format.element.grid()
+        ties = (grid[1:] + grid[:-1]) / 2
+        near = [torch.nextafter(ties, torch.tensor(side)) for side in (0.0, torch.inf)]
+        x = torch.cat([grid, ties, *near, torch.tensor([1e-38, 1e9])]) * 0.5
+        x = torch.cat([x, -x])
+        x = torch.nn.functional.pad(x, (0, -len(x) % 128))[None]
+        scale = torch.full(format.scale_shape(x.shape), 0.5)
+        with interpreted():
+            found = fake_rounding.round_weight(x, format, torch.float32, scale, None)
+        assert torch.equal(found, round_with_scale(x, format, scale)), name
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block", "int8", "fp8"])
+def test_the_mask_passes_what_is_in_range(name: str) -> None:
+    format, w = FORMATS[name], weight()
+    scale, second = scales(w, name)
+    scale *= 0.5
+    dy = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with interpreted():
+        found = fake_rounding.masked_gradient(dy, w, format, scale, second)
+    rows, columns = format.block_shape(w.shape)
+    step = scale.double() * (1.0 if second is None else second.double())
+    step = step.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
+    inside = w.double().abs() <= format.element.max * step
+    assert 0 < int((~inside).sum()) < w.numel() / 2
+    assert torch.equal(found, dy.float() * inside)
+
+
+@pytest.mark.parametrize("arch", [89, 90, 120])
+@pytest.mark.parametrize("measured", [True, False])
+def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
+    signature = {"weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32",
+                 "weight_stride": "i32", "scale_stride": "i32"}  # fmt: skip
+    constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": False, "kind": "e4m3", "measured": measured,
+                 "largest": 6.0, "rows": 1, "columns": 16, "has_global": True,
+                 "block_n": 16, "block_k": 256}  # fmt: skip
+    compiled = compile_kernel(fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1)
+    assert assemble(compiled).spilled == 0

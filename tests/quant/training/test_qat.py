@@ -1,0 +1,324 @@
+"""A prepared model starts as the quantized model, trains, and is packed to what it was, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.api.convert import convert
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize, round_activation
+from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.plan import Plan
+from quant.training.modules import SCALES, QATExperts, QATLinear, RoundedWeight
+
+ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
+# Recipe, solver, scales, and the dtype of the model.
+STARTS = [
+    ("nvfp4", "rtn", "recomputed", torch.float32),
+    ("nvfp4", "rtn", "recomputed", torch.bfloat16),
+    ("nvfp4", "awq+gptq", "frozen", torch.bfloat16),
+    ("nvfp4", "gptq", "learned", torch.float32),
+    ("nvfp4a16", "rotation:32+gptq", "frozen", torch.float32),
+    ("nvfp4a16", "lowrank:4+gptq", "learned", torch.float32),
+    ("mxfp4", "mse", "learned", torch.float32),
+    ("mxfp8", "rtn", "recomputed", torch.float32),
+    ("mxfp6a16", "rtn", "recomputed", torch.bfloat16),
+    ("fp8", "rtn", "recomputed", torch.bfloat16),
+    ("fp8", "gptq", "learned", torch.float32),
+    ("fp8_channel", "mse", "learned", torch.bfloat16),
+    ("fp8_block", "rtn", "recomputed", torch.bfloat16),
+    ("int8", "rtn", "recomputed", torch.bfloat16),
+    ("int4a16_g32", "gptq", "frozen", torch.bfloat16),
+]
+
+
+def small(**options: Any) -> Any:
+    """One block of a llama whose layers take every format, its parameters trainable."""
+    model = tiny_models.llama(num_hidden_layers=1, hidden_size=128, intermediate_size=256, **{"gain": 2.0, **options})
+    return model.requires_grad_(True)
+
+
+def logits(model: nn.Module, rows: torch.Tensor = ROWS) -> torch.Tensor:
+    with torch.no_grad():
+        return model(rows).logits  # type: ignore[no-any-return]
+
+
+def train(model: nn.Module, steps: int = 3, rate: float = 3e-3) -> None:
+    """A few steps towards predicting the next token."""
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(learned, rate)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(ROWS, labels=ROWS).loss.backward()
+        optimizer.step()
+
+
+def layers_of(model: nn.Module) -> dict[str, RoundedWeight]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, RoundedWeight)}
+
+
+@pytest.mark.filterwarnings("ignore:.*Hadamard rotation:UserWarning")
+@pytest.mark.parametrize(("recipe", "solver", "scales", "dtype"), STARTS, ids=lambda value: str(value))
+def test_starts_at_the_quantized_model_and_ends_as_what_was_trained(
+    recipe: str, solver: str, scales: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = small(dtype=dtype)
+    quantized = logits(quant.quantize(copy.deepcopy(model), recipe, ROWS, solver=solver).model)
+    quant.prepare_qat(model, recipe, ROWS, solver=solver, scales=scales)
+    assert torch.equal(logits(model), quantized)
+    before = {name: module.weight.detach().clone() for name, module in layers_of(model).items()}
+    train(model)
+    trained = logits(model)
+    assert not torch.equal(trained, quantized)
+    assert all(not torch.equal(before[name], module.weight) for name, module in layers_of(model).items())
+    plan = quant.convert_qat(model)
+    assert layers_of(model) == {}
+    assert torch.equal(logits(model), trained)
+    quant.save(model, plan, tmp_path / "out")
+    assert torch.equal(logits(quant.load(tmp_path / "out")), trained)
+
+
+def test_a_mixed_plan_of_a_checkpoint_trains_and_becomes_a_checkpoint_of_modelopt(tmp_path: Path) -> None:
+    model = small(dtype=torch.bfloat16)
+    recipe = quant.Recipe.from_dict(
+        {"name": "mixed", "weight": "nvfp4", "activation": "nvfp4", "solver": "gptq",
+         "rules": [{"match": "*down_proj", "weight": "fp8", "activation": "fp8"},
+                   {"match": "*o_proj", "weight": "keep"}]}
+    )  # fmt: skip
+    quantized = quant.quantize(model, recipe, ROWS)
+    quant.save(quantized.model, quantized.plan, tmp_path / "ptq")
+    loaded = quant.load(tmp_path / "ptq")
+    start = logits(loaded)
+    quant.prepare_qat(loaded, Plan.load(tmp_path / "ptq" / "plan.json"))
+    assert {module.scales for module in layers_of(loaded).values()} == {"frozen"}
+    assert torch.equal(logits(loaded), start)
+    train(loaded)
+    trained = logits(loaded)
+    plan = quant.convert_qat(loaded)
+    quant.save(loaded, plan, tmp_path / "qat")
+    convert(tmp_path / "qat", tmp_path / "modelopt", "modelopt")
+    assert torch.equal(logits(quant.load(tmp_path / "modelopt")), trained)
+    assert not torch.equal(trained, start)
+
+
+def reference(module: QATLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of x, of the weight, of the bias and of a learned step by an explicit straight-through graph."""
+    format = module.weight_format
+    with torch.no_grad():
+        scale, second = module.current_scales()
+        rounded = module.rounded(torch.float32).double()
+    if scale is None:
+        inside, slope = torch.ones_like(rounded), torch.zeros_like(rounded)
+    else:
+        step = scale.double() * (1.0 if second is None else second.double())
+        rows, columns = format.block_shape(rounded.shape)
+        step = step.repeat_interleave(rows, 0)[: len(rounded)].repeat_interleave(columns, 1)[:, : rounded.shape[1]]
+        inside = (module.weight.double().abs() <= format.element.max * step).double()
+        inside = torch.ones_like(inside) if module.scales == "recomputed" else inside
+        slope = rounded / step - inside * module.weight.double() / step
+    x64 = x.detach().double().requires_grad_()
+    weight = module.weight.detach().double().requires_grad_()
+    w = rounded + inside * (weight - weight.detach())
+    wanted = [x64, weight]
+    if module.weight_step is not None:
+        learned = module.weight_step.detach().double().requires_grad_()
+        rows, columns = format.block_shape(rounded.shape)
+        each = learned.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
+        w = w + slope.detach() * (each - each.detach())
+        wanted.append(learned)
+    seen = x64 if module.pre_scale is None else x64 * module.pre_scale.double()
+    seen = hadamard_transform(seen, module.hadamard) if module.hadamard else seen
+    given = seen
+    if module.activation_format is not None:
+        found = round_activation(seen.detach().float(), module.activation_format, module.input_scale).double()
+        passed = torch.ones_like(found)
+        if module.input_scale is not None:
+            number = module.activation_format
+            limit = number.element.max * (number.scale.max if number.global_scale else 1) * float(module.input_scale)
+            passed = (seen.detach().abs() <= limit).double()
+        given = found + passed * (seen - seen.detach())
+    y = given @ w.T
+    if module.lowrank_down is not None:
+        y = y + seen @ module.lowrank_down.double().T @ module.lowrank_up.double().T
+    if module.bias is not None:
+        bias = module.bias.detach().double().requires_grad_()
+        y = y + bias
+        wanted.append(bias)
+    return list(torch.autograd.grad(y, wanted, dy.double()))
+
+
+GRADIENTS = [
+    (weight, activation, scales, False)
+    for weight, activation in (
+        ("nvfp4", "nvfp4"), ("nvfp4", ""), ("mxfp4", "mxfp8"), ("mxfp6", ""), ("fp8", "fp8"),
+        ("fp8_channel", "fp8_token"), ("fp8_block", "fp8_group"), ("int8", "int8_token"), ("int4_g32", ""),
+    )
+    for scales in SCALES
+]  # fmt: skip
+COMPILED = [("nvfp4", "nvfp4", scales, True) for scales in SCALES]
+
+
+@pytest.mark.parametrize(("weight", "activation", "scales", "compiled"), [*GRADIENTS, *COMPILED])
+def test_gradients_are_those_of_an_explicit_straight_through_graph(
+    weight: str, activation: str, scales: str, compiled: bool
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    format = FORMATS[weight]
+    given = nn.Parameter(torch.randn(128, 128, generator=generator))
+    static = bool(activation) and FORMATS[activation].is_static
+    packed = QuantLinear(
+        quantize(0.8 * given.detach(), format), torch.randn(128, generator=generator),
+        FORMATS[activation] if activation else None,
+        torch.tensor(2e-4 if activation == "nvfp4" else 2e-3) if static else None,
+        pre_scale=torch.rand(128, generator=generator) + 0.5, hadamard=32,
+        lowrank=(torch.randn(4, 128, generator=generator), torch.randn(128, 4, generator=generator)),
+    )  # fmt: skip
+    assert packed.bias is not None
+    module = QATLinear(given, packed, packed.bias.requires_grad_(), scales, torch.float32)
+    x, dy = torch.randn(2, 5, 128, generator=generator).requires_grad_(), torch.randn(2, 5, 128, generator=generator)
+    torch.compiler.reset()
+    run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
+    run(x).backward(dy)
+    found = [x.grad, module.weight.grad, *([] if module.weight_step is None else [module.weight_step.grad])]
+    for gradient, exact in zip([*found, module.bias.grad], reference(module, x, dy), strict=True):
+        assert gradient is not None and gradient.dtype is torch.float32
+        assert float((gradient.double() - exact).norm() / exact.norm()) < 1e-6
+    if scales != "recomputed":
+        assert 0 < int((module.weight.grad == 0).sum()) < 0.5 * module.weight.numel()
+
+
+def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
+    model = small()
+    quant.prepare_qat(model, "nvfp4", ROWS)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(twin, backend="aot_eager")
+    for each in (model, compiled):
+        each(ROWS, labels=ROWS).loss.backward()
+    gradients = dict(twin.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+    optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+    optimizer.step()
+    with torch.no_grad():
+        trained = compiled(ROWS).logits
+    quant.convert_qat(compiled)
+    torch.testing.assert_close(logits(twin), trained, rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_gradient() -> None:
+    model = small()
+    quant.prepare_qat(model, "nvfp4", ROWS)
+    twin = copy.deepcopy(model).train()
+    twin.gradient_checkpointing_enable()
+    for each in (model, twin):
+        each(ROWS, labels=ROWS).loss.backward()
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_fused_layers_go_on_sharing_one_second_level() -> None:
+    model = small()
+    plan = quant.prepare_qat(model, "nvfp4", ROWS, scales="recomputed")
+    train(model)
+    quant.convert_qat(model)
+    for members in plan.groups().values():
+        scales = [model.get_submodule(member.name).global_scale for member in members]
+        amax = max(float(model.get_submodule(m.name).dequantize().abs().max()) for m in members)
+        assert len(members) > 1 and all(torch.equal(scale, scales[0]) for scale in scales)
+        assert float(scales[0]) == pytest.approx(amax / (6 * 448), rel=0.1)
+
+
+def test_experts_and_embeddings_train(tmp_path: Path) -> None:
+    model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=2.0).requires_grad_(True)
+    recipe = quant.Recipe.from_dict(
+        {"name": "all", "weight": "mxfp8", "activation": "mxfp8", "solver": "rtn",
+         "rules": [{"match": "*embed_tokens", "weight": "mxfp8", "activation": "keep"}]}
+    )  # fmt: skip
+    quantized = logits(quant.quantize(copy.deepcopy(model), recipe, ROWS).model)
+    quant.prepare_qat(model, recipe, ROWS)
+    kinds = {type(module).__name__ for module in layers_of(model).values()}
+    assert kinds == {"QATLinear", "QATExperts", "QATEmbedding"}
+    assert torch.equal(logits(model), quantized)
+    train(model)
+    trained = logits(model)
+    assert not torch.equal(trained, quantized)
+    assert all(module.weight.grad is not None for module in layers_of(model).values())
+    quant.convert_qat(model)
+    assert torch.equal(logits(model), trained)
+
+
+def test_gradients_of_experts_are_those_of_their_matrices() -> None:
+    """Of one expert that is used, as a linear alone has it; zero of the others."""
+    generator = torch.Generator().manual_seed(0)
+    stack, x = torch.randn(3, 64, 64, generator=generator), torch.randn(5, 64, generator=generator)
+    format = FORMATS["nvfp4"]
+    module = QATExperts(nn.Parameter(stack.clone()), QuantExperts(quantize(stack, format), format), "frozen", x.dtype)
+    alone = QuantLinear(quantize(stack[1], format), None, format)
+    linear = QATLinear(nn.Parameter(stack[1].clone()), alone, None, "frozen", x.dtype)
+    for run in (lambda: module.opened()(x, 1), lambda: linear(x)):
+        run().square().sum().backward()
+    assert module.weight.grad is not None and linear.weight.grad is not None
+    assert torch.equal(module.weight.grad[1], linear.weight.grad)
+    assert not module.weight.grad[[0, 2]].any()
+
+
+def test_an_optimizer_made_before_trains_the_weights() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    quant.prepare_qat(model, "nvfp4", ROWS, solver="gptq")
+    before = {name: module.weight.detach().clone() for name, module in layers_of(model).items()}
+    model(ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+    assert all(not torch.equal(before[name], module.weight) for name, module in layers_of(model).items())
+
+
+def test_an_optimizer_of_parameters_that_are_gone_is_refused() -> None:
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    quantized = quant.quantize(model, "nvfp4", ROWS)
+    with pytest.raises(quant.UserError, match=r"an optimizer \(SGD\) holds 7 parameters .* after prepare_qat"):
+        quant.prepare_qat(model, quantized.plan)
+    del optimizer
+
+
+def test_refusals() -> None:
+    with pytest.raises(quant.UserError, match=r"not prepared for QAT: call quant\.prepare_qat"):
+        quant.convert_qat(small())
+    model = small()
+    model.model.layers[0].self_attn.q_proj.weight.requires_grad_(False)
+    with pytest.raises(quant.UserError, match=r"q_proj: its weight is frozen .* or leave the layer out with exclude="):
+        quant.prepare_qat(model, "nvfp4", ROWS)
+    with torch.device("meta"):
+        outline = small(gain=None)
+    with pytest.raises(quant.UserError, match=r"q_proj: its weight is on the meta device; load the model"):
+        quant.prepare_qat(outline, "nvfp4")
+    model = small()
+    with pytest.raises(quant.UserError, match="scales='learnt': unknown; known: recomputed, frozen, learned"):
+        quant.prepare_qat(model, "nvfp4", ROWS, scales="learnt")
+    with pytest.raises(quant.UserError, match=r"'recomputed' does not give the scales that mse chose.*'frozen'"):
+        quant.prepare_qat(copy.deepcopy(model), "nvfp4a16", solver="mse", scales="recomputed")
+    plan = replace(quant.make_plan(model, "nvfp4a16"), attention=FORMATS["fp8"])
+    with pytest.raises(quant.UserError, match="attention in fp8, which has no gradient"):
+        quant.prepare_qat(copy.deepcopy(model), plan)
+    plan = quant.prepare_qat(model, "nvfp4a16")
+    with pytest.raises(quant.UserError, match="prepared for QAT already"):
+        quant.prepare_qat(model, "nvfp4a16")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+    with pytest.raises(quant.UserError, match="up_proj: training made NaN or infinity"):
+        quant.convert_qat(model)
+    quantized = quant.quantize(small(), "nvfp4a16")
+    with pytest.raises(quant.UserError, match=r"quantized already: pass its plan"):
+        quant.prepare_qat(quantized.model, "nvfp4a16")
+    with pytest.raises(quant.UserError, match=r"the plan and the model disagree on whether it is quantized"):
+        quant.prepare_qat(quantized.model, quant.make_plan(small(), "nvfp4a16", exclude=["*up_proj"]))
