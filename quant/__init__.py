@@ -37,6 +37,9 @@ _PUBLIC = {
     "quant.recipes.recipe": ("Recipe", "Rule"),
     "quant.page.report": ("Report",),
     "quant.solve": ("Quantized", "apply_plan"),
+    "quant.training.distill": ("DistillMixin", "distill"),
+    "quant.training.teacher_cache": ("cache_teacher",),
+    "quant.training.trainer": ("DistillTrainer",),
     "quant.training.qat": ("convert_qat", "prepare_qat"),
 }
 _HOME = {name: module for module, names in _PUBLIC.items() for name in names}

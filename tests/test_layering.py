@@ -48,6 +48,7 @@ MAY_LOAD = {
     "kernels/hopper": "triton",
     "quant/integrations/from_pretrained.py": "transformers",
     "quant/runtime/kv_cache.py": "transformers",
+    "quant/training/trainer.py": "transformers",
     "quant/vllm_plugin/attention.py": "vllm",
     "quant/vllm_plugin/between.py": "vllm",
     "quant/vllm_plugin/linear.py": "vllm",

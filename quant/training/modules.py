@@ -7,7 +7,7 @@ scales in one of three ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
     frozen        those that the layer started with
-    learned       a parameter `weight_step`, block scale times second level, rounded to the format's scale
+    learned       a parameter `block_step`, block scale times second level, rounded to the format's scale
 
 `weight` is an ordinary parameter, so optimizers, DDP, FSDP and gradient checkpointing see an ordinary layer.
 """
@@ -38,7 +38,7 @@ from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.kernels.linear.stack import ExpertStack
 
 SCALES = ("recomputed", "frozen", "learned")
-_EXACT = ("weight_scale", "global_scale", "input_scale")
+_EXACT = ("block_scale", "global_scale", "input_scale")
 
 
 class RoundedWeight(nn.Module):
@@ -56,8 +56,8 @@ class RoundedWeight(nn.Module):
     """
 
     weight: nn.Parameter
-    weight_step: nn.Parameter | None
-    weight_scale: torch.Tensor | None
+    block_step: nn.Parameter | None
+    block_scale: torch.Tensor | None
     global_scale: torch.Tensor | None
     siblings: Sequence[RoundedWeight]
 
@@ -72,17 +72,17 @@ class RoundedWeight(nn.Module):
         step = None
         if scales == "learned":
             step = values if second is None else values * second.float()[..., None, None]
-        self.register_parameter("weight_step", None if step is None else nn.Parameter(step.clone()))
-        self.register_buffer("weight_scale", values.clone() if scales == "frozen" else None)
+        self.register_parameter("block_step", None if step is None else nn.Parameter(step.clone()))
+        self.register_buffer("block_scale", values.clone() if scales == "frozen" else None)
         self.register_buffer("global_scale", None if second is None or scales == "recomputed" else second.clone())
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Block scale values, or None where rounding measures them, and the second level."""
         format, weight = self.weight_format, self.weight
-        if self.weight_step is not None:
-            return _nearest_scale(self.weight_step, format, self.global_scale, self.stored), self.global_scale
-        if self.weight_scale is not None or not format.is_static:
-            return self.weight_scale, self.global_scale
+        if self.block_step is not None:
+            return _nearest_scale(self.block_step, format, self.global_scale, self.stored), self.global_scale
+        if self.block_scale is not None or not format.is_static:
+            return self.block_scale, self.global_scale
         with torch.no_grad():
             amax = torch.stack([_amax(each.weight) for each in self.siblings]).amax(dim=0)
             if format.global_scale:
@@ -113,13 +113,13 @@ class RoundedWeight(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundedWeight:
         before = {name: tensor for name in _EXACT if (tensor := getattr(self, name, None)) is not None}
-        step = None if self.weight_step is None else self.weight_step.data
+        step = None if self.block_step is None else self.block_step.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in before.items():
             if getattr(self, name).dtype != tensor.dtype:
                 setattr(self, name, tensor.to(getattr(self, name).device))
-        if self.weight_step is not None and step is not None and self.weight_step.dtype != step.dtype:
-            self.weight_step.data = step.to(self.weight_step.device)
+        if self.block_step is not None and step is not None and self.block_step.dtype != step.dtype:
+            self.block_step.data = step.to(self.block_step.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.api.pretrained import attach
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration.solvers.solver import get_pipeline
 from quant.errors import UserError, counted
 from quant.export.checkpoint import plan_of_model
-from quant.install import protect
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.plan_check import check_plan_fits
@@ -41,7 +41,7 @@ _Packed = QuantLinear | QuantExperts | QuantEmbedding
 
 def prepare_qat(
     model: nn.Module,
-    plan: Plan | Recipe | str,
+    plan: Plan | Recipe | str | None = None,
     data: Any = None,
     *,
     solver: str | None = None,
@@ -60,7 +60,8 @@ def prepare_qat(
 
     Args:
         model: in 16 bit or FP32, or quantized.
-        plan: a plan, a recipe or a preset's name; of a quantized model its plan.
+        plan: a plan, a recipe or a preset's name. A quantized model of transformers has its plan; of another one, what
+            `quant.quantize` returned.
         data, device, progress: of the calibration, as in `quant.quantize`.
         solver, include, exclude: as in `quant.quantize`, with a recipe.
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
@@ -73,7 +74,7 @@ def prepare_qat(
 
     Raises:
         UserError: the model is prepared already, or holds meta tensors or frozen weights where the plan quantizes; a
-            quantized model without its plan; scales that cannot start where the quantized model is; attention in a
+            quantized model with another plan; scales that cannot start where the quantized model is; attention in a
             format, which has no gradient; an optimizer that holds parameters that the model no longer has.
     """
     if scales is not None and scales not in SCALES:
@@ -86,6 +87,8 @@ def prepare_qat(
     if any(isinstance(module, _Packed) for module in model.modules()):
         applied = _plan_of_quantized(model, plan, solver, include, exclude)
     else:
+        if plan is None:
+            raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
         if not isinstance(plan, Plan):
             plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver)
         elif solver or include or exclude:
@@ -141,19 +144,27 @@ def convert_qat(model: nn.Module) -> Plan:
     for name, new in packed.items():
         _put(model, name, new)
     delattr(model, _PLAN)
-    protect(model)
-    return plan_of_model(model, plan)
+    plan = plan_of_model(model, plan)
+    attach(model, plan)
+    return plan
 
 
 def _plan_of_quantized(
-    model: nn.Module, plan: Plan | Recipe | str, solver: str | None, include: Sequence[str], exclude: Sequence[str]
+    model: nn.Module,
+    plan: Plan | Recipe | str | None,
+    solver: str | None,
+    include: Sequence[str],
+    exclude: Sequence[str],
 ) -> Plan:
     """The plan of a model that is quantized already."""
-    if not isinstance(plan, Plan):
+    own = plan or getattr(model, "quantization_plan", None)
+    if own is None:
+        raise UserError("the model is quantized already: pass its plan, which quant.quantize returned with it")
+    if not isinstance(own, Plan):
         raise UserError(
-            "the model is quantized already: pass its plan, which quant.quantize returned or quant.Plan.load reads "
-            "from the checkpoint's plan.json; to use another recipe, start from the original model"
+            "the model is quantized already, and a recipe is given: leave it out, or start from the original model"
         )
+    plan = own
     if solver or include or exclude:
         raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
     held = {name for name, module in model.named_modules() if isinstance(module, _Packed)}
@@ -267,8 +278,8 @@ def _share(members: Sequence[RoundedWeight]) -> None:
     """Lets fused layers have one second-level scale, or one scale at all."""
     for member in members:
         member.siblings = tuple(members)
-        if member.weight_step is not None and member.weight_format.per_tensor:
-            member.weight_step = members[0].weight_step
+        if member.block_step is not None and member.weight_format.per_tensor:
+            member.block_step = members[0].block_step
 
 
 def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:

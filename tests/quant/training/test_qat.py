@@ -18,7 +18,6 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.hadamard import hadamard_transform
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
-from quant.recipes.plan import Plan
 from quant.training.modules import SCALES, QATExperts, QATLinear, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
@@ -99,9 +98,11 @@ def test_a_mixed_plan_of_a_checkpoint_trains_and_becomes_a_checkpoint_of_modelop
     quant.save(quantized.model, quantized.plan, tmp_path / "ptq")
     loaded = quant.load(tmp_path / "ptq")
     start = logits(loaded)
-    quant.prepare_qat(loaded, Plan.load(tmp_path / "ptq" / "plan.json"))
+    quant.prepare_qat(loaded)
     assert {module.scales for module in layers_of(loaded).values()} == {"frozen"}
     assert torch.equal(logits(loaded), start)
+    state = {name: tensor.clone() for name, tensor in loaded.state_dict().items()}
+    loaded.load_state_dict(state)
     train(loaded)
     trained = logits(loaded)
     plan = quant.convert_qat(loaded)
@@ -130,8 +131,8 @@ def reference(module: QATLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torc
     weight = module.weight.detach().double().requires_grad_()
     w = rounded + inside * (weight - weight.detach())
     wanted = [x64, weight]
-    if module.weight_step is not None:
-        learned = module.weight_step.detach().double().requires_grad_()
+    if module.block_step is not None:
+        learned = module.block_step.detach().double().requires_grad_()
         rows, columns = format.block_shape(rounded.shape)
         each = learned.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
         w = w + slope.detach() * (each - each.detach())
@@ -189,7 +190,7 @@ def test_gradients_are_those_of_an_explicit_straight_through_graph(
     torch.compiler.reset()
     run = torch.compile(module, backend="aot_eager", fullgraph=True) if compiled else module
     run(x).backward(dy)
-    found = [x.grad, module.weight.grad, *([] if module.weight_step is None else [module.weight_step.grad])]
+    found = [x.grad, module.weight.grad, *([] if module.block_step is None else [module.block_step.grad])]
     for gradient, exact in zip([*found, module.bias.grad], reference(module, x, dy), strict=True):
         assert gradient is not None and gradient.dtype is torch.float32
         assert float((gradient.double() - exact).norm() / exact.norm()) < 1e-6
@@ -318,7 +319,7 @@ def test_refusals() -> None:
     with pytest.raises(quant.UserError, match="up_proj: training made NaN or infinity"):
         quant.convert_qat(model)
     quantized = quant.quantize(small(), "nvfp4a16")
-    with pytest.raises(quant.UserError, match=r"quantized already: pass its plan"):
+    with pytest.raises(quant.UserError, match=r"quantized already, and a recipe is given"):
         quant.prepare_qat(quantized.model, "nvfp4a16")
     with pytest.raises(quant.UserError, match=r"the plan and the model disagree on whether it is quantized"):
         quant.prepare_qat(quantized.model, quant.make_plan(small(), "nvfp4a16", exclude=["*up_proj"]))

@@ -1,0 +1,240 @@
+"""Distillation: a student learns to say what its teacher says, which needs no labels and loses less than training anew.
+
+`quant.distill` is the loss for any training loop:
+
+    quant.prepare_qat(model, "nvfp4", rows, solver="gptq")
+    for batch in batches:
+        quant.distill(model, teacher, batch).backward()
+        …
+
+`DistillMixin` gives the loss to a Trainer of transformers (`quant.DistillTrainer`) or of TRL. The teacher is a model in
+any precision, or a file of its likeliest tokens (`quant.cache_teacher`). The loss is the forward KL of next tokens
+(`kl.py`), and with `hidden=` a share of the distance of hidden states, layer by layer:
+
+    KL + hidden · mean over layers of  |h_student − h_teacher|² / |h_teacher|²
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import text_config
+from quant.calibration.blocks import output_of
+from quant.calibration.placement import device_of
+from quant.errors import UserError
+from quant.recipes.layers import output_head
+from quant.training.kl import Head, LogitTeacher, Teacher, chunked_kl
+from quant.training.teacher_cache import CachedTeacher
+
+AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
+
+
+def distill(
+    student: nn.Module,
+    teacher: AnyTeacher,
+    batch: torch.Tensor | Mapping[str, torch.Tensor],
+    *,
+    temperature: float = 1.0,
+    hidden: float = 0.0,
+) -> torch.Tensor:
+    """The distillation loss of one batch, with gradients.
+
+    Args:
+        student: a causal language model, perhaps wrapped by DDP or compiled; in the mode that the caller chose.
+        teacher: a model with the same vocabulary, in 16 bit or quantized; or a file of `cache_teacher`.
+        batch: token ids, int64 `[rows, seqlen]`, or a model's inputs by name. Positions that `attention_mask` leaves
+            out do not count, and where there are `labels`, only positions whose next label is not −100 do.
+        temperature: divides the logits of both.
+        hidden: weight of the hidden states' distance, for transformers models of one width.
+
+    Returns:
+        A float32 scalar: KL in nats a position, times T², and the share of the hidden states.
+
+    Raises:
+        UserError: the vocabularies, or the widths of hidden states, differ; a cached teacher has not read these rows.
+    """
+    inputs = _inputs(batch)
+    ids = inputs["input_ids"]
+    if isinstance(teacher, str | os.PathLike):
+        teacher = CachedTeacher.open(teacher)
+    wants_hidden = hidden > 0
+    before, states, head = _run(student, inputs, wants_hidden)
+    known: Teacher
+    if isinstance(teacher, CachedTeacher):
+        if wants_hidden:
+            raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
+        known = teacher.of(ids, temperature)
+        theirs: list[torch.Tensor] = []
+    else:
+        was_training = teacher.training
+        teacher.eval()
+        try:
+            with torch.no_grad():
+                place = device_of(teacher)
+                moved = {name: value.to(place) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+                taught, theirs, of_teacher = _run(teacher, moved, wants_hidden)
+        finally:
+            teacher.train(was_training)
+        known = LogitTeacher(taught.flatten(0, 1), of_teacher)
+    loss = chunked_kl(
+        before.flatten(0, 1), head, known, temperature=temperature, mask=_counted(inputs), parameters=_parameters(head)
+    )
+    if wants_hidden:
+        loss = loss + hidden * _distance(states, theirs)
+    return loss
+
+
+class DistillMixin:
+    """A Trainer of transformers, or of TRL, whose loss is `distill`; stands before it among the base classes.
+
+        class Distillation(quant.DistillMixin, trl.SFTTrainer): …
+
+    Args:
+        teacher, temperature, hidden: as `distill` takes them, before or among the Trainer's own arguments by name.
+    """
+
+    def __init__(
+        self, *args: Any, teacher: AnyTeacher, temperature: float = 1.0, hidden: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__(*args, **options)
+        self.teacher = CachedTeacher.open(teacher) if isinstance(teacher, str | os.PathLike) else teacher
+        self.temperature, self.hidden = temperature, hidden
+        # The loss is a mean: a Trainer is to divide it by the number of batches whose gradients are added up.
+        self.model_accepts_loss_kwargs = False
+        if isinstance(self.teacher, nn.Module):
+            device = self.args.device  # type: ignore[attr-defined]
+            self.teacher.requires_grad_(False).to(device)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool = False, **options: Any
+    ) -> Any:
+        """The distillation loss, which a Trainer takes in the place of the model's own."""
+        loss = distill(model, self.teacher, inputs, temperature=self.temperature, hidden=self.hidden)
+        return (loss, {"loss": loss.detach()}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[torch.Tensor, None, None]:
+        """The loss alone: logits are not kept."""
+        with torch.no_grad():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]
+        return loss.detach(), None, None
+
+
+def _inputs(batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    if isinstance(batch, torch.Tensor):
+        return {"input_ids": batch}
+    if not isinstance(batch.get("input_ids"), torch.Tensor):
+        raise UserError(
+            f"the batch has no input_ids ({', '.join(batch) or 'it is empty'}); distillation reads token ids"
+        )
+    return dict(batch)
+
+
+def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Which positions count, bool `[rows, seqlen]`; None for all."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.dim() != 2:
+        mask = None
+    labels = inputs.get("labels")
+    if labels is None:
+        return None if mask is None else mask.bool()
+    # The label of the token behind; what comes behind the last one is not known.
+    counted = torch.zeros_like(labels, dtype=torch.bool)
+    counted[:, :-1] = labels[:, 1:] != -100
+    return counted if mask is None else counted & mask.bool()
+
+
+def _run(
+    model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
+) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
+    """Inputs of the head `[rows, seqlen, hidden]`, hidden states of the layers, and the head.
+
+    The whole model runs, wrappers and hooks included, with a head that only remembers its input.
+    """
+    inner = inner_model(model)
+    head = output_head(inner)
+    given = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
+    named = hasattr(inner, "config")
+    if named:
+        given |= {"use_cache": False, **({"output_hidden_states": True} if wants_hidden else {})}
+    elif wants_hidden:
+        raise UserError(f"{type(inner).__name__}: hidden states are those of a transformers model; pass hidden=0")
+    seen: list[torch.Tensor] = []
+
+    def remember(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return x[..., :1].detach()
+
+    if head is None:
+        result = model(**given) if named else model(given["input_ids"])
+        logits = result.logits if hasattr(result, "logits") else output_of(result)
+        return logits, [], _same
+    with _replaced_forward(head, remember):
+        result = model(**given) if named else model(given["input_ids"])
+    if len(seen) != 1:
+        raise UserError(f"{type(inner).__name__}: its output head ran {len(seen)} times in a forward; expected once")
+    cap = getattr(text_config(getattr(inner, "config", None)), "final_logit_softcapping", None)
+    states = list(result.hidden_states[1:]) if wants_hidden else []
+    return seen[0], states, head if cap is None else _Capped(head, cap)
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside of what DDP or torch.compile made of it."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _same(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+class _Capped:
+    """An output head whose logits are capped softly, as Gemma's are."""
+
+    def __init__(self, head: nn.Module, cap: float) -> None:
+        self.head, self.cap = head, cap
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        capped: torch.Tensor = torch.tanh(self.head(x) / self.cap) * self.cap
+        return capped
+
+
+def _parameters(head: Head) -> tuple[torch.Tensor, ...]:
+    head = head.head if isinstance(head, _Capped) else head
+    return tuple(head.parameters()) if isinstance(head, nn.Module) else ()
+
+
+def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
+    """Mean over layers of the squared distance of hidden states, relative to the teacher's."""
+    shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in theirs]
+    if shapes[0] != shapes[1]:
+        raise UserError(
+            f"hidden states differ: the student has {len(states)} layers of {states[0].shape[-1]}, the teacher "
+            f"{len(theirs)} of {theirs[0].shape[-1]}; pass hidden=0"
+        )
+    parts = []
+    for ours, taught in zip(states, theirs, strict=True):
+        target = taught.to(ours.device).float()
+        parts.append((ours.float() - target).square().sum() / target.square().sum())
+    return torch.stack(parts).mean()
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward

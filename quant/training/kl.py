@@ -1,0 +1,194 @@
+"""Forward KL between a teacher's and a student's next tokens, over slices of positions.
+
+    loss = mean over positions of  T² · sum over the vocabulary of  p · (log p − log q),    p, q = softmax(logits / T)
+
+The logits of 8,192 positions over 128,000 tokens take 4 GB in FP32, and a graph through log_softmax keeps several such
+tensors. `ChunkedKL` computes a slice's logits, its loss and its gradient
+
+    dL/dz = T / positions · (q − p)
+
+in the forward pass, takes that back through the student's head at once, and forgets the logits: what stays is the
+gradient of the head's input `[positions, hidden]`, and that of the head's parameters (the fused losses of
+Liger-Kernel work so, too). The backward pass multiplies them by a number.
+
+A teacher that was cached gives the log-probabilities of its k likeliest tokens at each position. All others are one
+outcome, of the probability that is left: the KL of that coarser choice is a lower bound of the KL of the tokens, and
+its gradient leaves the student's proportions among the others alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from quant.errors import UserError
+
+# FP32 logits of a slice, 32 MB on a CPU and 256 MB on a GPU.
+_SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+# What 1 less a sum of float32 probabilities may be where nothing is left.
+_NOTHING = 1e-6
+
+Head = Callable[[torch.Tensor], torch.Tensor]
+"""Of inputs of the output head, `[positions, hidden]`, their logits `[positions, vocabulary]`."""
+
+
+@dataclass(frozen=True, eq=False)
+class LogitTeacher:
+    """A teacher whose logits are computed as they are needed.
+
+    Attributes:
+        hidden: inputs of its head, `[positions, hidden]`.
+        head: gives the logits.
+    """
+
+    hidden: torch.Tensor
+    head: Head
+
+    def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """KL at each position of a slice, and its gradient by the student's logits, both without the factor T².
+
+        Args:
+            logits: the student's, float32 `[positions, vocabulary]`; overwritten.
+            part: of the positions.
+            temperature: T.
+        """
+        theirs = self.head(self.hidden[part].to(logits.device)).float()
+        if theirs.shape != logits.shape:
+            raise UserError(
+                f"the teacher's vocabulary has {theirs.shape[-1]:,} tokens and the student's {logits.shape[-1]:,}; "
+                "take a teacher of the same family, whose tokens are the same"
+            )
+        logp = (theirs / temperature).log_softmax(dim=-1)
+        logq = logits.div_(temperature).log_softmax(dim=-1)
+        p = logp.exp()
+        # A token that the teacher rules out (p = 0) counts nothing, though its logarithms may differ by infinity.
+        loss = (logp.sub_(logq).masked_fill_(p == 0, 0).mul_(p)).sum(dim=-1)
+        return loss, logq.exp_().sub_(p).div_(temperature)
+
+
+@dataclass(frozen=True, eq=False)
+class TopTeacher:
+    """A teacher of which the likeliest tokens are known.
+
+    Attributes:
+        tokens: int `[positions, k]`.
+        logp: their log-probabilities at the temperature, float32 `[positions, k]`.
+    """
+
+    tokens: torch.Tensor
+    logp: torch.Tensor
+
+    def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `LogitTeacher.gradient`."""
+        tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
+        if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
+            raise UserError(
+                f"the cached teacher knows token {int(tokens.max()):,}, and the student's vocabulary has "
+                f"{logits.shape[-1]:,}; cache a teacher of the same family"
+            )
+        logq = logits.div_(temperature).log_softmax(dim=-1)
+        p, known = logp.exp(), logq.gather(-1, tokens)
+        tiny = torch.finfo(torch.float32).tiny
+        rest = 1 - p.sum(dim=-1)
+        rest = rest.masked_fill(rest < _NOTHING, 0)
+        q = logq.exp_()
+        # In a sum over the others, not as what is left of 1: that would be rounding where the student is sure.
+        others = q.scatter(-1, tokens, 0.0).sum(dim=-1).clamp(min=tiny)
+        loss = (p * (logp - known)).sum(dim=-1) + torch.where(rest > 0, rest * (rest.clamp(min=tiny) / others).log(), 0)
+        scaled = q * (1 - rest / others)[:, None]
+        scaled.scatter_(-1, tokens, q.gather(-1, tokens) - p)
+        return loss, scaled.div_(temperature)
+
+
+Teacher = LogitTeacher | TopTeacher
+
+
+class ChunkedKL(torch.autograd.Function):
+    """Mean KL over positions as a scalar; gradients of the head's input and parameters are found on the way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        head: Head,
+        teacher: Teacher,
+        temperature: float,
+        weights: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        learned = [parameter for parameter in parameters if parameter.requires_grad]
+        totals = [torch.zeros_like(parameter) for parameter in learned]
+        of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
+        loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        factor = temperature**2 / weights.sum().clamp(min=1)
+        for part in _slices(hidden, head):
+            given = hidden[part].detach().requires_grad_(hidden.requires_grad)
+            with torch.enable_grad():
+                logits = head(given)
+            each, slope = teacher.gradient(logits.detach().to(torch.float32, copy=True), part, temperature)
+            loss += (each.double() * weights[part]).sum()
+            wanted = [*([given] if of_hidden is not None else []), *learned]
+            if wanted:
+                slope = (slope * (weights[part] * factor)[:, None]).to(logits.dtype)
+                found = list(torch.autograd.grad(logits, wanted, slope, allow_unused=True))
+                if of_hidden is not None:
+                    of_hidden[part] = found.pop(0)
+                for total, gradient in zip(totals, found, strict=True):
+                    if gradient is not None:
+                        total += gradient
+        ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *totals)
+        ctx.has_hidden, ctx.learned = of_hidden is not None, [parameter.requires_grad for parameter in parameters]
+        return (loss * factor).float()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        saved = list(ctx.saved_tensors)
+        of_hidden = saved.pop(0) * gradient if ctx.has_hidden else None
+        rest = [saved.pop(0) * gradient if learned else None for learned in ctx.learned]
+        return of_hidden, None, None, None, None, *rest
+
+
+def chunked_kl(
+    hidden: torch.Tensor,
+    head: Head,
+    teacher: Teacher,
+    *,
+    temperature: float = 1.0,
+    mask: torch.Tensor | None = None,
+    parameters: Sequence[torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Mean forward KL from a teacher's to the student's next tokens, times T²; logits are kept of a slice at a time.
+
+    Args:
+        hidden: inputs of the student's head, `[positions, hidden]`.
+        head: the student's: a module, or a function with `parameters`.
+        teacher: what the student should say at these positions.
+        temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
+        mask: which positions count, bool or weights `[positions]`; None counts all.
+        parameters: of the head, if it is no module.
+
+    Returns:
+        A float32 scalar with gradients of `hidden` and of the head's parameters.
+    """
+    if temperature <= 0:
+        raise UserError(f"temperature is {temperature}; expected a number above 0")
+    if parameters is None:
+        parameters = tuple(head.parameters()) if isinstance(head, nn.Module) else ()
+    weights = hidden.new_ones(len(hidden), dtype=torch.float32) if mask is None else mask.flatten().float()
+    return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _slices(hidden: torch.Tensor, head: Head) -> list[slice]:
+    """Slices of positions, each with about as many logits as suit the device."""
+    if not len(hidden):
+        return []
+    with torch.no_grad():
+        vocabulary = head(hidden[:1]).shape[-1]
+    step = max(_SLICE_ELEMENTS.get(hidden.device.type, _SLICE_ELEMENTS["cpu"]) // vocabulary, 1)
+    return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]

@@ -1,0 +1,208 @@
+"""The loss of distillation and its gradients are those of autograd in float64, whatever the slices."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+from torch.nn.functional import log_softmax
+
+import quant
+from quant.training import kl
+from quant.training.kl import LogitTeacher, TopTeacher, chunked_kl
+from quant.training.teacher_cache import CachedTeacher
+
+ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
+POSITIONS, HIDDEN, VOCABULARY, K = 23, 16, 50, 7
+
+
+class Case:
+    """Hidden states and heads of a student and a teacher, and weights of positions."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.hidden = torch.randn(POSITIONS, HIDDEN).requires_grad_()
+        self.head, self.teacher_head = nn.Linear(HIDDEN, VOCABULARY), nn.Linear(HIDDEN, VOCABULARY)
+        self.teacher_head.requires_grad_(False).weight *= 4
+        self.taught = torch.randn(POSITIONS, HIDDEN)
+        self.mask = torch.rand(POSITIONS) > 0.3
+
+    def exact(self, temperature: float, mask: torch.Tensor, k: int | None) -> list[torch.Tensor]:
+        """Loss and gradients of hidden states, weight and bias by autograd in float64."""
+        hidden = self.hidden.detach().double().requires_grad_()
+        head = copy.deepcopy(self.head).double()
+        logq = log_softmax(head(hidden) / temperature, -1)
+        logp = log_softmax(copy.deepcopy(self.teacher_head).double()(self.taught.double()) / temperature, -1)
+        if k is not None:
+            top, tokens = logp.topk(k)
+            others = torch.ones_like(logq).scatter(-1, tokens, 0)
+            logp = torch.cat([top, (logp.exp() * others).sum(-1, keepdim=True).log()], -1)
+            logq = torch.cat([logq.gather(-1, tokens), (logq.exp() * others).sum(-1, keepdim=True).log()], -1)
+        loss = (logp.exp() * (logp - logq)).sum(-1)[mask].mean() * temperature**2
+        return [loss, *torch.autograd.grad(loss, [hidden, head.weight, head.bias])]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("k", [None, K], ids=["all", "top"])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("positions", [4, 1 << 20])
+def test_loss_and_gradients(
+    temperature: float, k: int | None, masked: bool, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", positions * VOCABULARY)
+    case = Case()
+    teacher: Any = LogitTeacher(case.taught, case.teacher_head)
+    if k is not None:
+        logp = log_softmax(case.teacher_head(case.taught) / temperature, -1)
+        teacher = TopTeacher(logp.topk(k).indices.int(), logp.topk(k).values)
+    mask = case.mask if masked else torch.ones(POSITIONS, dtype=torch.bool)
+    loss = chunked_kl(case.hidden, case.head, teacher, temperature=temperature, mask=case.mask if masked else None)
+    (3 * loss).backward()
+    exact, *gradients = case.exact(temperature, mask, k)
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+    for parameter, gradient in zip((case.hidden, case.head.weight, case.head.bias), gradients, strict=True):
+        assert parameter.grad is not None
+        assert float((parameter.grad / 3 - gradient).norm() / gradient.norm()) < 2e-6
+
+
+def test_no_more_logits_are_kept_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 5 * VOCABULARY)
+    case, seen = Case(), []
+
+    def head(x: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        return case.head(x)
+
+    teacher = LogitTeacher(case.taught, case.teacher_head)
+    loss = chunked_kl(case.hidden, head, teacher, parameters=tuple(case.head.parameters()))
+    assert max(seen) == 5 and sum(seen) == POSITIONS + 1
+    saved = [tensor.shape for tensor in loss.grad_fn.saved_tensors]  # type: ignore[union-attr]
+    assert saved == [case.hidden.shape, case.head.weight.shape, case.head.bias.shape]
+
+
+def full_loss(student: Any, teacher: Any, temperature: float = 1.0, counted: torch.Tensor | None = None) -> Any:
+    """The KL from the logits of whole models, by autograd."""
+    with torch.no_grad():
+        logp = log_softmax(teacher(ROWS).logits / temperature, -1)
+    logq = log_softmax(student(ROWS).logits / temperature, -1)
+    each = (logp.exp() * (logp - logq)).sum(-1) * temperature**2
+    return each.mean() if counted is None else each[counted].mean()
+
+
+@pytest.mark.parametrize("build", [tiny_models.llama, tiny_models.gemma2], ids=["llama", "gemma2"])
+def test_distill_of_models_is_the_loss_of_their_logits(build: Any) -> None:
+    """Gemma 2 caps its logits and ties its head to its embedding."""
+    student, teacher = build(gain=2.0).requires_grad_(True), build(seed=1, gain=2.0)
+    twin = copy.deepcopy(student)
+    loss, expected = quant.distill(student, teacher, ROWS, temperature=2.0), full_loss(twin, teacher, 2.0)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    for (name, one), other in zip(student.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+def test_masks_and_labels_choose_positions() -> None:
+    student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
+    labels = ROWS.clone()
+    labels[:, :10] = -100
+    counted = torch.zeros_like(ROWS, dtype=torch.bool)
+    counted[:, 9:-1] = True
+    found = quant.distill(student, teacher, {"input_ids": ROWS, "labels": labels})
+    torch.testing.assert_close(found, full_loss(student, teacher, counted=counted), rtol=1e-5, atol=0)
+
+
+def test_hidden_states_add_their_distance() -> None:
+    student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
+    found = quant.distill(student, teacher, ROWS, hidden=0.5) - quant.distill(student, teacher, ROWS)
+    with torch.no_grad():
+        states = [model(ROWS, output_hidden_states=True).hidden_states[1:] for model in (student, teacher)]
+    apart = [float((a - b).square().sum() / b.square().sum()) for a, b in zip(*states, strict=True)]
+    assert found.item() == pytest.approx(0.5 * sum(apart) / len(apart), rel=1e-4)
+
+
+def test_a_cached_teacher_says_what_the_model_says(tmp_path: Path) -> None:
+    student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
+    quant.cache_teacher(teacher, ROWS, tmp_path / "teacher", k=64, temperature=1.5)
+    shuffled = ROWS[[2, 0]]
+    found = quant.distill(student, tmp_path / "teacher", shuffled, temperature=1.5)
+    torch.testing.assert_close(found, quant.distill(student, teacher, shuffled, temperature=1.5), rtol=1e-5, atol=1e-7)
+    quant.cache_teacher(teacher, ROWS, tmp_path / "few", k=4)
+    few = CachedTeacher.open(tmp_path / "few")
+    assert 0 < quant.distill(student, few, ROWS).item() < quant.distill(student, teacher, ROWS).item()
+
+
+def test_a_teacher_may_be_quantized() -> None:
+    student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(gain=2.0)
+    quantized = quant.quantize(copy.deepcopy(teacher), "fp8_channel").model
+    found = quant.distill(student, quantized, ROWS)
+    torch.testing.assert_close(found, full_loss(student, quantized), rtol=1e-4, atol=1e-7)
+    assert found.item() > 0
+
+
+def test_distillation_brings_a_quantized_model_nearer_to_its_teacher() -> None:
+    teacher = tiny_models.llama(gain=2.0)
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    quant.prepare_qat(student, "nvfp4a16")
+    before = quant.distill(student, teacher, ROWS).item()
+    optimizer = torch.optim.Adam([p for p in student.parameters() if p.requires_grad], 3e-4)
+    for _ in range(20):
+        optimizer.zero_grad()
+        quant.distill(student, teacher, ROWS).backward()
+        optimizer.step()
+    quant.convert_qat(student)
+    assert quant.distill(student, teacher, ROWS).item() < 0.5 * before
+
+
+def test_refusals(tmp_path: Path) -> None:
+    student, other = tiny_models.llama(), tiny_models.llama(vocab_size=80)
+    with pytest.raises(quant.UserError, match=r"the teacher's vocabulary has 80 tokens and the student's 64; take a"):
+        quant.distill(student, other, ROWS)
+    with pytest.raises(quant.UserError, match="temperature is 0; expected a number above 0"):
+        quant.distill(student, student, ROWS, temperature=0)
+    with pytest.raises(quant.UserError, match=r"the student has 2 layers of 64, the teacher 1 of 64; pass hidden=0"):
+        quant.distill(student, tiny_models.llama(num_hidden_layers=1), ROWS, hidden=1.0)
+    with pytest.raises(quant.UserError, match=r"the batch has no input_ids \(pixel_values\)"):
+        quant.distill(student, student, {"pixel_values": ROWS})
+    quant.cache_teacher(student, ROWS, tmp_path / "teacher", k=4)
+    with pytest.raises(quant.UserError, match=r"cached at temperature 1, and 2 is asked for"):
+        quant.distill(student, tmp_path / "teacher", ROWS, temperature=2)
+    with pytest.raises(quant.UserError, match=r"row 1 of the batch is not among the 4 rows that the teacher has read"):
+        quant.distill(student, tmp_path / "teacher", torch.stack([ROWS[0], ROWS[0] + 1 - 2 * (ROWS[0] > 9)]))
+    with pytest.raises(quant.UserError, match=r"cached teacher has no hidden states"):
+        quant.distill(student, tmp_path / "teacher", ROWS, hidden=1.0)
+    with pytest.raises(quant.UserError, match=r"k is 65; expected 1 to 64"):
+        quant.cache_teacher(student, ROWS, tmp_path / "large", k=65)
+    (tmp_path / "text").write_text("hello")
+    with pytest.raises(quant.UserError, match=r"cannot be read as a cached teacher"):
+        quant.distill(student, tmp_path / "text", ROWS)
+
+
+def test_a_trainer_distills(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra hf")
+    teacher = tiny_models.llama(gain=2.0)
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    quant.prepare_qat(student, "nvfp4a16")
+    arguments = transformers.TrainingArguments(
+        tmp_path, max_steps=6, per_device_train_batch_size=1, gradient_accumulation_steps=2, learning_rate=1e-4,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="steps", save_steps=4, disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row} for row in ROWS]
+    trainer = quant.DistillTrainer(
+        model=student, teacher=teacher, args=arguments, train_dataset=data, eval_dataset=data
+    )
+    before = trainer.evaluate()["eval_loss"]
+    assert before == pytest.approx(quant.distill(student, teacher, ROWS).item(), rel=1e-4)
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    resumed = copy.deepcopy(teacher).requires_grad_(True)
+    quant.prepare_qat(resumed, "nvfp4a16")
+    again = quant.DistillTrainer(model=resumed, teacher=teacher, args=arguments, train_dataset=data)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    for one, other in zip(student.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(one, other)
