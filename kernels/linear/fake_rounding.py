@@ -10,7 +10,8 @@ is learned has the gradient of LSQ (Esser et al., 2020): with steps u = w / s an
 
     dL/ds = sum over the block of  dY · (q − u)    within the range,    dY · q    beyond it
 
-On a GPU one Triton kernel rounds and another masks (`kernels/portable/fake_rounding.py`); the oracle runs elsewhere.
+On a GPU one Triton kernel rounds and another masks (`kernels/portable/training/fake_rounding.py`); elsewhere the oracle
+runs.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def _round_weight(
 ) -> torch.Tensor:
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.portable import fake_rounding
+        from quant.kernels.portable.training import fake_rounding
 
         with torch.cuda.device_of(weight):
             if scale is None and not (rule == "max" and fake_rounding.can_measure(format, weight.shape)):
@@ -131,7 +132,7 @@ def _weight_gradient(
     """The gradient with zeros where a weight is beyond the range of its block, in the dtype of the weight."""
     format = FORMATS[format_name]
     if weight.is_cuda and has_triton() and weight.dim() == 2:
-        from quant.kernels.portable import fake_rounding
+        from quant.kernels.portable.training import fake_rounding
 
         with torch.cuda.device_of(weight):
             return fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)

@@ -191,8 +191,10 @@ def _check_trainable(plan: Plan, originals: Mapping[str, nn.Parameter]) -> None:
 def _check_plan(plan: Plan) -> None:
     for layer in plan.quantized:
         if layer.kind == "conv":
-            raise UserError(f"{layer.name}: a convolution; QAT trains linear layers, experts and embeddings, so leave "
-                            "it in 16 bit with exclude=")
+            raise UserError(
+                f"{layer.name}: a convolution; QAT trains linear layers, experts and embeddings, so leave "
+                "it in 16 bit with exclude="
+            )
     if plan.attention is not None:
         raise UserError(
             f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "

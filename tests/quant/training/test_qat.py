@@ -266,8 +266,9 @@ def test_gradients_of_experts_are_those_of_their_matrices() -> None:
     module = QATExperts(nn.Parameter(stack.clone()), QuantExperts(quantize(stack, format), format), "frozen", x.dtype)
     alone = QuantLinear(quantize(stack[1], format), None, format)
     linear = QATLinear(nn.Parameter(stack[1].clone()), alone, None, "frozen", x.dtype)
-    for run in (lambda: module.opened()(x, 1), lambda: linear(x)):
-        run().square().sum().backward()
+    with module.opened():
+        module(x, 1).square().sum().backward()
+    linear(x).square().sum().backward()
     assert module.weight.grad is not None and linear.weight.grad is not None
     assert torch.equal(module.weight.grad[1], linear.weight.grad)
     assert not module.weight.grad[[0, 2]].any()

@@ -12,7 +12,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_with_scale
 from quant.kernels.aot import compile_kernel
 from quant.kernels.linear.fake_rounding import measured_scale
-from quant.kernels.portable import fake_rounding
+from quant.kernels.portable.training import fake_rounding
 
 
 def weight(rows: int = 37, columns: int = 320, dtype: torch.dtype = torch.float32) -> torch.Tensor:
