@@ -47,7 +47,7 @@ _LAYOUTS = {
 # In no runtime a linear layer. Others may be one there: routers, the convolutions of Mamba.
 _NEVER_LINEAR = ("norm", "embedding", "parameter")
 _GROUPS = dict[str, dict[str, Any]]
-_INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token")
+_INPUTS = ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token", "int8_tensor")
 
 
 def check_plan(plan: Plan) -> None:

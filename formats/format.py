@@ -127,6 +127,7 @@ _ALL = (
     Format("fp8_group", E4M3, FP32, (1, 128)),
     Format("int8", INT8, FP32, (1, 0)),
     Format("int8_token", INT8, FP32, (1, 0)),
+    Format("int8_tensor", INT8, FP32, (0, 0)),
     Format("int4", INT4, BF16, (1, 128)),
     Format("int4_g64", INT4, BF16, (1, 64)),
     Format("int4_g32", INT4, BF16, (1, 32)),

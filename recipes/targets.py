@@ -108,7 +108,7 @@ class Target:
             name = _name(layer.weight, layer.activation)
             return [f"{self.name} cannot run {name}: {why}" if why else self._no_pair(layer.weight, layer.activation)]
         found = []
-        rows = layer.shape[-2]
+        rows = layer.matrix[-2]
         if mixed and not pair.mixes:
             found.append(
                 f"{self.name} does not know {pair} where other layers have other formats, and takes it for 16 bit "
@@ -195,6 +195,9 @@ _ALL = (
                 for weight, merged in (("fp8", 1), ("fp8_channel", 1), ("fp8_block", 128))
             ),
             Pair("int8", "int8_token", note="from SM75", source="_POSSIBLE_KERNELS"),
+            Pair(
+                "int8", "int8_tensor", note="from SM75; read, not run", kinds=_LINEAR, source="_is_static_tensor_w8a8"
+            ),
             *(Pair(w, None, STORAGE, source="_POSSIBLE_KERNELS") for w in _INT4),
         ),
         kv_cache=("fp8",),
@@ -290,6 +293,7 @@ _ALL = (
             *(Pair(w, w, STORAGE, _ROUNDED, _UNPACKED) for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8")),
             *(Pair(pair.weight, pair.activation, STORAGE, _ROUNDED, _UNPACKED) for pair in _FP8),
             Pair("int8", "int8_token", STORAGE, _ROUNDED, _UNPACKED),
+            Pair("int8", "int8_tensor", STORAGE, _ROUNDED, _UNPACKED),
             *(
                 Pair(w, None, STORAGE, kinds=_UNPACKED)
                 for w in ("nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8", *_INT4)

@@ -149,7 +149,9 @@ def test_every_weight_format_is_read_off_its_own_config(format: str) -> None:
     assert weight_format_of(json.loads(json.dumps(group["weights"]))) is FORMATS[format]
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token"])
+@pytest.mark.parametrize(
+    "format", ["nvfp4", "mxfp4", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token", "int8_tensor"]
+)
 def test_every_input_format_is_read_off_its_own_config(format: str) -> None:
     group = quantization_config(plan_of(("fp8", format)))["config_groups"]["group_0"]
     assert activation_format_of(json.loads(json.dumps(group["input_activations"]))) is FORMATS[format]
@@ -176,7 +178,7 @@ def test_experts_are_targeted_by_their_module_as_a_pattern() -> None:
     assert not re.match(target[3:], "model.layers.1xmlp.experts.3.down_proj")
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp8_e5m2", "fp8_token", "fp8_group", "int8_token"])
+@pytest.mark.parametrize("format", ["mxfp6_e3m2", "mxfp8_e5m2", "fp8_token", "fp8_group", "int8_token", "int8_tensor"])
 def test_what_the_layout_cannot_store_is_refused_by_layer(format: str) -> None:
     with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj: .* cannot store {format}; it has nvfp4"):
         check_plan(plan_of((format, None)))

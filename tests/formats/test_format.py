@@ -123,9 +123,9 @@ def test_a_row_is_a_matrix_of_one_row_and_a_scalar_is_refused() -> None:
 
 
 def test_extent_of_scales() -> None:
-    assert {name for name, format in FORMATS.items() if format.per_tensor} == {"fp8"}
+    assert {name for name, format in FORMATS.items() if format.per_tensor} == {"fp8", "int8_tensor"}
     assert {n for n, format in FORMATS.items() if format.per_row} == {"fp8_channel", "fp8_token", "int8", "int8_token"}
-    assert {name for name, format in FORMATS.items() if format.is_static} == {"fp8", "nvfp4"}
+    assert {name for name, format in FORMATS.items() if format.is_static} == {"fp8", "int8_tensor", "nvfp4"}
 
 
 @pytest.mark.parametrize("name", [None, "keep", "16bit", "bf16", "fp16"])

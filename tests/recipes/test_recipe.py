@@ -24,6 +24,7 @@ PRESETS = {
     "fp8_channel": ("fp8_channel", "fp8_token"),
     "fp8_block": ("fp8_block", "fp8_group"),
     "int8": ("int8", "int8_token"),
+    "int8_static": ("int8", "int8_tensor"),
     "int4a16": ("int4", None),
     "int4a16_g64": ("int4_g64", None),
     "int4a16_g32": ("int4_g32", None),

@@ -62,7 +62,8 @@ def written(model: nn.Module, x: torch.Tensor, path: Path) -> Path:
 
 
 PAIRS = [
-    ("int8", None), ("int8", "int8_token"), ("fp8_channel", "fp8_token"), ("fp8_channel", "fp8"), ("fp8", "fp8"),
+    ("int8", None), ("int8", "int8_token"), ("int8", "int8_tensor"),
+    ("fp8_channel", "fp8_token"), ("fp8_channel", "fp8"), ("fp8", "fp8"),
 ]  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def test_refused(weight: str, activation: str | None, shape: tuple[int, int], wo
         ("fp8_block", None),
         ("int8", "int8_token"),
         ("int8", "int8"),
+        ("int8", "int8_tensor"),
         ("int4", None),
     ],
 )

@@ -73,6 +73,7 @@ PAIRS = [
     ("fp8_channel", "fp8_token"),
     ("fp8_block", None),
     ("int8", "int8_token"),
+    ("int8", "int8_tensor"),
     ("int8", None),
     ("int4", None),
 ]

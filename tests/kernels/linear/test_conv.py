@@ -31,7 +31,14 @@ CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
     "one sample": (nn.Conv2d, {"kernel_size": 3}, (6, 7, 7)),
     "one sample transposed": (nn.ConvTranspose2d, {"kernel_size": 3, "stride": 2}, (6, 7, 7)),
 }
-PAIRS = [("int8", None), ("int8", "int8_token"), ("fp8_channel", "fp8_token"), ("fp8_channel", "fp8"), ("fp8", "fp8")]
+PAIRS = [
+    ("int8", None),
+    ("int8", "int8_token"),
+    ("int8", "int8_tensor"),
+    ("fp8_channel", "fp8_token"),
+    ("fp8_channel", "fp8"),
+    ("fp8", "fp8"),
+]
 
 
 def make(case: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, torch.Tensor]:
@@ -91,7 +98,7 @@ def test_a_quantized_convolution_is_that_of_its_rounded_operands(
     case: str, format: str, activation: str | None
 ) -> None:
     conv, x = make(case)
-    scale = 0.0071 if activation == "fp8" else None
+    scale = {"fp8": 0.0071, "int8_tensor": 0.021}.get(activation or "")
     module = quantized(conv, format, activation, None if scale is None else torch.tensor(scale))
     with torch.no_grad():
         y = module(x)

@@ -72,7 +72,8 @@ def test_a_resnet_from_the_command_line(tmp_path: Path, format: str, kept: list[
 
 
 @LEAVES_OUT_TRANSFORMERS
-def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("format", "layers", "largest"), [("fp8", 5, 448), ("int8_static", 6, 127)])
+def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path, format: str, layers: int, largest: int) -> None:
     seen: dict[str, float] = {}
     original = tiny_models.resnet()
     for name, module in original.named_modules():
@@ -81,11 +82,11 @@ def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path) -> None:
                 lambda _, x, name=name: seen.update({name: float(x[0].detach().abs().max())})
             )
     original(IMAGES)
-    done = quant.quantize(tiny_models.resnet(), "fp8", [IMAGES])
-    assert len(done.plan.quantized) == 5
+    done = quant.quantize(tiny_models.resnet(), format, [IMAGES])
+    assert len(done.plan.quantized) == layers
     for layer in done.plan.quantized:
         module = done.model.get_submodule(layer.name)
-        assert float(module.input_scale) == pytest.approx(seen[layer.name] / 448, rel=1e-6)
+        assert float(module.input_scale) == pytest.approx(seen[layer.name] / largest, rel=1e-6)
     quant.save(done.model, done.plan, tmp_path / "out")
     loaded = quant.load(tmp_path / "out")
     for name, tensor in done.model.state_dict().items():
@@ -93,6 +94,18 @@ def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path) -> None:
         assert held.dtype is tensor.dtype and torch.equal(held, tensor), name
     with torch.no_grad():
         assert torch.equal(loaded(IMAGES).logits, done.model(IMAGES).logits)
+
+
+def test_an_observer_chooses_the_scales_of_convolutions() -> None:
+    seen: list[torch.Tensor] = []
+    original = tiny_models.resnet()
+    name = "resnet.encoder.stages.1.layers.0.layer.0.convolution"
+    original.get_submodule(name).register_forward_pre_hook(lambda _, x: seen.append(x[0].detach().abs().flatten()))
+    original(IMAGES)
+    done = quant.quantize(tiny_models.resnet(), "int8_static", [IMAGES], observer="percentile")
+    exact = torch.quantile(seen[0], 0.9999) / 127
+    assert float(done.model.get_submodule(name).input_scale) == pytest.approx(float(exact), rel=0.01)
+    assert exact < 0.99 * seen[0].max() / 127
 
 
 class Convs(nn.Module):
