@@ -22,24 +22,19 @@ SEQLEN = 512
 _CHARACTERS = 6000  # of a file, so that a few rows hold several
 
 
-def other_texts(tokenizer: Any, rows: int, part: Part) -> dict[str, torch.Tensor]:
-    """Rows of Python source and of its reference by name, int64 `[rows, 512]`."""
-    return {"Python": python_rows(tokenizer, rows, part), "reference": reference_rows(tokenizer, rows, part)}
-
-
-def python_rows(tokenizer: Any, rows: int, part: Part) -> torch.Tensor:
-    """Rows of Python source, int64 `[rows, 512]`."""
+def python_rows(tokenizer: Any, rows: int, part: Part, seqlen: int = SEQLEN) -> torch.Tensor:
+    """Rows of Python source, int64 `[rows, seqlen]`."""
     files = _drawn(sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")), part)
     texts = (file.read_text(encoding="utf-8", errors="ignore")[:_CHARACTERS] for file in files)
-    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=SEQLEN)
+    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=seqlen)
 
 
-def reference_rows(tokenizer: Any, rows: int, part: Part) -> torch.Tensor:
-    """Rows of prose on the language, int64 `[rows, 512]`."""
+def reference_rows(tokenizer: Any, rows: int, part: Part, seqlen: int = SEQLEN) -> torch.Tensor:
+    """Rows of prose on the language, int64 `[rows, seqlen]`."""
     from pydoc_data.topics import topics
 
     texts = (topics[name][:_CHARACTERS] for name in _drawn(sorted(topics), part))
-    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=SEQLEN)
+    return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=seqlen)
 
 
 def _drawn(names: Iterable[Any], part: Part) -> list[Any]:

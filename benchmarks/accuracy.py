@@ -7,9 +7,14 @@ then compares it with the unquantized model on text that no method has seen, bot
 therefore those of one configuration, without imports, loading and evaluation. On a GPU the first compilation of a
 kernel is part of the time, except for ModelOpt's CUDA extensions, which are built before.
 
-    perplexity, KL(base‖quantized) in nats, top-1 agreement      means over all next-token predictions
+    KL(base‖quantized), nats  on each of three texts, with half the width of its interval of 95 % (Student's over rows):
+                              `eval` of the tokens file (WikiText-2), Python source, and prose about Python (`_texts`)
+    perplexity, top-1         on the first text, means over all next-token predictions
     bits    of a quantized weight, with every scale, input scale and low-rank branch; the head stays in 16 bit
     MB      on a CPU the process's peak resident memory up to the end of quantization, on a GPU what torch allocated
+
+All methods that need data get the same calibration rows: by default the package's own mixture, `--calib tokens` takes
+those of the tokens file. No method was chosen by the last two texts.
 
 Rows are named `SETTING TOOLKIT CONFIGURATION`; `--list` shows those that this machine has packages for. `--only GLOB`
 chooses among them, and `--only bars` takes those of the table in docs/benchmarks.md. Solvers come from the registry,
@@ -26,6 +31,7 @@ import math
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,19 +52,24 @@ from _peers import (
     torchao_configurations,
 )
 from _table import machine, show, versions, write_json
+from _texts import python_rows, reference_rows
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.calibration.texts.generate import generate_rows
+from quant.calibration_data import mixed_text
 from quant.errors import UserError
-from quant.evaluation import evaluate
+from quant.evaluation import Evaluation, evaluate_texts
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.recipes.json_text import json_text
 from quant.recipes.recipe import Recipe
 
 TITLE = "Accuracy after quantization"
+TEXTS = ("WikiText-2", "Python", "reference")
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 
 
@@ -114,27 +125,57 @@ class Settings:
 
     Attributes:
         model: what `quant.open_model` takes.
-        tokens: safetensors with `calibration` and `eval`, token ids `[rows, seqlen]`.
-        rows, calibration_rows: how many of each.
+        texts: safetensors of token ids `[rows, seqlen]`: `calibration`, and the texts to evaluate on.
         device: cpu or cuda.
         modelopt_cpu: whether ModelOpt's kernels give way to our roundings on a CPU.
     """
 
     model: str
-    tokens: Path
-    rows: int
-    calibration_rows: int
+    texts: Path
     device: str
     modelopt_cpu: bool
 
-    def read(self, name: str, count: int) -> torch.Tensor:
-        return quant.token_rows(f"{self.tokens}:{name}", None, samples=count, seqlen=self._seqlen())
+    def read(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Rows to calibrate with, and rows of each text to evaluate on."""
+        found = load_file(self.texts)
+        return found.pop("calibration"), {name: found[name] for name in TEXTS}
 
-    def _seqlen(self) -> int:
-        from safetensors import safe_open
 
-        with safe_open(self.tokens, framework="pt") as file:
-            return int(file.get_slice("eval").get_shape()[1])
+def write_texts(file: Path, model: str, tokens: Path, calib: str, rows: int, calibration_rows: int, device: str) -> str:
+    """Cuts the rows of all processes of a run into a file.
+
+    Args:
+        file: for them.
+        model: whose tokenizer cuts them, and which writes half of the mixture.
+        tokens: safetensors with `calibration` and `eval`.
+        calib: `mix`, or `tokens`.
+        rows, calibration_rows: how many of each.
+        device: where the model writes.
+
+    Returns:
+        What the calibration rows are, in words.
+    """
+    source = open_model(model)
+    tokenizer = source.load_tokenizer()
+    evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
+    seqlen = evaluated.shape[1]
+    if calib == "tokens":
+        found = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
+        made_of = f"{tokens.name}:calibration"
+    else:
+        assert source.model is not None
+        plan = quant.make_plan(source.model, "nvfp4a16", solver="gptq")
+        how: dict[str, Any] = {"samples": calibration_rows, "seqlen": seqlen, "device": device}
+        found, record = mixed_text(source.model, plan, tokenizer, **how)
+        made_of = f"the mixture ({', '.join(f'{count} tokens of {part}' for part, count in record['tokens'].items())})"
+    others = (make(tokenizer, rows, "report", seqlen) for make in (python_rows, reference_rows))
+    save_file({"calibration": found, **dict(zip(TEXTS, (evaluated, *others), strict=True))}, file)
+    return f"{calibration_rows} rows of {made_of}"
+
+
+def _seqlen(tokens: Path) -> int:
+    with safe_open(tokens, framework="pt") as file:
+        return int(file.get_slice("eval").get_shape()[1])
 
 
 def our_solvers() -> list[str]:
@@ -220,7 +261,7 @@ def run_checkpoint(model: nn.Module, rows: torch.Tensor, *, directory: Path) -> 
 
 def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
     """One row, measured in this process."""
-    rows = settings.read("calibration", settings.calibration_rows)
+    rows, texts = settings.read()
     model = _open(settings)
     if settings.device == "cuda":
         if "ModelOpt" in name:
@@ -239,10 +280,10 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
     gc.collect()
     outcome.prepare()
     quantized = outcome.model.to(settings.device)
-    found = evaluate(quantized, settings.read("eval", settings.rows), _open(settings), batch_size=4)
+    found = evaluate_texts(quantized, texts, _open(settings), batch_size=4)
     return {
         "perplexity": found.perplexity,
-        "KL": found.kl,
+        **{column: value for each in found.texts for column, value in losses(each).items()},
         "top-1": found.top1,
         "s": seconds,
         "MB": peak / 1e6,
@@ -250,6 +291,13 @@ def measure(run: Run, name: str, settings: Settings) -> dict[str, Any]:
         "extra at run time": outcome.extra or "nothing",
         "base perplexity": found.baseline_perplexity,
     }
+
+
+def losses(found: Evaluation) -> dict[str, float | None]:
+    """The columns of one text: KL, and half the width of its interval."""
+    name = "" if found.text == TEXTS[0] else f" {found.text}"
+    half = None if found.interval is None or found.kl is None else found.interval[1] - found.kl
+    return {f"KL{name}": found.kl, f"±{name}": half}
 
 
 def _open(settings: Settings) -> nn.Module:
@@ -289,7 +337,8 @@ def measure_in_fresh_process(name: str, arguments: Sequence[str]) -> dict[str, A
 def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[str, object]:
     """The columns of one row; an error stands in the last one."""
     setting, configuration = name.split(maxsplit=1)
-    columns = ("perplexity", "KL", "top-1", "s", "MB", "bits", "extra at run time")
+    of_texts = (f"{what}{'' if text == TEXTS[0] else f' {text}'}" for text in TEXTS for what in ("KL", "±"))
+    columns = ("perplexity", *of_texts, "top-1", "s", "MB", "bits", "extra at run time")
     row = {"setting": SETTINGS[setting].title, "configuration": configuration}
     row |= {column: result.get(column) for column in columns}
     if "ModelOpt" in configuration and settings.device == "cpu" and not setting.startswith("fp8"):
@@ -357,7 +406,9 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--model", default="smollm2-135m", show_default=True, help="Alias, directory or file of a causal LM.")
 @click.option("--tokens", default=TOKENS, type=click.Path(path_type=Path, exists=True),
               help="Safetensors of token ids, `calibration` and `eval`; SmolLM2's WikiText-2 by default.")  # fmt: skip
-@click.option("--rows", default=16, show_default=True, help="Rows to evaluate on.")
+@click.option("--calib", type=click.Choice(["mix", "tokens"]), default="mix", show_default=True,
+              help="Calibration text: the package's mixture, or that of --tokens.")  # fmt: skip
+@click.option("--rows", default=16, show_default=True, help="Rows of each text to evaluate on.")
 @click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--threads", type=int, help="CPU threads of torch.")
@@ -370,15 +421,17 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--plot", "plot_path", type=click.Path(path_type=Path), help="Also draw it here: .png or .svg.")
 @click.option("--row", hidden=True, help="Measure one row here and print it as JSON.")
+@click.option("--texts", type=click.Path(path_type=Path), hidden=True, help="The rows that all processes share.")
 def main(
-    model: str, tokens: Path, rows: int, calibration_rows: int, device: str | None, threads: int | None,
+    model: str, tokens: Path, calib: str, rows: int, calibration_rows: int, device: str | None, threads: int | None,
     only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
-    list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None,
+    list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None, texts: Path | None,
 ) -> None:  # fmt: skip
     if threads:
         torch.set_num_threads(threads)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    settings = Settings(model, tokens, rows, calibration_rows, device, modelopt_cpu)
+    folder = click.get_current_context().with_resource(tempfile.TemporaryDirectory())
+    settings = Settings(model, texts or Path(folder, "texts.safetensors"), device, modelopt_cpu)
     configurations, notes = all_configurations(solvers, _parse_checkpoints(checkpoints), settings)
     if row:
         print(json_text(measure(configurations[row], row, settings)))
@@ -391,23 +444,25 @@ def main(
     if plot_path and importlib.util.find_spec("matplotlib") is None:
         raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
     arguments = [
-        f"--model={model}", f"--tokens={tokens}", f"--rows={rows}", f"--calibration-rows={calibration_rows}",
-        f"--device={device}", *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
+        f"--model={model}", f"--texts={settings.texts}", f"--device={device}",
+        *([f"--threads={threads}"] if threads else []), *(f"--solver={s}" for s in solvers),
         *(f"--checkpoint={c}" for c in checkpoints), *(["--modelopt-cpu"] if modelopt_cpu else []),
     ]  # fmt: skip
     header = machine(threads) | versions("transformers", "nvidia-modelopt", "llmcompressor", "torchao")
-    predictions = settings.read("eval", rows).numel() - rows
+    made_of = write_texts(settings.texts, model, tokens, calib, rows, calibration_rows, device)
+    predictions = rows * (_seqlen(tokens) - 1)
     table: list[dict[str, Any]] = []
     base: float | None = None
     for name in names:
         click.echo(f"measuring {name} … ", err=True, nl=False)
         result = measure_in_fresh_process(name, arguments)
-        click.echo(result.get("error") or f"KL {result['KL']:.4f} in {result['s']:.1f} s", err=True)
+        said = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
+        click.echo(result.get("error") or f"KL {said} in {result['s']:.1f} s", err=True)
         base = result.get("base perplexity", base)
         table = in_order([*table, table_row(name, result, settings)])
         protocol = (
             f"{model} on {device}: perplexity {'unknown' if base is None else f'{base:.2f}'} before; "
-            f"{predictions} predictions; {calibration_rows} rows for methods that need data."
+            f"{predictions} predictions a text; methods that need data got {made_of}."
         )
         if json_path:
             # After every row, so that a run that is cut short leaves what it has measured.
