@@ -1,4 +1,4 @@
-"""The README's table of costs is what `benchmarks/costs.py` computes, from models that have their publishers' sizes."""
+"""`docs/costs.md` has the table that `benchmarks/costs.py` computes, from models that have their publishers' sizes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import costs
 TOKENS = 32 * 512
 
 
-def test_the_table_in_the_readme() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+def test_the_table_in_the_document() -> None:
+    lines = (ROOT / "docs" / "costs.md").read_text(encoding="utf-8").splitlines()
     found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     computed = costs.table(costs.DATA / "scale_h100.json", costs.DATA / "scale_cpu.json", TOKENS)
     at = found.index(list(computed[0]))
