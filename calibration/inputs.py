@@ -13,6 +13,7 @@ and split alike, and while `understood` is open the model takes a batch of them 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -33,10 +34,16 @@ class Inputs:
 
     Args:
         calls: the arguments of each.
+
+    Attributes:
+        about: what they were made from, in a few words; empty where that is not known.
+        own_text: whether the model wrote texts of them itself, whose likelihood then means nothing.
     """
 
     def __init__(self, calls: Sequence[Arguments]) -> None:
         self.calls = list(calls)
+        self.about = ""
+        self.own_text = False
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -81,6 +88,20 @@ class Inputs:
                 batches.append([call])
         return [Inputs(batch) for batch in batches]
 
+    def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
+        """The rows as one tensor, where all have one shape and each is the model's first argument alone; else None."""
+        first = next(iter(inspect.signature(model.forward).parameters), None)
+        values = [[*args, *(kwargs[name] for name in kwargs if name == first)] for args, kwargs in self.calls]
+        tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], torch.Tensor)]
+        alone = len(tensors) == len(self.calls) == sum(len(args) + len(kwargs) for args, kwargs in self.calls)
+        alike = alone and len({tensor.shape[1:] for tensor in tensors}) == 1
+        return torch.cat(tensors) if alike else None
+
+    def named_arguments(self, model: nn.Module) -> dict[str, Any]:
+        """The calls as one, every argument by its name."""
+        args, kwargs = self.arguments()
+        return {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
+
     def arguments(self) -> Arguments:
         """The calls as one: their tensors joined along the first dimension."""
         if len(self.calls) == 1:
@@ -105,12 +126,25 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
     if not calls:
         raise ValueError("the calibration data is empty")
+    return cast_for(model, Inputs(calls))
+
+
+def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
+    """The same calls, floating-point tensors in the dtype of the model."""
     dtype = stored_dtype(model)
 
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
-    return Inputs([tree_map(cast, call) for call in calls])
+    return Inputs([tree_map(cast, call) for call in inputs.calls])
+
+
+def joined(parts: Sequence[Inputs]) -> Inputs:
+    """The calls of all parts, one part after the other."""
+    found = Inputs([call for part in parts for call in part.calls])
+    found.about = "; ".join(part.about for part in parts if part.about)
+    found.own_text = any(part.own_text for part in parts)
+    return found
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inputs:

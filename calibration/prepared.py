@@ -2,12 +2,13 @@
 
 Rounding of the arithmetic should not be mistaken for loss of the weights, so 16-bit parameters are widened meanwhile
 (quantized codes and scales are not touched), each one in place of its 16-bit form: never more than one tensor exists in
-both. Afterwards they are narrowed again, which is exact.
+both. Afterwards they are narrowed again, which is exact. 16-bit inputs, such as images, are widened when a model is
+called with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -54,6 +55,9 @@ def prepared(
         for model in models:
             model.eval()
         with ExitStack() as stack:
+            if dtype is not None:
+                for model in models:
+                    stack.callback(model.register_forward_pre_hook(_widening(dtype), with_kwargs=True).remove)
             for model in away:
                 stack.enter_context(placed(model, device, dtype))
             yield
@@ -66,6 +70,18 @@ def prepared(
             config.use_cache = True
         for module, training in modes.items():
             module.training = training
+
+
+def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:
+    """A hook that widens the 16-bit tensors that a model is called with."""
+
+    def widened(value: Any) -> Any:
+        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
+
+    return hook
 
 
 def _replace_data(same: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:

@@ -16,6 +16,10 @@ distributions, needs no right answer, and separates two quantizations from far f
 A model without an output head, such as an encoder, has no predictions. Its embeddings are compared with the baseline's:
 
     cosine     = mean [1 − cosine similarity of the mean last hidden states of a row]
+    error      = ‖outputs − base outputs‖ / ‖base outputs‖
+
+A model of images, sounds or two texts is measured call by call in the same terms: KL and top-1 of its next tokens or of
+its classes, or the embeddings of each side; see `calibration.sensitivity.outputs`.
 
 The logits of both models are computed for one slice of positions at a time, compared and dropped. Sums over positions
 are kept in float64.
@@ -36,12 +40,14 @@ from torch import nn
 
 from quant.calibration.attention_names import text_config
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.inputs import Inputs, cast_for, understood
 from quant.calibration.placement import Device, device_of, find_device, is_visited
 from quant.calibration.prepared import prepared
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.sensitivity.interval import mean_interval
 from quant.calibration.sensitivity.logits import Logits, logits_of
+from quant.calibration.sensitivity.outputs import DISTANCE, ERROR, KL, PREDICTIONS, SQUARE, compare, embedded
 from quant.calibration.walk.block_major import blocks_first
 from quant.errors import UserError
 from quant.recipes.json_data import JsonData
@@ -53,6 +59,21 @@ _PROMPT, _KEPT, _SAME = 16, 8, 0.25
 
 
 @dataclass(frozen=True)
+class OutputDistance(JsonData):
+    """How far one output of a model is from the baseline's.
+
+    Attributes:
+        name: as the model calls it.
+        cosine: mean over the inputs of 1 − cosine similarity.
+        error: norm of the difference over that of the baseline's output, all inputs together.
+    """
+
+    name: str
+    cosine: float
+    error: float
+
+
+@dataclass(frozen=True)
 class Evaluation(JsonData):
     """The figures of one model, beside its baseline where there is one.
 
@@ -60,11 +81,14 @@ class Evaluation(JsonData):
         perplexity: exp of the mean negative log-likelihood; None for a model that predicts no tokens.
         kl: mean KL(baseline‖model) in nats; None without a baseline.
         top1: share of positions at which both models' likeliest token is the same; None without a baseline.
-        tokens: predictions that the means are over, or tokens of the embeddings.
+        tokens: predictions that the means are over, or tokens of the embeddings, or inputs.
         seconds: time taken, baseline included.
         baseline_perplexity: the baseline's own perplexity; None without one.
-        cosine: mean 1 − cosine similarity of the embeddings of model and baseline; None for a language model.
-        rows: of text that the means are over.
+        cosine: mean 1 − cosine similarity of the embeddings of model and baseline; None for a model with logits.
+        error: relative error of the outputs of such a model; of several, the largest.
+        outputs: both figures of each output, where the model has several.
+        unit: what `tokens` counts.
+        rows: of text, or inputs, that the means are over.
         interval: low and high end of the interval of 95 % around `kl`, or `cosine`; None without one, or for one row.
         text: what was evaluated on, as the user named it.
         others: figures on further texts.
@@ -77,6 +101,9 @@ class Evaluation(JsonData):
     seconds: float
     baseline_perplexity: float | None = None
     cosine: float | None = None
+    error: float | None = None
+    outputs: tuple[OutputDistance, ...] = ()
+    unit: str = "predictions"
     rows: int | None = None
     interval: tuple[float, ...] | None = None
     text: str | None = None
@@ -98,15 +125,17 @@ class Evaluation(JsonData):
         return max(self.texts, key=lambda each: each.loss or 0.0)
 
 
-def evaluate_texts(model: nn.Module, texts: Mapping[str, torch.Tensor], *rest: Any, **options: Any) -> Evaluation:
-    """Measures a model on each of several texts, rows by name; further arguments as in `evaluate`."""
+def evaluate_texts(
+    model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *rest: Any, **options: Any
+) -> Evaluation:
+    """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
     first, *others = (replace(evaluate(model, rows, *rest, **options), text=name) for name, rows in texts.items())
     return replace(first, others=tuple(others))
 
 
 def evaluate(
     model: nn.Module,
-    rows: torch.Tensor,
+    rows: torch.Tensor | Inputs,
     baseline: nn.Module | None = None,
     *,
     batch_size: int = 1,
@@ -125,7 +154,8 @@ def evaluate(
         model: a causal language model: a Hugging Face one, or any module that maps token ids `[n, seqlen]` to
             logits `[n, seqlen, vocabulary]` (or to an output with `.logits`). Or a Hugging Face encoder, which takes
             a baseline.
-        rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.texts.rows.token_rows` cuts them.
+        rows: token ids, int64 `[n, seqlen]`, as `quant.calibration.texts.rows.token_rows` cuts them; or inputs of any
+            other model, one tensor `[n, …]` of three dimensions or more among them.
         baseline: the model before quantization, with the same vocabulary.
         batch_size: rows that run together.
         dtype: what 16-bit parameters of both models are widened to meanwhile; None evaluates them as they are.
@@ -138,6 +168,8 @@ def evaluate(
             a baseline.
     """
     models = [model] if baseline is None else [model, baseline]
+    if isinstance(rows, torch.Tensor) and rows.is_floating_point() and rows.dim() > 2:
+        rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
         check_evaluable(each, rows)
     if batch_size < 1:
@@ -145,12 +177,13 @@ def evaluate(
     started = time.perf_counter()
     there = find_device(device)
     away = [each for each in models if is_visited(each, there, dtype)]
+    if isinstance(rows, Inputs):
+        with torch.no_grad(), prepared(models, dtype, there):
+            return _evaluate_calls(models, rows, batch_size, progress, started)
     with torch.no_grad(), fast_matmul(), prepared(models, dtype, there):
         if _has_no_predictions(model, rows[:1, :2]):
-            distances = _embedding_distances(models, rows, batch_size, progress)
-            cosine, tokens, seconds = float(distances.mean()), rows.numel(), time.perf_counter() - started
-            return Evaluation(
-                None, None, None, tokens, seconds, cosine=cosine, rows=len(rows), interval=_interval(distances)
+            return _of_embeddings(
+                {"": _embedding_distances(models, rows, batch_size, progress)}, rows.numel(), "tokens", started
             )
         logits = [Logits(each, output_head(each)) for each in models]
         with _blocks_first(logits, away, rows, batch_size, dtype):
@@ -174,6 +207,76 @@ def _interval(of_rows: torch.Tensor) -> tuple[float, ...] | None:
     return mean_interval(of_rows.tolist(), least=0.0)
 
 
+def _evaluate_calls(
+    models: Sequence[nn.Module],
+    inputs: Inputs,
+    batch_size: int,
+    progress: Callable[[int, int], None] | None,
+    started: float,
+) -> Evaluation:
+    """Measures a model, and its baseline if there is one, on inputs of any kind."""
+    batches, starts = inputs.split(batch_size), [0]
+    for batch in batches:
+        starts.append(starts[-1] + len(batch))
+    found = []
+    with ExitStack() as stack:
+        for each in models:
+            stack.enter_context(understood(each))
+        for number in own_batches(len(batches)):
+            batch = batches[number]
+            results = [each(cast_for(each, batch).to(device_of(each))) for each in models]
+            other = results[1] if len(results) > 1 else None
+            call = batch.named_arguments(models[0])
+            found.append((number, compare(models[0], call, results[0], other, f"input {starts[number]}")))
+            if progress is not None:
+                progress(starts[number + 1], len(inputs))
+    parts = _in_order(found)
+    sums = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    if "logits" not in sums:
+        return _of_embeddings(sums, len(next(iter(sums.values()))), "inputs", started)
+    of_rows = sums["logits"]
+    nll, baseline_nll, kl, same, predictions, targets = of_rows.sum(dim=0).tolist()
+    if not predictions:
+        raise UserError("the inputs hold no token that follows another one; give texts for the decoder")
+    compared, is_text = len(models) > 1, bool(targets) and not inputs.own_text
+    # What a row adds to the mean over all predictions, of which it may have more or fewer than others.
+    losses = (
+        kl / predictions + (of_rows[:, KL] - kl / predictions * of_rows[:, PREDICTIONS]) * len(of_rows) / predictions
+    )
+    return Evaluation(
+        perplexity=_exp(nll / targets) if is_text else None,
+        kl=kl / predictions if compared else None,
+        top1=same / predictions if compared else None,
+        tokens=int(predictions),
+        seconds=time.perf_counter() - started,
+        baseline_perplexity=_exp(baseline_nll / targets) if is_text and compared else None,
+        rows=len(of_rows),
+        interval=_interval(losses) if compared else None,
+    )
+
+
+def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str, started: float) -> Evaluation:
+    """The figures of a model that is compared by its outputs, from the sums of each row as `compare` gives them."""
+    distances = tuple(
+        OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
+        for name, v in sums.items()
+    )
+    of_rows = torch.stack([values[:, DISTANCE] for values in sums.values()]).mean(dim=0)
+    return Evaluation(
+        perplexity=None,
+        kl=None,
+        top1=None,
+        tokens=count,
+        seconds=time.perf_counter() - started,
+        cosine=float(of_rows.mean()),
+        error=max(distance.error for distance in distances),
+        outputs=distances if len(distances) > 1 else (),
+        unit=unit,
+        rows=len(of_rows),
+        interval=_interval(of_rows),
+    )
+
+
 @contextmanager
 def _blocks_first(
     logits: Sequence[Logits], away: Sequence[nn.Module], rows: torch.Tensor, size: int, dtype: torch.dtype | None
@@ -188,13 +291,17 @@ def _blocks_first(
         yield
 
 
-def check_evaluable(model: nn.Module, rows: torch.Tensor) -> None:
+def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
     """Checks on two tokens that `evaluate` can measure a model, for those who would otherwise learn it late.
+
+    Inputs of other kinds are left to the measurement itself: one call of them may take long.
 
     Raises:
         ValueError: the rows do not suit the model, it does not run on token ids, or it gives something else than
             logits or hidden states for each.
     """
+    if isinstance(rows, Inputs):
+        return
     _check_rows(model, rows)
     name, probe = type(model).__name__, rows[:1, :2]
     try:
@@ -300,7 +407,7 @@ def _has_no_predictions(model: nn.Module, probe: torch.Tensor) -> bool:
 def _embedding_distances(
     models: Sequence[nn.Module], rows: torch.Tensor, batch_size: int, progress: Callable[[int, int], None] | None
 ) -> torch.Tensor:
-    """1 − cosine similarity of the two models' embeddings of each row, float64 `[rows]`."""
+    """Sums of each row `[rows, 3]`, as `compare` gives them for embeddings."""
     if len(models) < 2:
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a --baseline"
@@ -308,9 +415,9 @@ def _embedding_distances(
 
     def distance(start: int, batch: torch.Tensor) -> torch.Tensor:
         first, second = (_embed(model, batch).cpu() for model in models)
-        distances = 1 - torch.nn.functional.cosine_similarity(first, second, dim=-1)
-        finite_sum(distances, partial(_row, start), "an embedding")
-        return distances
+        sums = embedded(first, second, _row(start, 0))
+        finite_sum(sums[:, DISTANCE], partial(_row, start), "an embedding")
+        return sums
 
     found = ((start, distance(start, batch)) for start, batch in _batches(rows, batch_size, progress))
     return torch.cat(_in_order(found))
@@ -339,8 +446,8 @@ def _in_order(found: Iterable[tuple[int, T]]) -> list[T]:
 
 
 def _embed(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean of the last hidden states, float64 `[rows, hidden]`."""
-    return last_hidden(model(batch.to(device_of(model)))).double().mean(dim=1)
+    """The last hidden states, float64 `[rows, tokens, hidden]`."""
+    return last_hidden(model(batch.to(device_of(model)))).double()
 
 
 def _measure(logits: Sequence[Logits], batch: torch.Tensor, first_row: int) -> torch.Tensor:

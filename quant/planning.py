@@ -5,6 +5,7 @@ No weight is read: a model on the meta device will do, or the shapes in the head
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -116,11 +117,14 @@ def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tu
     """The layers with their fusion groups, and why those are not known if so."""
     layers = group_experts(find_layers(model))
     why = None
-    for attempt in [run] if run else [_run_on_meta, _run_one_row, _run_stand_in]:
+    # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
+    is_outline = any(parameter.is_meta for parameter in model.parameters())
+    stand_ins = [] if run and not is_outline else [_run_on_meta, _run_one_row, _run_stand_in]
+    for attempt in [run, *stand_ins] if run else stand_ins:
         try:
             return find_groups(model, layers, attempt), None
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
-            if attempt is run:
+            if attempt is run and not is_outline:
                 raise UserError(f"the model failed on the given example input: {error}") from error
             why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
     return layers, why
@@ -167,16 +171,20 @@ def _run_on_meta(model: nn.Module) -> None:
 def _run_stand_in(model: nn.Module) -> None:
     """One forward pass over zeros in the shape of images, sounds or two texts, as the model's config describes them."""
     config: Any = model.config
-    size = getattr(config, "image_size", None) or 32
+    seeing = getattr(config, "vision_config", None) or config
+    size = getattr(seeing, "image_size", None) or 32
     sizes = {
-        "pixel_values": (1, getattr(config, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)),
+        "pixel_values": (1, getattr(seeing, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)),
         "input_values": (1, 1600),
         "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 50)),
     }
     name: str = model.main_input_name  # type: ignore[assignment]
     where = next(model.parameters())
     ids = torch.zeros(1, 2, dtype=torch.long, device=where.device)
-    given = {name: ids if name == "input_ids" else torch.zeros(sizes[name], dtype=where.dtype, device=where.device)}
+    names = {name, *({"pixel_values"} & set(inspect.signature(model.forward).parameters))}  # both sides of CLIP
+    given = {
+        n: ids if n == "input_ids" else torch.zeros(sizes[n], dtype=where.dtype, device=where.device) for n in names
+    }
     model(**given, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {}))
 
 

@@ -5,11 +5,12 @@ then lists exceptions. Rules are globs over layer names, tried in order, and the
 
     1. the recipe's own weight, activation and solver, for every linear and every fused-expert weight;
     2. the house rules: embeddings, heads, routers, norms, vision and audio towers and their projectors stay in 16 bit;
-       a tower that holds most of the weights is the model and no tower;
+       a tower that holds most of the weights, or has an encoder of texts for a neighbour, is the model and no tower;
        so do convolutions, unless they hold most of the weights, and those that no FP8 kernel runs;
        a router is in no fusion group, for no runtime merges it with the layers that read the same input;
     3. the recipe's rules, in the order of the file; one with a format for an embedding matches no linear layer;
-    4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit.
+    4. `--exclude`, which is a rule too. `--include` is none: it leaves a layer as the rules say, or in 16 bit. But its
+       glob asks for what it matches if that is layers of a tower alone, or embeddings or heads and no linear layer.
 
 A layer whose shape the format does not divide stays in 16 bit whatever the rules say. So does every member of a
 fusion group (layers that read the same input, which runtimes merge into one matmul) when one member must.
@@ -47,6 +48,7 @@ _FEW_CONVS = "convolution, and linear layers hold most of the weights: transform
 _NO_FP8_CONV = (
     "convolution: TensorRT's FP8 kernels take channels in multiples of 16 and kernels of up to 32; int8 takes this one"
 )
+_TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP, CLAP and their kin; a language model's blocks are no encoder
 _KEPT_NAMES = {
     ROUTER: ("*router*", "*.gate", "*.shared_expert_gate"),
     "vision tower: small beside the language model and sensitive": ("*vision*", "*visual.*", "*image_encoder*"),
@@ -199,8 +201,9 @@ def resolve(
             raise ValueError(f"glob {glob!r} matches no layer; this model's layers are called {names}, …")
     quantizable = [layer.name for layer in layers if layer.kind in QUANTIZABLE]
     broad = {r.match for r in recipe.rules if any(fnmatchcase(name, r.match) for name in quantizable)}
+    narrow = [glob for glob in only if not any(fnmatchcase(name, glob) for name in quantizable)]
     house = {**_kept_convs(layers, recipe, only), **_house_rules(layers, only)}
-    planned = _keep_shared([_plan_layer(layer, recipe, only, broad, house) for layer in layers])
+    planned = _keep_shared([_plan_layer(layer, recipe, only, narrow, broad, house) for layer in layers])
     planned = _keep_whole_groups(_without_routers(planned))
     how = {"guard": recipe.guard} if recipe.guard else {}
     if recipe.observer != "absmax":
@@ -218,15 +221,16 @@ def resolve(
 def _house_rules(layers: Sequence[Layer], only: Sequence[str]) -> dict[str, str]:
     """By name, why a layer stays in 16 bit for what it is called.
 
-    A tower is small beside the language model, or it is the model. `--include` with a glob for its layers alone asks
-    for it.
+    A tower is small beside the language model, or it is the model: in CLIP its neighbour is an encoder of texts.
+    `--include` with a glob for a tower's layers alone asks for it.
     """
+    is_pair = any(_TEXT_ENCODER in layer.name for layer in layers)
     found: dict[str, str] = {}
     sizes = {layer.name: math.prod(layer.shape) for layer in layers if layer.kind in QUANTIZABLE}
     for reason, globs in _KEPT_NAMES.items():
         inside = {layer.name for layer in layers if any(fnmatchcase(layer.name, glob) for glob in globs)}
         if reason != ROUTER:
-            if 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
+            if is_pair or 2 * sum(size for name, size in sizes.items() if name in inside) > sum(sizes.values()):
                 continue
             matched = [{name for name in sizes if fnmatchcase(name, glob)} for glob in only]
             inside -= set().union(*(names for names in matched if names <= inside))
@@ -258,10 +262,18 @@ def _has_fp8_kernel(conv: Layer) -> bool:
 
 
 def _plan_layer(
-    layer: Layer, recipe: Recipe, only: Sequence[str], broad: Collection[str], house: Mapping[str, str]
+    layer: Layer,
+    recipe: Recipe,
+    only: Sequence[str],
+    narrow: Sequence[str],
+    broad: Collection[str],
+    house: Mapping[str, str],
 ) -> LayerPlan:
     choice = Rule("*", recipe.weight, recipe.activation, recipe.solver, f"recipe {recipe.name}")
-    if layer.kind not in QUANTIZABLE:
+    asked = next((glob for glob in narrow if fnmatchcase(layer.name, glob)), None)
+    if layer.kind in ("embedding", "head") and asked is not None:
+        choice = dataclasses.replace(choice, reason=f"--include {asked}")
+    elif layer.kind not in QUANTIZABLE:
         choice = Rule("*", KEEP, KEEP, recipe.solver, _KEPT_KINDS[layer.kind])
     if (kept := layer.kept or house.get(layer.name)) is not None:
         choice = Rule("*", KEEP, KEEP, recipe.solver, kept)

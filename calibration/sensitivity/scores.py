@@ -354,5 +354,5 @@ def _key(
             flat = weight.detach().flatten()
             some = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
             digest.update(repr((layer.name, tuple(weight.shape))).encode() + some.numpy().tobytes())
-    digest.update(rows.cpu().contiguous().numpy().tobytes())
+    digest.update(rows.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

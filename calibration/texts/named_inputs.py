@@ -1,15 +1,16 @@
-"""`read_inputs` reads calibration inputs of models that take more than tokens: named tensors, or images in a folder.
+"""`read_inputs` reads calibration inputs of models that take more than tokens, from files, folders and data sets.
 
-    inputs.safetensors   one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …), a row each
-    photos/              images, prepared by the model's own processor; `cat.txt` beside `cat.png` is the text with it
+    inputs.safetensors     one tensor for each argument of the model (`pixel_values`, `decoder_input_ids`, …)
+    photos/ sounds/ hf:…   images, sounds and texts (see `samples`), prepared by the model's own processor (`prepare`)
+    text.txt               for an encoder-decoder: rows of tokens for the encoder
 
-A file with token ids alone is none of these: its rows are cut by `token_rows`.
+A file with token ids alone, and a text for any other model, are none of these: `calibration_rows` takes them.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,56 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quant.calibration.inputs import Inputs, inputs_of
+from quant.calibration.texts.prepare import DECODER, Preparer, decoder_ids
+from quant.calibration.texts.rows import calibration_rows
+from quant.calibration.texts.samples import Sample, read_samples
 
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-_CAPTION = "a photo"
+_MEDIA = {"pixel_values", "input_features", "input_values"}
 
 
-def read_inputs(source: str | Path, model: nn.Module, directory: Path | None, samples: int) -> Inputs | None:
-    """The first `samples` inputs of a file or folder; None where it is something else, such as a text.
+def read_inputs(
+    source: str | Path, model: nn.Module, processor: Callable[[], Any], *, samples: int, seqlen: int
+) -> Inputs | None:
+    """The first `samples` inputs of a source; None where it holds rows of tokens, or a text for a model of tokens.
 
     Args:
         source: as in the module docstring.
         model: is called with them.
-        directory: of the model, with its processor; None where it has none.
+        processor: gives the model's processor, or raises ValueError.
         samples: calls that are wanted.
+        seqlen: tokens of a text at most.
 
     Raises:
         ValueError: there are fewer, or they do not fit the model; the message names the file.
     """
-    path = Path(source)
-    if path.is_dir() and (images := sorted(f for f in path.iterdir() if f.suffix.lower() in IMAGES)):
-        found = _from_images(images[:samples], model, directory)
-    elif path.suffix == ".safetensors" and path.is_file() and (named := _named(path, model)):
-        found = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
-    else:
-        return None
-    if len(found) < samples:
+    path, taken = Path(source), set(inspect.signature(model.forward).parameters)
+    is_seq2seq = DECODER in taken
+    found: Inputs | None = None
+    if path.suffix == ".safetensors":
+        if path.is_file() and (named := _named(path, model)):
+            if is_seq2seq and DECODER not in named:
+                count = len(next(iter(named.values())))
+                named = {**named, DECODER: decoder_ids(model, None, "", 1).repeat(count, 1)}
+            found = inputs_of({name: tensor[:samples] for name, tensor in named.items()}, model)
+    elif path.is_dir() or is_seq2seq or taken & _MEDIA:
+        read = read_samples(source, samples, pairs=is_seq2seq)
+        if read is None and is_seq2seq and "input_ids" in taken:
+            read = _rows(source, processor(), samples, seqlen)
+        if read is not None:
+            found = Preparer(model, processor(), seqlen).inputs(read)
+    if found is not None and len(found) < samples:
         raise ValueError(f"{path}: holds {len(found)} inputs, and {samples} are wanted; give more, or lower samples")
     return found
+
+
+def _rows(source: str | Path, tokenizer: Any, samples: int, seqlen: int) -> list[Sample]:
+    """Pieces of a text, `seqlen` tokens each with what the tokenizer adds."""
+    length = max(seqlen - len(tokenizer("")["input_ids"]), 1)
+    rows = calibration_rows(str(source), tokenizer, samples=samples, seqlen=length)
+    return [
+        Sample(f"{source}, row {number}", texts=(tokenizer.decode(row, skip_special_tokens=True),))
+        for number, row in enumerate(rows)
+    ]
 
 
 def _named(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
@@ -56,37 +80,10 @@ def _named(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
         raise ValueError(f"{path}: not a safetensors file: {error}") from None
     taken = set(inspect.signature(model.forward).parameters)
     known = set(tensors) & taken
-    if not known or (len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()):
+    is_ids = len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()
+    if not known or (is_ids and DECODER not in taken):
         return None
     if known != set(tensors):
         unknown = ", ".join(sorted(set(tensors) - known))
         raise ValueError(f"{path}: {type(model).__name__} takes no {unknown}; name tensors by its arguments")
     return tensors
-
-
-def _from_images(files: list[Path], model: nn.Module, directory: Path | None) -> Inputs:
-    """A call for each image, as the model's processor prepares it."""
-    try:
-        from PIL import Image
-        from transformers import AutoProcessor
-    except ImportError as error:
-        raise ValueError(f"{files[0]}: images take the packages transformers and pillow: {error}") from None
-    if directory is None:
-        raise ValueError(f"{files[0]}: no processor comes with this model; give prepared inputs as .safetensors")
-    try:
-        processor: Any = AutoProcessor.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"{directory}: no usable processor ({reason}); put its preprocessor_config.json there"
-        ) from None
-    taken = set(inspect.signature(model.forward).parameters)
-    calls = []
-    for file in files:
-        given: dict[str, Any] = {"images": Image.open(file).convert("RGB"), "return_tensors": "pt"}
-        if hasattr(processor, "tokenizer"):
-            caption = file.with_suffix(".txt")
-            given["text"] = caption.read_text(encoding="utf-8").strip() if caption.is_file() else _CAPTION
-        prepared = processor(**given)
-        calls.append({name: value for name, value in prepared.items() if name in taken})
-    return inputs_of(calls, model)

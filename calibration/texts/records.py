@@ -87,7 +87,16 @@ def read_records(corpus: Corpus, *, seed: int | None = None) -> Iterator[dict[st
     if isinstance(found, dict):
         found = found[_choose_split(corpus, list(found))]
     with _explained(corpus):
+        found = _undecoded(datasets, found)
         yield from found if seed is None else found.shuffle(seed=seed, buffer_size=SHUFFLE_WINDOW)
+
+
+def _undecoded(datasets: Any, found: Any) -> Any:
+    """The records with images and sounds as the bytes of their files: decoding is left to those who want them."""
+    for name, feature in (found.features or {}).items():
+        if isinstance(feature, datasets.Image | datasets.Audio):
+            found = found.cast_column(name, type(feature)(decode=False))
+    return found
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ import torch
 from torch import nn
 
 from quant.api.load import can_run, load
-from quant.calibration.inputs import Inputs
-from quant.calibration.progress import Progress
+from quant.calibration.inputs import Inputs, joined
+from quant.calibration.placement import placed
+from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import from_first
+from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
 from quant.calibration.texts.mixture import Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import mixed_text
+from quant.cli.console import CONSOLE
 from quant.errors import UserError
 from quant.evaluation import run_probe
+from quant.export.partial import tensor_hash
 from quant.models.files import find_model
 from quant.models.open import Source, open_model
 from quant.models.state_dict import call_factory
@@ -85,12 +91,20 @@ def sources_of(calib: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def named_inputs(source: Source, calib: Sequence[str], samples: int) -> Inputs | None:
-    """Inputs of --calib by name, or images; None where it names a text, or nothing."""
+def named_inputs(source: Source, calib: Sequence[str], samples: int, seqlen: int) -> Inputs | None:
+    """Inputs by name, images, sounds or pairs of texts; None where `calib` names rows of tokens, or nothing."""
     names = sources_of(calib)
-    if len(names) > 1 or names[0] in WRITTEN or source.model is None:
+    if source.model is None or any(name in WRITTEN for name in names):
         return None
-    return read_inputs(names[0], source.model, source.path if source.path and source.path.is_dir() else None, samples)
+    found = {}
+    for place, name in enumerate(names):
+        count = max(samples // len(names) + (place < samples % len(names)), 1)
+        found[name] = read_inputs(name, source.model, source.load_processor, samples=count, seqlen=seqlen)
+    inputs = [each for each in found.values() if each is not None]
+    if 0 < len(inputs) < len(found):
+        kinds = [next(name for name, each in found.items() if (each is None) is is_text) for is_text in (False, True)]
+        raise UserError(f"--calib {kinds[0]} holds inputs of the model, and {kinds[1]} a text; give one of them")
+    return joined(inputs) if inputs else None
 
 
 def read_calibration(
@@ -105,14 +119,22 @@ def read_calibration(
     plan: Plan | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
-) -> tuple[torch.Tensor, list[Record]]:
-    """Token rows of --calib, as many of each source, in turn, and a record of each source.
+    quiet: bool = False,
+) -> tuple[torch.Tensor | Inputs, list[Record]]:
+    """What --calib names, as many rows of each source, in turn, and a record of each source.
 
     `plan` needs them; None stands for one yet to be found.
     """
     names = sources_of(calib)
     if samples < len(names):
         raise UserError(f"--calib-samples {samples}: --calib names {len(names)} sources, each of which gives a row")
+    inputs = named_inputs(source, calib, samples, seqlen)
+    if inputs is not None:
+        assert source.model is not None
+        inputs = with_decoder_text(source.model, inputs, device, progress)
+        announce_inputs("calibrating on", inputs, "+".join(names), quiet)
+        about = {"about": inputs.about} if inputs.about else {}
+        return inputs, [{"source": "+".join(names), "rows": len(inputs), "sha256": digest_of(inputs), **about}]
     found: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
     for place, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):
@@ -143,9 +165,82 @@ def _check_runs(source: Source, name: str, rows: torch.Tensor) -> None:
     except ValueError as error:
         raise UserError(
             f"--calib {name}: {type(source.model).__name__} cannot be calibrated on text: {error}; give a "
-            ".safetensors file of its inputs by name, a folder of images, or in Python data=, or choose a format "
-            "that needs none, such as fp8_channel or mxfp8"
+            "folder of images or sounds, hf:NAME with a column of them, a .safetensors file of its inputs by name, "
+            "or in Python data=, or choose a format that needs none, such as fp8_channel or mxfp8"
         ) from error
+
+
+def read_evaluation(
+    source: Source,
+    data: Iterable[str | Path],
+    samples: int,
+    seqlen: int,
+    *,
+    writer: nn.Module | None = None,
+    device: torch.device | None = None,
+    progress: Progress | None = None,
+    quiet: bool = False,
+) -> dict[str, torch.Tensor | Inputs]:
+    """What each --data or --eval names, by its name: inputs of the model, or else rows of a text.
+
+    Args:
+        source: the model.
+        data: as for --calib.
+        samples: rows or calls of each.
+        seqlen: tokens of a row.
+        writer: the model that writes the text of decoders where none is known; by default that of `source`.
+        device: where it runs.
+        progress: of the writing.
+        quiet: says nothing.
+    """
+    found: dict[str, torch.Tensor | Inputs] = {}
+    for name in map(str, data):
+        inputs = named_inputs(source, [name], samples, seqlen)
+        if inputs is None:
+            found |= read_texts(source, [Path(name)], samples, seqlen)
+            continue
+        assert source.model is not None
+        found[name] = inputs = with_decoder_text(writer or source.model, inputs, device, progress)
+        announce_inputs("evaluating on", inputs, name, quiet)
+    return found
+
+
+def with_decoder_text(
+    model: nn.Module, inputs: Inputs, device: torch.device | None, progress: Progress | None
+) -> Inputs:
+    """The inputs, with text that the model writes itself for its decoder where none is known."""
+    if not lacks_decoder_text(inputs):
+        return inputs
+    with placed(model, device):
+        return from_first(lambda: write_decoder_text(model, inputs, reporter(progress, "generate")))
+
+
+def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch.Tensor:
+    """Calibration data as one tensor, for what measures on nothing else.
+
+    Raises:
+        UserError: the calls take several tensors, or tensors of several shapes.
+    """
+    found = data.as_tensor(model) if isinstance(data, Inputs) else data
+    if found is None:
+        raise UserError(
+            f"{option} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
+            "several; name a format with --format, and measure with quant evaluate --data"
+        )
+    return found
+
+
+def digest_of(rows: torch.Tensor | Inputs) -> str:
+    """SHA-256 of the values of rows or calls."""
+    if isinstance(rows, torch.Tensor):
+        return tensor_hash(rows)
+    return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()
+
+
+def announce_inputs(what: str, inputs: Inputs, name: str, quiet: bool) -> None:
+    """Says in one line what inputs were made from."""
+    if inputs.about and not quiet:
+        CONSOLE.print(f"{what} {name}: {inputs.about}", soft_wrap=True)
 
 
 def _tokenizer_for(source: Source, text: str) -> Any:

@@ -134,7 +134,7 @@ class Job:
     memory: str | None = None
     calib: tuple[str, ...] = ()
     calib_samples: int = 32
-    eval_texts: tuple[Path, ...] = ()
+    eval_texts: tuple[str | Path, ...] = ()
     eval_samples: int = 16
     seqlen: int = 512
     seed: int = 0
@@ -230,7 +230,7 @@ class Job:
             refuse(plan, problems, source.layers)
             plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
             return with_options(plan, self.guard, self.observer)
-        inputs = named_inputs(source, self.calib, 1)
+        inputs = named_inputs(source, self.calib, 1, self.seqlen)
         plan = make_plan(
             source.shapes if source.model is None else source.model,
             recipe,

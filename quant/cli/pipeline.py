@@ -7,7 +7,6 @@ computed.
 from __future__ import annotations
 
 import copy
-import hashlib
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -21,21 +20,29 @@ from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.api.save import save_state_dict, write_model
-from quant.calibration.inputs import Inputs
+from quant.calibration.inputs import Inputs, on_first
 from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.texts.mixture import Record
 from quant.calibration_data import lacks_data
 from quant.cli import console
-from quant.cli.inputs import WRITTEN, named_inputs, read_calibration, read_texts, sources_of, tokenizer_if_any
+from quant.cli.inputs import (
+    WRITTEN,
+    as_rows,
+    digest_of,
+    read_calibration,
+    read_evaluation,
+    sources_of,
+    tokenizer_if_any,
+)
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate_texts, fingerprint
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
-from quant.export.partial import Partial, tensor_hash
+from quant.export.partial import Partial
 from quant.extras import versions
 from quant.formats.atomic import claimed, write_atomically
 from quant.layer_result import LayerResult, loss_warnings
@@ -126,10 +133,13 @@ def _run_allocated(
         raise UserError(
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
-    texts = _eval_rows(job, source, source.model)
-    held_out = HeldOut.halves(texts) if goal.has_limit and texts else None
+    held_out = None
+    if goal.has_limit and job.eval_texts:
+        texts = _eval_rows(job, source, source.model, device, quiet=True)
+        held_out = HeldOut.halves({name: as_rows(source.model, rows, "a limit") for name, rows in texts.items()})
     with console.stages(quiet) as progress:
-        data, records = _calibration(job, source, device, progress)
+        given, records = _calibration(job, source, device, progress, quiet=quiet)
+        data = as_rows(source.model, given, "a budget")
         if goal.has_limit and held_out is None:
             data, held_out = HeldOut.from_calibration(data)
         found = allocate(
@@ -140,6 +150,7 @@ def _run_allocated(
             include=job.include,
             exclude=job.exclude,
             kv_cache=job.kv_cache_name(),
+            run=on_first(data) if data.is_floating_point() else None,
             held_out=held_out,
             seed=job.seed,
             provenance={**job.provenance(source), "calibration": "+".join(sources_of(job.calib))},
@@ -191,15 +202,16 @@ def _solve_and_write(
 ) -> Report:
     assert job.out is not None
     ready = allocation.quantized if allocation is not None else None  # a copy; the model itself is as it was
-    texts = _eval_rows(job, source, model)
+    texts = _eval_rows(job, source, model, device, quiet)
     if allocation is not None and allocation.record.verified and texts:
-        texts = dict(HeldOut.halves(texts).verify)  # the other half chose the formats
+        tensors = {name: as_rows(model, rows, "a limit") for name, rows in texts.items()}
+        texts = dict(HeldOut.halves(tensors).verify)  # the other half chose the formats
     bytes_before = sum(p.nbytes for p in model.parameters())
     baseline = _another(job, source, model) if texts and ready is None else model
     evaluation, print_of_logits = None, None
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data, records = _rows(job, source, asked, partial, device, progress)
+            data, records = _rows(job, source, asked, partial, device, progress, quiet)
             asked = with_calibration(asked, records)
         if ready is None:
             progress.expect("solve", *console.solving_steps(model, asked, data))
@@ -214,8 +226,9 @@ def _solve_and_write(
             with quantized_attention(model, **plan.run_time):
                 report_rows = reporter(progress, "evaluate")
                 evaluation = evaluate_texts(model, texts, baseline, device=device, progress=report_rows)
-                with placed(model, device):
-                    print_of_logits = fingerprint(model)
+                if not any(rows.is_floating_point() for rows in texts.values()):
+                    with placed(model, device):
+                        print_of_logits = fingerprint(model)
     del baseline
     seconds |= quantized.seconds | ({"evaluate": sum(each.seconds for each in evaluation.texts)} if evaluation else {})
     names = stored_names(source.model)
@@ -259,7 +272,13 @@ def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:
 
 
 def _rows(
-    job: Job, source: Source, plan: Plan, partial: Partial, device: torch.device | None, progress: Progress
+    job: Job,
+    source: Source,
+    plan: Plan,
+    partial: Partial,
+    device: torch.device | None,
+    progress: Progress,
+    quiet: bool,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """Calibration rows and where they come from; those that the model wrote are kept, for writing takes long."""
     names = sources_of(job.calib)
@@ -271,13 +290,8 @@ def _rows(
     if own and source.model is not None and (device is None or device.type == "cpu"):
         # Each token would read every weight again.
         read_stored(source.model, stored_in(source.model))
-    inputs = named_inputs(source, job.calib, job.calib_samples)
-    if inputs is not None:
-        digest = _hash(inputs)
-        rows, records = inputs, [{"source": names[0], "rows": len(inputs), "sha256": digest}]
-    else:
-        rows, records = _calibration(job, source, device, progress, plan)
-        digest = _hash(rows)
+    rows, records = _calibration(job, source, device, progress, plan, quiet)
+    digest = digest_of(rows)
     check_same({f"the calibration text {'+'.join(names)}": digest}, device=device)
     if own:
         assert isinstance(rows, torch.Tensor)
@@ -285,13 +299,6 @@ def _rows(
     else:
         partial.expect("calibration text", digest)
     return rows, records
-
-
-def _hash(rows: torch.Tensor | Inputs) -> str:
-    """SHA-256 of the values of calibration rows."""
-    if isinstance(rows, torch.Tensor):
-        return tensor_hash(rows)
-    return hashlib.sha256("".join(map(tensor_hash, rows.tensors())).encode()).hexdigest()
 
 
 def _run_state_dict(
@@ -324,21 +331,28 @@ def _run_state_dict(
 
 
 def _calibration(
-    job: Job, source: Source, device: torch.device | None, progress: Progress, plan: Plan | None = None
-) -> tuple[torch.Tensor, list[Record]]:
+    job: Job,
+    source: Source,
+    device: torch.device | None,
+    progress: Progress,
+    plan: Plan | None = None,
+    quiet: bool = False,
+) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """Rows of --calib and where they come from; `plan` is None while an allocation has yet to find it."""
     return read_calibration(
         source, job.calib, samples=job.calib_samples, seqlen=job.seqlen, seed=job.seed, device=device,
-        progress=progress, plan=plan, include=job.include, exclude=job.exclude,
+        progress=progress, plan=plan, include=job.include, exclude=job.exclude, quiet=quiet,
     )  # fmt: skip
 
 
-def _eval_rows(job: Job, source: Source, model: nn.Module) -> dict[str, torch.Tensor]:
-    """Token rows of each --eval by its name, on which the model has been seen to run."""
-    texts = read_texts(source, job.eval_texts, job.eval_samples, job.seqlen)
-    for rows in texts.values():
+def _eval_rows(
+    job: Job, source: Source, model: nn.Module, device: torch.device | None, quiet: bool
+) -> dict[str, torch.Tensor | Inputs]:
+    """Rows or inputs of each --eval by its name, on which the model has been seen to run."""
+    found = read_evaluation(source, job.eval_texts, job.eval_samples, job.seqlen, device=device, quiet=quiet)
+    for rows in found.values():
         check_evaluable(model, rows)
-    return texts
+    return found
 
 
 def _report(

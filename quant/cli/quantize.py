@@ -38,19 +38,20 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
     multiple=True,
     metavar="SOURCE",
     help="Calibration data: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
-    "[#COLUMN], named inputs in safetensors, a folder of images, self: the model writes text, or mix: half of it self, "
-    "half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: mix, if the "
-    "plan needs text]",
+    "[#COLUMN], named inputs in safetensors, a folder of images or sounds, self: the model writes text, or mix: half "
+    "of it self, half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: mix, "
+    "if the plan needs text]",
 )
-@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
+@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text, images or sounds.")
 @click.option(
     "--eval",
     "eval_texts",
     multiple=True,
-    type=click.Path(path_type=Path),
-    help="Evaluation text, or token ids. Repeatable: text of another kind than --calib shows what carries over.",
+    metavar="SOURCE",
+    help="Evaluation text, token ids, or other inputs as for --calib. Repeatable: text of another kind than --calib "
+    "shows what carries over.",
 )
-@click.option("--eval-samples", default=16, show_default=True, help="Rows of each evaluation text.")
+@click.option("--eval-samples", default=16, show_default=True, help="Rows of each --eval.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @SEED
 @DEVICE

@@ -23,7 +23,7 @@ from quant.cli.base import (
     model_options,
     print_json,
 )
-from quant.cli.console import announce, announce_source, bar, page, status, table
+from quant.cli.console import announce, announce_source, bar, page, stages, status, table
 from quant.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,11 +33,15 @@ if TYPE_CHECKING:
 @click.command("evaluate", cls=Command)
 @click.argument("model")
 @click.option(
-    "--text", "texts", required=True, multiple=True, type=click.Path(path_type=Path),
+    "--text", "texts", multiple=True, type=click.Path(path_type=Path),
     help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
 )  # fmt: skip
-@click.option("--baseline", help="Model to compare with; gives KL and top-1 agreement.")
-@click.option("--samples", default=16, show_default=True, help="Rows of each text.")
+@click.option(
+    "--data", multiple=True, metavar="SOURCE",
+    help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
+)  # fmt: skip
+@click.option("--baseline", help="Model to compare with; gives KL, top-1 agreement, cosine and relative error.")
+@click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
 @DEVICE
@@ -50,6 +54,7 @@ if TYPE_CHECKING:
 def evaluate_command(
     model: str,
     texts: tuple[Path, ...],
+    data: tuple[str, ...],
     baseline: str | None,
     samples: int,
     seqlen: int,
@@ -64,15 +69,18 @@ def evaluate_command(
 ) -> None:
     """Measure the perplexity of MODEL, quantized or not, and its KL and top-1 agreement with a baseline.
 
-    The baseline always attends in 16 bit.
+    Models of images, sounds and two texts take --data; encoders are compared by cosine and relative error. The
+    baseline always attends in 16 bit.
     """
     from quant.calibration.placement import find_device
-    from quant.cli.inputs import open_runnable, read_texts
+    from quant.cli.inputs import digest_of, open_runnable, read_evaluation
     from quant.cli.ranks.same import check_same
     from quant.evaluation import evaluate_texts
-    from quant.export.partial import WatchedFiles, tensor_hash
+    from quant.export.partial import WatchedFiles
     from quant.runtime.attention import quantized_attention
 
+    if bool(texts) == bool(data):
+        raise UserError("give one of --text and --data: a text, or inputs of a model that takes more than tokens")
     there = find_device(device)
     announce(there, quiet or as_json)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
@@ -80,8 +88,12 @@ def evaluate_command(
     other = None
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
-    rows = read_texts(source, texts, samples, seqlen)
-    hashes = {f"the text {name}": tensor_hash(ids) for name, ids in rows.items()}
+    silent = quiet or as_json
+    with stages(silent) as progress:
+        rows = read_evaluation(
+            source, data or texts, samples, seqlen, writer=other, device=there, progress=progress, quiet=silent
+        )
+    hashes = {f"the text {name}": digest_of(each) for name, each in rows.items()}
     check_same(hashes, WatchedFiles(source.path).files, there)
     how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
     with how, bar("evaluate", quiet or as_json) as advance:
@@ -95,8 +107,8 @@ def evaluate_command(
 def _print_evaluation(result: Evaluation) -> None:
     columns = [_figures(each) for each in result.texts]
     shown = table("", *(f">{each.text}" for each in result.texts), show_header=len(columns) > 1)
-    for label in columns[0]:
-        shown.add_row(label, *(column[label] for column in columns))
+    for label in dict.fromkeys(label for column in columns for label in column):
+        shown.add_row(label, *(column.get(label, "") for column in columns))
     page().print(shown)
 
 
@@ -106,15 +118,17 @@ def _figures(result: Evaluation) -> dict[str, str]:
 
     found = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
     interval = interval_text(result)
-    if result.cosine is not None:
+    if result.cosine is not None and result.error is not None:
         found["1 − cosine of the embeddings"] = f"{result.cosine:.6f}{interval}"
-    if result.kl is not None and result.top1 is not None and result.baseline_perplexity is not None:
-        found |= {
-            "baseline perplexity": f"{result.baseline_perplexity:.3f}",
-            "KL(baseline‖model), nats": f"{result.kl:.4f}{interval}",
-            "top-1 agreement": f"{result.top1:.1%}",
-        }
-    found["predictions" if result.cosine is None else "tokens"] = f"{result.tokens:,}"
+        found["relative error"] = f"{result.error:.2%}"
+    for each in result.outputs:
+        found[f"… of {each.name}"] = f"{each.cosine:.6f}, {each.error:.2%}"
+    if result.baseline_perplexity is not None:
+        found["baseline perplexity"] = f"{result.baseline_perplexity:.3f}"
+    if result.kl is not None and result.top1 is not None:
+        found["KL(baseline‖model), nats"] = f"{result.kl:.4f}{interval}"
+        found["top-1 agreement"] = f"{result.top1:.1%}"
+    found[result.unit] = f"{result.tokens:,}"
     return found | {"seconds": f"{result.seconds:.1f}"}
 
 

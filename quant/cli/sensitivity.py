@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     help="fisher: one backward pass; kl: measured for each group; output: relative error of each layer's output.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
-@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text, as for `quantize`.  [default: mix]")
+@click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration data, as for `quantize`.  [default: mix]")
 @click.option("--samples", default=8, show_default=True, help="Rows of text; 2 are enough for kl.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--solver", default="rtn", show_default=True, help="Method that rounds the weights to be scored.")
@@ -60,9 +60,10 @@ def sensitivity_command(
     Ranks share the work; the scores do not depend on their number.
     """
     from quant.allocation.allocate import score
+    from quant.calibration.inputs import on_first
     from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
-    from quant.cli.inputs import open_original, read_calibration
+    from quant.cli.inputs import as_rows, open_original, read_calibration
     from quant.cli.ranks.same import check_same
     from quant.export.partial import WatchedFiles, tensor_hash
 
@@ -77,10 +78,13 @@ def sensitivity_command(
         source, module = open_original(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(source, silent)
     with stages(silent) as progress:
-        rows, _ = read_calibration(
-            source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress
+        data, _ = read_calibration(
+            source, calib, samples=samples, seqlen=seqlen, seed=seed, device=there, progress=progress, quiet=silent
         )
+        rows = as_rows(module, data, "a sensitivity table")
         check_same({"the calibration text": tensor_hash(rows)}, WatchedFiles(source.path).files, there)
+        if rows.is_floating_point():
+            options["run"] = on_first(rows)
         found = score(module, rows[:samples], seed=seed, path=out, device=there, progress=progress, **options)
     if as_json:
         print_json(found.to_dict())

@@ -224,6 +224,29 @@ def load_tokenizer(path: Path, gguf_file: str | None = None) -> Any:
     return tokenizer
 
 
+def load_processor(path: Path) -> Any:
+    """The processor in a directory: of images, of sounds, of texts, or of several of them.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    transformers = require("transformers", "hf")
+    check_links(path)
+    for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
+        if (path / name).is_file():
+            check_numbers(path / name)
+    reasons = []
+    with quiet():
+        for loader in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer"):
+            try:
+                return getattr(transformers, loader).from_pretrained(path, **local_options())
+            except Exception as error:  # processors are programs of many authors, and fail as they like
+                reasons.append(one_line(error))
+    raise UserError(
+        f"{path}: no usable processor ({reasons[0]}); put its preprocessor_config.json and tokenizer files there"
+    )
+
+
 def model_class(config: Any, where: str) -> Any:
     """The class that `config.architectures` names; without any, the fullest that fits the config.
 

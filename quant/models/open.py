@@ -107,6 +107,19 @@ class Source:
             "of the model"
         )
 
+    def load_processor(self) -> Any:
+        """The transformers processor, which prepares images, sounds and texts.
+
+        Raises:
+            UserError: there is none; the message says the way out.
+        """
+        if self.path is not None and self.path.is_dir():
+            return huggingface.load_processor(self.path)
+        raise UserError(
+            f"{self.path or self.name}: no processor comes with it; give prepared inputs as .safetensors, or open the "
+            "Hugging Face directory of the model"
+        )
+
 
 def open_model(
     source: str | Path | nn.Module,

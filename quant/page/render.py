@@ -84,7 +84,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
     if found.cosine is not None:
         tiles.append(("Embeddings", f"{found.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
     if found.kl is not None:
-        note = _note("nats per token, from the model before", interval, of)
+        note = _note("nats per prediction, from the model before", interval, of)
         tiles.append(("KL divergence", f"{found.kl:.4f}", note))
     if found.top1 is not None:
         note = _note(f"same likeliest token, over {found.tokens:,} positions", of)

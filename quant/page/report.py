@@ -277,10 +277,13 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
     if texts[0].perplexity is not None:
         found.append(("perplexity", [_perplexity(each) for each in texts]))
     if texts[0].cosine is not None:
-        lost = [f"{each.cosine:.5f}{interval_text(each, 5)}" for each in texts]
-        found.append(("embeddings", [f"{text}, 1 − cosine to those before" for text in lost]))
+        lost = [f"{each.cosine:.5f}{interval_text(each, 5)}, 1 − cosine to those before" for each in texts]
+        errors = ["" if each.error is None else f"; relative error {each.error:.2%}" for each in texts]
+        found.append(("embeddings", [text + error for text, error in zip(lost, errors, strict=True)]))
     if texts[0].kl is not None:
-        found.append(("KL", [f"{each.kl:.4f} nats{interval_text(each)}, {each.tokens:,} tokens" for each in texts]))
+        found.append(
+            ("KL", [f"{each.kl:.4f} nats{interval_text(each)}, {each.tokens:,} {each.unit}" for each in texts])
+        )
     if texts[0].top1 is not None:
         found.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
     return [(label, "\n".join(values)) for label, values in found]

@@ -386,3 +386,44 @@ def tower(size: int) -> list[Layer]:
 def test_a_vision_tower_is_small_or_asked_for(size: int, only: tuple[str, ...], quantized: set[str]) -> None:
     plan = resolve(tower(size), get_recipe("fp8_channel"), only=only)
     assert {layer.name for layer in plan.quantized} == quantized
+
+
+def pair(size: int) -> list[Layer]:
+    """The towers of a CLIP, of images and of texts."""
+    texts = [Layer("text_model.encoder.layers.0.mlp.fc1", "linear", (64, 64))]
+    return [Layer("vision_model.encoder.layers.0.mlp.fc1", "linear", (size, 64)), *texts]
+
+
+@pytest.mark.parametrize("size", [32, 64, 128])
+def test_a_tower_beside_an_encoder_of_texts_is_the_model(size: int) -> None:
+    plan = resolve(pair(size), get_recipe("fp8_channel"))
+    assert {layer.reason for layer in plan.layers} == {"recipe fp8_channel"} and len(plan.quantized) == 2
+
+
+EMBEDDINGS = [
+    Layer("model.embed_tokens", "embedding", (128, 64)),
+    Layer("model.layers.0.fc1", "linear", (64, 64)),
+    Layer("model.norm", "norm", (64,)),
+    Layer("lm_head", "head", (128, 64)),
+]
+
+
+@pytest.mark.parametrize(("only", "quantized"), [
+    ((), {"model.layers.0.fc1"}),
+    (("*",), {"model.layers.0.fc1"}),
+    (("model.*",), {"model.layers.0.fc1"}),
+    (("*embed*",), {"model.embed_tokens"}),
+    (("lm_head", "model.layers*"), {"lm_head", "model.layers.0.fc1"}),
+    (("*embed*", "lm_head"), {"lm_head", "model.embed_tokens"}),
+])  # fmt: skip
+def test_embeddings_and_heads_are_asked_for_by_globs_of_their_own(only: tuple[str, ...], quantized: set[str]) -> None:
+    plan = resolve(EMBEDDINGS, NVFP4, only=only)
+    assert {layer.name for layer in plan.quantized} == quantized
+    embedding = plan.by_name["model.embed_tokens"]
+    assert embedding.activation is None and (embedding.weight is None or embedding.reason == "--include *embed*")
+
+
+def test_a_shared_embedding_is_not_quantized_though_it_is_asked_for() -> None:
+    layers = [*EMBEDDINGS[:3], Layer("lm_head", "head", (128, 64), tied_to="model.embed_tokens")]
+    plan = resolve(layers, NVFP4, only=("*embed*", "*fc1"))
+    assert plan.by_name["model.embed_tokens"].reason == "its weight is also that of lm_head"

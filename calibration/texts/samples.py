@@ -1,0 +1,186 @@
+"""`read_samples` reads what one call of a model is prepared from: an image, a sound, or texts.
+
+    photos/             images; the text with `cat.png` is `cat.txt` beside it
+    sounds/             sounds; the transcript of `talk.wav` is `talk.txt`
+    hf:org/name         records with a column of images or sounds, and perhaps one of text
+    pairs.jsonl         records with two columns of text, for an encoder-decoder: what it reads, and what it writes
+
+Columns are found by what they hold; `#COLUMN` or `#COLUMN,COLUMN` names those of the text. Of a folder, as many files
+as are wanted are taken at even distances in the order of their names, so that every class of a folder of classes is
+among them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quant.calibration.texts.records import Corpus, parse_corpus, read_records
+from quant.calibration.texts.sounds import is_sound, read_sound, resampled
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+SOUNDS = (".wav", ".flac", ".ogg", ".mp3")
+# Usual names of columns, the better known first.
+_CAPTIONS = ("text", "caption", "captions", "sentence", "transcription", "transcript", "normalized_text", "answer")
+_PAIRS = (("source", "target"), ("input", "target"), ("article", "highlights"), ("document", "summary"),
+          ("dialogue", "summary"), ("text", "summary"), ("question", "answer"), ("prompt", "completion"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What one call is prepared from.
+
+    Attributes:
+        name: of the file or record, for errors.
+        content: bytes of an image or a sound; None for texts alone.
+        array: samples of a sound that is decoded already, and their rate.
+        texts: a caption or transcript, or the text to read and the text to write; none where none is known.
+    """
+
+    name: str
+    content: bytes | None = None
+    array: tuple[np.ndarray, int] | None = None
+    texts: tuple[str, ...] = ()
+
+    @property
+    def has_sound(self) -> bool:
+        """Whether it is a sound and no image."""
+        return self.array is not None or (self.content is not None and is_sound(self.content))
+
+    @property
+    def has_image(self) -> bool:
+        """Whether it is an image."""
+        return self.content is not None and not self.has_sound
+
+    def sound(self, rate: int) -> np.ndarray:
+        """The sound at a sampling rate, float32 `[samples]`."""
+        if self.array is not None:
+            return resampled(*self.array, rate).astype(np.float32)
+        assert self.content is not None
+        return read_sound(self.content, self.name, rate)
+
+    def image(self) -> Any:
+        """The image in RGB, as pillow has it.
+
+        Raises:
+            ValueError: it cannot be read, or pillow is missing.
+        """
+        try:
+            from PIL import Image
+        except ImportError:
+            raise ValueError(
+                f"{self.name}: images take the package pillow: pip install 'blockscale[vision]'; prepared inputs as "
+                ".safetensors need nothing"
+            ) from None
+        assert self.content is not None
+        try:
+            return Image.open(io.BytesIO(self.content)).convert("RGB")
+        except Exception as error:  # decoders of many formats, with no common class of errors
+            raise ValueError(f"{self.name}: no image that can be read ({' '.join(str(error).split())})") from None
+
+
+def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample] | None:
+    """The first `count` samples of a folder or data set, or fewer; None where it holds neither images nor sounds.
+
+    Args:
+        source: as in the module docstring.
+        count: samples that are wanted.
+        pairs: takes records of texts, too.
+
+    Raises:
+        ValueError: the source cannot be read; the message names it.
+    """
+    path = Path(source)
+    if path.is_dir():
+        files = sorted(f for f in path.rglob("*") if f.suffix.lower() in (*IMAGES, *SOUNDS) and f.is_file())
+        # A folder of classes or captions as `datasets` writes it has a table beside the files.
+        if files and not any(path.glob("metadata.*")):
+            taken = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
+            return [Sample(str(file), file.read_bytes(), texts=_beside(file)) for file in taken]
+    corpus = parse_corpus(str(source))
+    if corpus is None:
+        return None
+    records = read_records(replace(corpus, column=None))
+    first = next(records, None)
+    if first is None or not (_media(first) or (pairs and _texts_of(first, corpus, str(source)))):
+        return None
+    return list(islice(_samples(chain([first], records), corpus, str(source)), count))
+
+
+def _beside(file: Path) -> tuple[str, ...]:
+    """The text in the file of the same name."""
+    text = file.with_suffix(".txt")
+    if not text.is_file():
+        return ()
+    try:
+        return (text.read_text(encoding="utf-8").strip(),)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+
+
+def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) -> Iterator[Sample]:
+    for number, record in enumerate(records):
+        place, column = f"{name}, record {number}", _media(record)
+        texts = _texts_of(record, corpus, name)
+        if column is None:
+            yield Sample(place, texts=texts)
+            continue
+        value = record[column]
+        if isinstance(value, Mapping) and value.get("array") is not None:
+            sound = np.asarray(value["array"], np.float64)
+            yield Sample(place, array=(sound, int(value["sampling_rate"])), texts=texts[:1])
+        else:
+            yield Sample(place, _content(value, place), texts=texts[:1])
+
+
+def _media(record: Mapping[str, Any]) -> str | None:
+    """The first column that holds an image or a sound, as `datasets` gives one that it has not decoded."""
+    held = ({"bytes", "path"}, {"array", "sampling_rate"})
+    return next(
+        (
+            key
+            for key, value in record.items()
+            if isinstance(value, bytes) or (isinstance(value, Mapping) and any(names <= set(value) for names in held))
+        ),
+        None,
+    )
+
+
+def _content(value: Any, place: str) -> bytes:
+    content = value if isinstance(value, bytes) else value["bytes"]
+    if content is not None:
+        return bytes(content)
+    path = Path(value["path"] or "")
+    if not path.is_file():
+        raise ValueError(f"{place}: {path} is no file; download the data set, with its images and sounds")
+    return path.read_bytes()
+
+
+def _texts_of(record: Mapping[str, Any], corpus: Corpus, name: str) -> tuple[str, ...]:
+    """The texts of a record: of the columns that were named, or else of those with usual names."""
+    named = corpus.column.split(",") if corpus.column else None
+    if named is None:
+        # {"translation": {"en": …, "de": …}}
+        inside = next((v for v in record.values() if isinstance(v, Mapping) and _are_texts(list(v.values()))), None)
+        record = record if inside is None else inside
+        named = next(
+            (list(pair) for pair in (*_PAIRS, *((key,) for key in _CAPTIONS)) if set(pair) <= set(record)),
+            [] if inside is None else list(inside)[:2],
+        )
+    missing = [key for key in named if key not in record]
+    if missing:
+        raise ValueError(f"{name}: no column {missing[0]!r}; its columns are {', '.join(record)}")
+    values = [record[key] for key in named]
+    # Several captions of one image: the first.
+    values = [value[0] if isinstance(value, list) and value else value for value in values]
+    return tuple(values) if values and _are_texts(values) else ()
+
+
+def _are_texts(values: Sequence[Any]) -> bool:
+    return bool(values) and all(isinstance(value, str) for value in values)
