@@ -151,15 +151,15 @@ def _attention_scales(
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
-    from quant.cli.inputs import read_calibration
+    from quant.cli.inputs import as_rows, read_calibration
     from quant.models.open import Source
 
     dtype = next(model.parameters()).dtype
     source = Source(name=str(directory), kind="huggingface", model=model, state_dict=None, path=directory, dtype=dtype)
-    rows, _ = read_calibration(source, calib, seed=0, device=None, progress=progress, plan=plan, **size)
+    data, _ = read_calibration(source, calib, seed=0, device=None, progress=progress, plan=plan, **size)
     return collect_attention_scales(
         model,
-        rows,
+        as_rows(model, data, "FP8 attention"),
         kv_format=plan.attention,
         attention_format=plan.attention,
         progress=lambda done, total: progress("calibrate", done, total),

@@ -225,7 +225,7 @@ def as_rows(model: nn.Module, data: torch.Tensor | Inputs, option: str) -> torch
     if found is None:
         raise UserError(
             f"{option} measures on one tensor, token ids or images of one size, and {type(model).__name__} takes "
-            "several; name a format with --format, and measure with quant evaluate --data"
+            "several; quantize with --format, and measure with quant evaluate --data"
         )
     return found
 

@@ -232,7 +232,7 @@ def test_what_measures_on_one_tensor_names_the_models_that_take_several(tmp_path
         ("sensitivity", tmp_path / "model", *calib, "--samples", 2),
     ):
         done = command(*arguments)
-        assert done.exit_code == 2 and "CLIPModel takes several; name a format with --format" in done.output
+        assert done.exit_code == 2 and "CLIPModel takes several; quantize with --format" in done.output
     assert not (tmp_path / "out").exists()
 
 
