@@ -39,8 +39,8 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
     metavar="SOURCE",
     help="Calibration data: a text file, token ids in safetensors, .jsonl/.csv/.parquet, hf:NAME[:CONFIG][:SPLIT]"
     "[#COLUMN], named inputs in safetensors, a folder of images or sounds, self: the model writes text, or mix: half "
-    "of it self, half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: mix, "
-    "if the plan needs text]",
+    "of it self, half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: "
+    "mix, if the plan needs text]",
 )
 @click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text, images or sounds.")
 @click.option(
