@@ -27,6 +27,7 @@ _PUBLIC = {
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
+    "quant.integrations.lora": ("lora", "merge_lora"),
     "quant.kernels.linear.modules": ("QuantExperts", "QuantLinear"),
     "quant.kernels.linear.oracle": ("set_weight_cache",),
     "quant.runtime.kv_cache": ("QuantizedKVCache",),

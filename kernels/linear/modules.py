@@ -145,6 +145,11 @@ class _QuantModule(nn.Module):
         weight = self.stored_weight
         return restore(weight) if is_prepacked(weight) else weight
 
+    @property
+    def qweight(self) -> torch.Tensor:
+        """The codes, by the name under which PEFT looks for the device of a quantized layer."""
+        return self.codes
+
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The weight's values, `[..., out, in]`."""
         return self.quantized_weight.dequantize(dtype)

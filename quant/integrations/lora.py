@@ -1,0 +1,188 @@
+"""LoRA adapters of PEFT train on quantized layers, and are merged back into them.
+
+    config = quant.lora(LoraConfig(r=16, target_modules="all-linear"), model)
+    model = get_peft_model(model, config)          # or SFTTrainer(model, peft_config=config, …)
+    …
+    merged = quant.merge_lora(model, rows)         # quantized again by the plan's solvers
+    quant.save(merged.model, merged.plan, DIR)
+
+PEFT asks the custom modules of a `LoraConfig` for the adapter of a layer that it does not know; `lora` enters ours. The
+base stays as it is packed: only its input gets a gradient, and the adapters are trained in 16 or 32 bit beside it.
+
+Merging changes the weight by less than a step of its format in most places, so rounding again could lose much of what
+was trained. `merge_lora` therefore dequantizes the layers, has PEFT merge (DoRA and rsLoRA too), solves them by the
+plan's solver with calibration data if it takes any, and measures what was lost. Layers that share a global scale with
+an adapted one are solved again together with it, for a runtime fuses them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.api.pretrained import attach
+from quant.calibration.placement import Device
+from quant.calibration.progress import Progress
+from quant.calibration.solvers.solver import get_pipeline
+from quant.errors import UserError, listed
+from quant.extras import require
+from quant.formats.stacking import Stacking
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.solve import Quantized, solve_plan
+
+_INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
+"""Beginnings of the initializations of PEFT that change the weights of the base."""
+
+
+def lora(config: Any, model: nn.Module) -> Any:
+    """Prepares a `LoraConfig` of PEFT for a quantized model; the config is changed and returned.
+
+    Args:
+        config: its `target_modules` may name quantized linears and expert projections (`gate_up_proj`, `down_proj` of
+            fused experts); "all-linear" means all linears, quantized or not, but the head. Adapters that were saved
+            are loaded by `PeftModel.from_pretrained(model, DIR, config=quant.lora(LoraConfig.from_pretrained(DIR),
+            model))`.
+        model: the quantized model that the adapters are for.
+
+    Raises:
+        UserError: not a `LoraConfig`, a model without quantized layers, or an initialization that would change their
+            weights.
+    """
+    peft = require("peft", "training")
+    from quant.integrations.lora_layers import LAYERS
+
+    if not isinstance(config, peft.LoraConfig):
+        raise UserError(f"quant.lora takes a LoraConfig of PEFT, not a {type(config).__name__}")
+    if not any(isinstance(module, tuple(LAYERS)) for module in model.modules()):
+        raise UserError("the model has no quantized linears or experts; quantize it first, or use PEFT as it is")
+    how = config.init_lora_weights
+    if isinstance(how, str) and how.lower().startswith(_INTO_THE_BASE):
+        raise UserError(
+            f"init_lora_weights={how!r} subtracts the adapter from the weights, and quantized ones stay as they are; "
+            "leave it True, or take 'gaussian', 'orthogonal' or 'eva'"
+        )
+    config._register_custom_module(LAYERS)
+    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        config.target_modules = {
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, QuantLinear | nn.Linear) and module is not head
+        }
+    return config
+
+
+def merge_lora(
+    model: Any,
+    data: Any = None,
+    plan: Plan | None = None,
+    *,
+    device: Device = None,
+    progress: Progress | None = None,
+) -> Quantized:
+    """Merges the active adapters into the quantized layers, which are quantized again as the plan says.
+
+    Args:
+        model: a `PeftModel` over a quantized model.
+        data: calibration inputs as in `quant.quantize`, for solvers that look at inputs. None lets a causal language
+            model write its own where the plan needs any.
+        plan: of the quantized model; by default the one that it carries.
+        device, progress: as in `quant.quantize`.
+
+    Returns:
+        The model without adapters, its plan, and a result for each layer that was solved again: the errors are those
+        against the merged weights in 16 bit.
+
+    Raises:
+        UserError: no adapters on quantized layers, or no plan.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    adapted = {
+        name: module
+        for name, module in inner.named_modules()
+        if isinstance(getattr(module, "base_layer", None), QuantLinear | QuantExperts)
+    }
+    if not adapted:
+        raise UserError("no quantized layer of the model has an adapter; give merge_lora the PeftModel")
+    plan = plan or getattr(inner, "quantization_plan", None)
+    if plan is None:
+        raise UserError(
+            "the model carries no plan; pass the one that it was quantized by: merge_lora(model, data, plan)"
+        )
+    unknown = adapted.keys() - {layer.name for layer in plan.quantized}
+    if unknown:
+        raise UserError(f"the plan does not quantize {listed(sorted(unknown), 3)}; pass the plan of this model")
+    again = [layer for members in _together(plan) for layer in members if any(m.name in adapted for m in members)]
+    with torch.no_grad():
+        for module in adapted.values():
+            module.make_dense()
+        merged = model.merge_and_unload()
+        for layer in again:
+            _make_dense(merged, layer)
+    anew = {layer.name: _anew(layer, adapted) for layer in again}
+    # Layers that are still quantized are none that a plan could speak of.
+    layers = (anew.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
+    part = replace(plan, layers=tuple(layers), kv_cache=None)
+    done = solve_plan(merged, part, data, device=device, progress=progress)
+    solved = (replace(layer, solver=plan.by_name[layer.name].solver) for layer in done.plan.quantized)
+    plan = plan.replace_layers(solved)
+    attach(merged, plan)
+    return replace(done, plan=plan, layers=[result for result in done.layers if result.name in anew])
+
+
+def _together(plan: Plan) -> list[list[LayerPlan]]:
+    """Quantized layers in runs that are solved together: fusion groups that share a global scale, other layers alone."""
+    shared = {name: members for name, members in plan.groups().items() if _shares_scale(members)}
+    alone = [[layer] for layer in plan.quantized if layer.group not in shared]
+    return [*shared.values(), *alone]
+
+
+def _shares_scale(members: Sequence[LayerPlan]) -> bool:
+    """Whether the layers of a group have scales in common, of their weights or of their input."""
+    first = members[0]
+    return first.weight is not None and (first.weight.global_scale or first.weight.per_tensor or first.has_static_scale)
+
+
+def _anew(layer: LayerPlan, adapted: Any) -> LayerPlan:
+    """The plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated."""
+    spec = get_pipeline(layer.solver).spec
+    solver = spec.rounding if spec.transforms or spec.merge else layer.solver
+    why = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
+    return replace(layer, solver=solver, parts=Parts(), reason=f"{layer.reason}; {why}, quantized again by {solver}")
+
+
+def _make_dense(model: nn.Module, layer: LayerPlan) -> None:
+    """Puts the dequantized weight in the place of a quantized layer, if it is still there."""
+    parent_name, _, last = layer.name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    module = getattr(parent, last)
+    if isinstance(module, QuantLinear):
+        setattr(parent, last, dense_linear(module))
+    elif isinstance(module, QuantExperts | DenseExperts):
+        weight = module.dequantize(module.dtype) if isinstance(module, QuantExperts) else module.weight
+        delattr(parent, last)
+        parent.register_parameter(last, nn.Parameter(module.stacking.parameter(weight), requires_grad=False))
+
+
+class DenseExperts(nn.Module):
+    """Holds dequantized experts `[experts, out, in]` while adapters are merged into them."""
+
+    def __init__(self, weight: torch.Tensor, stacking: Stacking) -> None:
+        super().__init__()
+        self.weight, self.stacking = weight, stacking
+
+
+def dense_linear(module: QuantLinear) -> nn.Linear:
+    """A linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
+    with torch.device("meta"):
+        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+    linear.weight = nn.Parameter(module.weight, requires_grad=False)
+    if module.bias is not None:
+        linear.bias = module.bias
+    return linear.train(module.training)

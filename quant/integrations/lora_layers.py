@@ -1,0 +1,146 @@
+"""PEFT's LoRA layers over quantized ones: over a linear, and over the stacked experts of one projection."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear, LoraLayer
+from torch import nn
+from torch.nn import functional
+
+from quant.errors import UserError
+from quant.integrations.lora import DenseExperts, dense_linear
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.stack import ExpertStack
+
+
+class LoraQuantLinear(Linear):  # type: ignore[misc]
+    """PEFT's `lora.Linear`, its variants included, over a `QuantLinear`."""
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
+        if isinstance(base_layer, QuantLinear):  # whose weight is dequantized when it is asked for
+            return base_layer.codes.device, base_layer.dtype
+        return super()._get_base_layer_device_and_dtype(base_layer)  # type: ignore[no-any-return]
+
+    def make_dense(self) -> None:
+        """Puts a linear layer in 16 bit in the place of the quantized one, into which PEFT then merges."""
+        self.base_layer = dense_linear(self.base_layer)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        _refuse_quantized(self.base_layer)
+        super().merge(safe_merge, adapter_names)
+
+
+class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
+    """LoRA for each expert of a `QuantExperts`, in whose place it stands.
+
+    `lora_A` is `[experts · r, in]` and `lora_B` `[out, r · experts]`, the experts of `lora_B` fastest: PEFT's own form
+    of adapters on stacked experts in 16 bit.
+    """
+
+    runs_grouped = True
+
+    def __init__(
+        self, base_layer: QuantExperts, adapter_name: str, config: Any, r: int = 0, lora_alpha: int = 1, **kwargs: Any
+    ) -> None:
+        super().__init__()
+        LoraLayer.__init__(self, base_layer, **kwargs)
+        for name in ("lora_dropout", "fan_in_fan_out", "lora_bias", "use_dora"):
+            if getattr(config, name):
+                raise UserError(f"{name}={getattr(config, name)!r} is not for adapters on experts; leave it out")
+        self.stacking = self.get_base_layer().stacking
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config, **kwargs)
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        self.num_experts, out, columns = module.weight_shape
+        return columns, out
+
+    def _get_base_layer_device_and_dtype(self, base_layer: Any) -> tuple[torch.device, torch.dtype]:
+        return base_layer.codes.device, base_layer.dtype
+
+    def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
+        super().update_layer(adapter_name, r * self.num_experts, lora_alpha, config, **kwargs)
+        self.r[adapter_name] = r
+        self.scaling[adapter_name] = lora_alpha / (r**0.5 if config.use_rslora else r)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As of the quantized experts."""
+        return self.base_layer.dtype  # type: ignore[no-any-return]
+
+    def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[experts, r, in]` and `[experts, out, r]`, the scaling included."""
+        down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        up = up.view(self.out_features, -1, self.num_experts).permute(2, 0, 1)
+        return down.view(self.num_experts, -1, self.in_features), up * self.scaling[adapter]
+
+    @property
+    def _active(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        if self.disable_adapters:
+            return []
+        return [self._factors(name) for name in self.active_adapters if name in self.lora_A]
+
+    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        """`[tokens, in]` to `[tokens, out]` through expert `index`, the adapters included."""
+        return _add(self.base_layer.product(x, index), x, index, self._active)
+
+    def dense(self, index: int) -> torch.Tensor:
+        """The values `[out, in]` of one expert, the adapters included."""
+        weight: torch.Tensor = self.base_layer.dense(index)
+        for down, up in self._active:
+            weight = (weight + up[index] @ down[index]).to(weight.dtype)
+        return weight
+
+    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """As `QuantExperts.grouped`; the adapters take one expert after the other, and so wait for the offsets."""
+        y, active = self.base_layer.grouped(x, offsets), self._active
+        if not active:
+            return y  # type: ignore[no-any-return]
+        bounds = offsets.tolist()
+        rows = [_add(x.new_zeros(()), x[a:b], e, active) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
+        branch = self.stacking.outputs(torch.cat(rows)) if rows else y[:0]
+        return torch.cat(((y[: bounds[-1]] + branch).to(y.dtype), y[bounds[-1] :]))
+
+    def make_dense(self) -> None:
+        """Dequantizes the experts, into which `merge` then adds the adapters."""
+        self.base_layer = DenseExperts(self.base_layer.dequantize(self.dtype), self.stacking)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        _refuse_quantized(self.base_layer)
+        weight = self.base_layer.weight
+        for down, up in (self._factors(name) for name in adapter_names or self.active_adapters):
+            weight += (up @ down).to(weight.dtype)
+
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool = False, adapter_names: list[str] | None = None
+    ) -> Any:
+        if merge:
+            self.merge(safe_merge, adapter_names)
+        return self.base_layer
+
+
+def _add(
+    y: torch.Tensor, x: torch.Tensor, expert: int, active: list[tuple[torch.Tensor, torch.Tensor]]
+) -> torch.Tensor:
+    """The output of an expert for `x` and that of its adapters, in the dtype of `x`."""
+    for down, up in active:
+        y = y + functional.linear(functional.linear(x.to(down.dtype), down[expert]), up[expert])
+    return y.to(x.dtype)
+
+
+def _refuse_quantized(base: nn.Module) -> None:
+    if isinstance(base, QuantLinear | QuantExperts):
+        raise UserError(
+            "an adapter on a quantized layer is merged by quant.merge_lora(model, data), which quantizes the layers "
+            "again by the plan; merge() alone would not know how"
+        )
+
+
+LAYERS = {QuantLinear: LoraQuantLinear, QuantExperts: LoraQuantExperts}
+"""The adapters of quantized layers, as PEFT registers them."""

@@ -1,0 +1,186 @@
+"""LoRA on quantized layers computes what PEFT's own computes on the dequantized ones, trains, and merges back."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+import quant
+from quant.errors import UserError
+from quant.integrations.lora import dense_linear
+
+peft = pytest.importorskip("peft", reason="the extra training")
+
+IDS = torch.arange(24).view(2, 12)
+DATA = (torch.arange(128) * 7 % 64).view(8, 16)
+WEIGHT_ONLY = ["nvfp4", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_channel", "int8", "int4_g32"]
+
+
+def quantized(format: str, build: Any = tiny_models.llama, **options: Any) -> quant.Quantized:
+    """A model with weights in `format` and inputs in 16 bit."""
+    model = build(gain=2.0, **options)
+    recipe = {"mxfp6": "mxfp6a16", "int4_g32": "int4a16_g32"}.get(format, format)
+    plan = quant.make_plan(model, recipe)
+    return quant.quantize(model, plan.replace_layers(replace(each, activation=None) for each in plan.quantized))
+
+
+def config(model: nn.Module, **options: Any) -> Any:
+    return quant.lora(peft.LoraConfig(**{"r": 4, "target_modules": "all-linear", **options}), model)
+
+
+def with_adapters(done: quant.Quantized, **options: Any) -> Any:
+    """The model with adapters that do something."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(done.model, config(done.model, **options))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    dense = copy.deepcopy(model)
+    for name, module in list(dense.named_modules()):
+        if isinstance(module, quant.QuantLinear):
+            parent, _, last = name.rpartition(".")
+            setattr(dense.get_submodule(parent), last, dense_linear(module))
+    return dense
+
+
+def logits(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    model(IDS, labels=IDS).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("format", WEIGHT_ONLY)
+def test_outputs_and_gradients_are_those_of_adapters_on_the_dequantized_model(format: str) -> None:
+    done = quantized(format)
+    twin = peft.get_peft_model(
+        dequantized(done.model), peft.LoraConfig(r=4, target_modules="all-linear", use_rslora=True)
+    )
+    model = with_adapters(done, use_rslora=True)
+    adapters = peft.get_peft_model_state_dict(model)
+    assert len(adapters) == 2 * 14
+    peft.set_peft_model_state_dict(twin, adapters)
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-4)
+    ours, theirs = gradients(model), gradients(twin)
+    assert ours.keys() == theirs.keys() == {name for name, _ in model.named_parameters() if "lora_" in name}
+    for name, gradient in ours.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}, {"lora_dropout": 0.5}])
+def test_variants_of_peft_work(options: Any) -> None:
+    done = quantized("nvfp4", tiny_models.opt if "lora_bias" in options else tiny_models.llama)
+    base, twin = logits(done.model), dequantized(done.model)
+    theirs = peft.get_peft_model(twin, peft.LoraConfig(r=4, target_modules="all-linear", **options)).eval()
+    model = with_adapters(done, **options).eval()
+    peft.set_peft_model_state_dict(theirs, peft.get_peft_model_state_dict(model))
+    torch.testing.assert_close(logits(model), logits(theirs), rtol=1e-4, atol=1e-4)
+    with model.disable_adapter():
+        assert torch.equal(logits(model), base)
+
+
+def test_adapters_on_experts_are_peft_s_own_on_the_parameters() -> None:
+    """PEFT adapts a stack of experts by adding the product of its factors to the parameter."""
+    done = quantized("nvfp4", tiny_models.mixtral)
+    for name, module in list(done.model.named_modules()):
+        if isinstance(module, quant.QuantLinear):  # which PEFT's own could not take
+            parent, _, last = name.rpartition(".")
+            setattr(done.model.get_submodule(parent), last, dense_linear(module))
+    twin = copy.deepcopy(done.model)
+    experts = [m for m in twin.modules() if hasattr(m, "gate_up_proj")]
+    for module in experts:
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(module, name).dequantize()
+            delattr(module, name)
+            module.register_parameter(name, nn.Parameter(weight))
+    model = with_adapters(done, target_modules=["gate_up_proj", "down_proj"])
+    layers = [m for m in model.modules() if hasattr(m, "gate_up_proj")]
+    for ours, theirs in zip(layers, experts, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            module = getattr(ours, name)
+            up = module.lora_B["default"].weight.reshape(module.out_features, 4, 4)  # [out, r, experts]
+            down = module.lora_A["default"].weight.reshape(4, 4, -1)  # [experts, r, in]
+            delta = torch.einsum("ore,eri->eoi", up, down) * module.scaling["default"]
+            with torch.no_grad():
+                getattr(theirs, name).add_(delta)
+    torch.testing.assert_close(logits(model), logits(twin), rtol=1e-4, atol=1e-4)
+    x, offsets = torch.randn(9, 64), torch.tensor([0, 4, 4, 7, 9], dtype=torch.int32)
+    module = layers[0].gate_up_proj
+    one_by_one = [module(x[a:b], e) for e, (a, b) in enumerate(((0, 4), (4, 4), (4, 7), (7, 9)))]
+    torch.testing.assert_close(module.grouped(x, offsets), torch.cat(one_by_one))
+    assert any("gate_up_proj.lora_A" in name for name in gradients(model))
+
+
+@pytest.mark.parametrize(
+    ("build", "format", "solver", "options"),
+    [
+        (tiny_models.llama, "nvfp4a16", "awq+gptq", {"use_dora": True}),
+        (tiny_models.llama, "nvfp4", "rtn", {}),
+        (tiny_models.llama, "int4a16_g32", "lowrank", {"target_modules": ["q_proj", "down_proj"]}),
+        (tiny_models.mixtral, "nvfp4a16", "rtn", {"target_modules": ["q_proj", "gate_up_proj"]}),
+    ],
+)
+def test_adapters_are_merged_and_quantized_again(
+    build: Any, format: str, solver: str, options: Any, tmp_path: Path
+) -> None:
+    done = quant.quantize(build(gain=2.0), format, DATA, solver=solver)
+    before = logits(done.model)
+    model = with_adapters(done, **options)
+    trained = logits(model)
+    merged = quant.merge_lora(model, DATA)
+    changed = {result.name for result in merged.layers}
+    adapted = options.get("target_modules", ["_proj"])
+    wanted = {each.name for each in done.plan.quantized if each.name.endswith(tuple(adapted))}
+    groups = {each.group for each in done.plan.quantized if each.name in wanted and each.weight.global_scale}
+    assert changed == wanted | {each.name for each in done.plan.quantized if each.group in groups - {None}}
+    errors = {result.name: result.relative_error for result in merged.layers}
+    assert all(0 < errors[name] < 0.2 for name in wanted) and max(errors.values()) < 0.2
+    after = logits(merged.model)
+    assert (after - trained).norm() < 0.6 * (before - trained).norm()
+    assert {each.name: each.formats for each in merged.plan.layers} == {e.name: e.formats for e in done.plan.layers}
+    quant.save(merged.model, merged.plan, tmp_path / "out")
+    assert torch.equal(logits(quant.load(tmp_path / "out")), after)
+
+
+def test_saved_adapters_are_loaded_onto_the_base(tmp_path: Path) -> None:
+    done = quantized("nvfp4")
+    model = with_adapters(done)
+    model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("model*"))
+    fresh = quantized("nvfp4").model
+    loaded = peft.PeftModel.from_pretrained(
+        fresh, tmp_path, config=quant.lora(peft.LoraConfig.from_pretrained(tmp_path), fresh)
+    )
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    done = quantized("nvfp4")
+    with pytest.raises(UserError, match="no quantized linears"):
+        config(tiny_models.llama())
+    with pytest.raises(UserError, match="init_lora_weights='pissa' subtracts"):
+        config(done.model, init_lora_weights="pissa")
+    with pytest.raises(UserError, match="takes a LoraConfig of PEFT, not a IA3Config"):
+        quant.lora(peft.IA3Config(), done.model)
+    with pytest.raises(UserError, match="no quantized layer of the model has an adapter"):
+        quant.merge_lora(done.model)
+    model = with_adapters(done)
+    with pytest.raises(UserError, match=r"merged by quant\.merge_lora"):
+        model.merge_and_unload()
+    with pytest.raises(UserError, match="q_proj: has an adapter"):
+        done.model.save_pretrained(tmp_path)
+    experts = quantized("nvfp4", tiny_models.mixtral).model
+    with pytest.raises(UserError, match="use_dora=True is not for adapters on experts"):
+        peft.get_peft_model(experts, config(experts, target_modules=["gate_up_proj"], use_dora=True))
