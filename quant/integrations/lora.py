@@ -30,7 +30,7 @@ from quant.calibration.progress import Progress
 from quant.calibration.solvers.solver import get_pipeline
 from quant.errors import UserError, listed
 from quant.extras import require
-from quant.formats.stacking import Stacking
+from quant.integrations.dense import DenseExperts, dense_linear
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
@@ -137,7 +137,7 @@ def merge_lora(
 
 
 def _together(plan: Plan) -> list[list[LayerPlan]]:
-    """Quantized layers in runs that are solved together: fusion groups that share a global scale, other layers alone."""
+    """Quantized layers in runs that are solved together: fusion groups that share a scale, other layers alone."""
     shared = {name: members for name, members in plan.groups().items() if _shares_scale(members)}
     alone = [[layer] for layer in plan.quantized if layer.group not in shared]
     return [*shared.values(), *alone]
@@ -168,21 +168,3 @@ def _make_dense(model: nn.Module, layer: LayerPlan) -> None:
         weight = module.dequantize(module.dtype) if isinstance(module, QuantExperts) else module.weight
         delattr(parent, last)
         parent.register_parameter(last, nn.Parameter(module.stacking.parameter(weight), requires_grad=False))
-
-
-class DenseExperts(nn.Module):
-    """Holds dequantized experts `[experts, out, in]` while adapters are merged into them."""
-
-    def __init__(self, weight: torch.Tensor, stacking: Stacking) -> None:
-        super().__init__()
-        self.weight, self.stacking = weight, stacking
-
-
-def dense_linear(module: QuantLinear) -> nn.Linear:
-    """A linear layer with the weight that a quantized one multiplies by, in the model's dtype."""
-    with torch.device("meta"):
-        linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-    linear.weight = nn.Parameter(module.weight, requires_grad=False)
-    if module.bias is not None:
-        linear.bias = module.bias
-    return linear.train(module.training)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from quant.errors import UserError
-from quant.integrations.lora import DenseExperts, dense_linear
+from quant.integrations.dense import DenseExperts, dense_linear
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.kernels.linear.stack import ExpertStack
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import quant
 from quant.errors import UserError
-from quant.integrations.lora import dense_linear
+from quant.integrations.dense import dense_linear
 
 peft = pytest.importorskip("peft", reason="the extra training")
 
