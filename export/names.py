@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from quant.formats.format import Format
+from quant.formats.stacking import Stacking
 from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.layers import stacking_of
 
@@ -47,6 +48,7 @@ class StoredNames:
         apart: transformers takes the experts of a quantized checkpoint apart into linear layers.
         stopped: parameters of experts that transformers has no place for where they are quantized, and of whose name
             an empty tensor is stored, which makes it stop: it would run with random numbers.
+        unread: other such parameters. Servers know their names and would fail at an empty tensor.
         parameters: the model's own parameters by their names on disk: rules need not lead back to where they came from.
     """
 
@@ -56,6 +58,7 @@ class StoredNames:
     cut: frozenset[str] = frozenset()
     apart: bool = False
     stopped: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
     parameters: Mapping[str, str] = field(default_factory=dict)
 
     def stored(self, name: str) -> str:
@@ -96,7 +99,9 @@ def stored_names(model: nn.Module | None) -> StoredNames:
         cut=frozenset((*EXPERT_PARTS, "down_proj") if apart else _fused(used)),
         apart=apart,
     )
-    names = replace(names, stopped=frozenset() if apart else frozenset(_stopped(model, names, fused)))
+    placeless = [] if apart else list(_placeless(model, fused))
+    stopped = frozenset(name for name, stacking in placeless if not _servers_know(names.stored(name), stacking))
+    names = replace(names, stopped=stopped, unread=frozenset(name for name, _ in placeless) - stopped)
     if not names.renamings:
         return names
     return replace(names, parameters={names.stored(name): name for name in _state_names(model)})
@@ -108,21 +113,18 @@ def _is_apart(model: nn.Module) -> bool:
     return any(type(module).__name__ in MODULES_TO_PATCH_FOR_QUANTIZATION for module in model.modules())
 
 
-def _stopped(model: nn.Module, names: StoredNames, fused: Collection[str]) -> Iterator[str]:
-    """Parameters of experts that neither transformers nor servers look for under these names once quantized.
-
-    Servers that know `experts.gate_up_proj` would read an empty tensor of that name, and fail.
-    """
+def _placeless(model: nn.Module, fused: Collection[str]) -> Iterator[tuple[str, Stacking]]:
+    """Parameters of experts that no rule of transformers joins from the matrices of single experts."""
     for path, module in model.named_modules():
         held = [last for last, _ in module.named_parameters(recurse=False)]
         for last in (*held, *(last for last, child in module.named_children() if isinstance(child, ExpertStack))):
-            name = f"{path}.{last}"
-            if last in fused or (stacking := stacking_of(module, last)) is None:
-                continue
-            if not stacking.is_plain or not names.stored(name).endswith(
-                (".experts.gate_up_proj", ".experts.down_proj")
-            ):
-                yield name
+            if last not in fused and (stacking := stacking_of(module, last)) is not None:
+                yield f"{path}.{last}", stacking
+
+
+def _servers_know(stored: str, stacking: Stacking) -> bool:
+    """Whether servers read a stack of this name; an empty one would stop them, too."""
+    return stacking.is_plain and stored.endswith((".experts.gate_up_proj", ".experts.down_proj"))
 
 
 def _state_names(model: Any) -> list[str]:

@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from quant.api.checkpoint import Checkpoint, fill, outline
-from quant.errors import UserError, listed
+from quant.errors import UserError, counted, listed
 from quant.export.checkpoint_reader import BESIDE, TensorFiles
+from quant.export.names import StoredNames
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
@@ -32,6 +33,23 @@ from quant.recipes.plan import LayerPlan, Plan
 
 _DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
 """Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
+
+
+def check_experts(plan: Plan, names: StoredNames) -> None:
+    """Refuses a plan whose experts transformers would miss, before anything is quantized.
+
+    Raises:
+        UserError: the message names them.
+    """
+    unread = [layer.name for layer in plan.quantized if layer.name in names.unread]
+    if unread:
+        version = require("transformers", "hf").__version__
+        raise UserError(
+            f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
+            "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
+            "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for quant.load "
+            "and servers alone"
+        )
 
 
 def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) -> list[str]:

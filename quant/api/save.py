@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.reload import check_reload
+from quant.api.reload import check_experts, check_reload
 from quant.calibration.blocks import stored_dtype
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import (
@@ -96,6 +96,8 @@ def write_model(
     tensors that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
     `shard_bytes`.
     """
+    if not allow_missing:
+        check_experts(plan, names)
     plan = plan_of_model(model, plan)
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state)
     masks = {names.stored(name) for name, _ in model.named_buffers()}

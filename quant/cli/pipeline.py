@@ -19,6 +19,7 @@ from torch import nn
 from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
+from quant.api.reload import check_experts
 from quant.api.save import save_state_dict, write_model
 from quant.calibration.inputs import Inputs, on_first
 from quant.calibration.placement import describe, find_device, placed
@@ -177,6 +178,8 @@ def _run_model(
     allocation: Allocation | None = None,
 ) -> Report:
     assert job.out is not None
+    if not job.allow_missing:
+        check_experts(asked, stored_names(model))
     with job.partial(source, asked) as partial:
         if partial.is_complete:
             partial.finish()

@@ -37,7 +37,7 @@ pytest.importorskip("transformers")
 ROWS = torch.randint(3, 256, (8, 32), generator=torch.Generator().manual_seed(0))
 SOLVERS = [
     "rtn", "mse", "local_hessian", "gptq", "awq", "smoothquant", "awq+gptq", "rotation:32+gptq", "rotation:merge+gptq",
-    "lowrank:8+gptq", "awq+lowrank:8+gptq", "awq+rotation:16+mse", "autoround:4", "awq+lowrank:2+gptq+autoround:4",
+    "lowrank:8+gptq", "awq+lowrank:32+gptq", "awq+rotation:16+mse", "autoround:4", "awq+lowrank:2+gptq+autoround:4",
 ]  # fmt: skip
 DATA_FREE = ("rtn", "mse", "four_over_six", "modelopt", "compressed_tensors")
 FORMATS = ("nvfp4", "nvfp4a16", "fp8", "mxfp8", "mxfp4", "fp8_block", "int4a16")

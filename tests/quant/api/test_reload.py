@@ -10,6 +10,8 @@ from safetensors.torch import load_file, save_file
 
 import quant
 from quant.api.reload import check_reload
+from quant.cli.job import Job
+from quant.cli.pipeline import run
 from quant.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -64,7 +66,9 @@ def test_transformers_stops_at_experts_that_it_would_draw_at_random(tmp_path: Pa
 def test_experts_that_transformers_would_draw_at_random_are_an_error(tmp_path: Path) -> None:
     """Its experts have the names that servers read, one by one, and no rule of transformers joins them."""
     done = quant.quantize(build("HYV4ForCausalLM", torch.bfloat16), "fp8_channel")
-    with pytest.raises(UserError, match=r"finds no tensor for .*experts\.down_proj.*--allow-missing") as caught:
+    with pytest.raises(
+        UserError, match=r"experts\.gate_up_proj first: .*no rule of it joins.*--allow-missing"
+    ) as caught:
         quant.save(done.model, done.plan, tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
     with pytest.warns(UserWarning, match="random numbers: load this checkpoint with quant.load"):
@@ -97,3 +101,11 @@ def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path:
     ids = torch.arange(8)[None]
     with torch.no_grad():
         assert torch.equal(theirs(ids).logits, quant.load(tmp_path / "out")(ids).logits)
+
+
+def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> None:
+    build("HYV4ForCausalLM", torch.bfloat16).save_pretrained(tmp_path / "model")
+    job = Job(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
+    with pytest.raises(UserError, match="no rule of it joins quantized ones"):
+        run(job, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
