@@ -542,8 +542,8 @@ def table(found: Sequence[Cell]) -> str:
         "",
         "Experts are written one by one (`experts.3.gate_proj`), as servers read them, whether the model stacks them "
         "`[experts, out, in]`, transposed (Llama 4, gpt-oss, Aria) or in two dimensions (DBRX). transformers loads "
-        "them so for the models whose own files have them so, and for Llama 4. Where it has no place for quantized experts, "
-        "an empty tensor under the name of the stack makes it stop, for it would run with random numbers; where that "
+        "them so for the models whose own files have them so, and for Llama 4. Where it has no place for quantized "
+        "experts, an empty tensor under the name of the stack makes it stop, for it would run with random numbers; where that "
         "would stop servers too, `quantize` refuses before any work, and `--allow-missing` writes the checkpoint.",
         "",
         f"| architecture | {' | '.join(titles)} |",
