@@ -540,11 +540,12 @@ def table(found: Sequence[Cell]) -> str:
         "float32 on a CPU and rounds once to the dtype of the input. Models with a router, a `topk` or 16-bit norms "
         "enlarge such differences.",
         "",
-        "Experts are written one by one (`experts.3.gate_proj`), as servers read them, whether the model stacks them "
-        "`[experts, out, in]`, transposed (Llama 4, gpt-oss, Aria) or in two dimensions (DBRX). transformers loads "
-        "them so for the models whose own files have them so, and for Llama 4. Where it has no place for quantized "
-        "experts, an empty tensor under the name of the stack makes it stop, for it would run with random numbers; where that "
-        "would stop servers too, `quantize` refuses before any work, and `--allow-missing` writes the checkpoint.",
+        "Experts are written one by one (`experts.3.gate_proj`), as servers read them, whether the model stacks "
+        "them `[experts, out, in]`, transposed (Llama 4, gpt-oss, Aria) or in two dimensions (DBRX). transformers "
+        "loads them so for the models whose own files have them so, and for Llama 4. Where it has no place for "
+        "quantized experts, an empty tensor under the name of the stack makes it stop, for it would run with random "
+        "numbers; where that would stop servers too, `quantize` refuses before any work, and `--allow-missing` "
+        "writes the checkpoint.",
         "",
         f"| architecture | {' | '.join(titles)} |",
         f"|---|{'---|' * len(titles)}",
