@@ -151,7 +151,8 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         theirs = self._checkpoint.names.experts
         for last in sorted(experts):
             for part in EXPERT_PARTS.get(last, (last,)):
-                yield WeightConverter([rf"\.\d+\.{theirs.get(part, part)}\.weight_scale$"], [f".{last}.codes"], reads)
+                inside = rf"{theirs.get(part, part)}\." if part else ""
+                yield WeightConverter([rf"\.\d+\.{inside}weight_scale$"], [f".{last}.codes"], reads)
         # A static scale of inputs has one name in the files and in our modules, but not always one shape.
         yield WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads)
 
