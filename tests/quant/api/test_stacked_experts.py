@@ -16,6 +16,7 @@ from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantExperts
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
+pytest.importorskip("compressed_tensors", reason="the extra hf")
 
 from architectures import build  # noqa: E402 -- needs transformers
 
@@ -31,6 +32,8 @@ PARAMETERS = {
     "DbrxForCausalLM": ("transformer.blocks.0.ffn.experts.mlp.w2", lambda p: p.view(4, 32, 64)[1].t()),
 }  # fmt: skip
 IDS = torch.arange(3, 43).view(2, 20)
+# transformers says of each `quantization_config` that the checkpoint's own is used, as here it is.
+pytestmark = pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32) -> Any:
@@ -121,7 +124,6 @@ def test_gptq_sees_the_inputs_of_each_expert(name: str) -> None:
 
 
 def test_transformers_loads_the_experts_of_llama_4(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="the extra test")
     done = quant.quantize(model_of("Llama4ForCausalLM", torch.bfloat16), "nvfp4a16")
     quant.save(done.model, done.plan, tmp_path / "out")
     theirs, info = transformers.Llama4ForCausalLM.from_pretrained(
@@ -133,7 +135,6 @@ def test_transformers_loads_the_experts_of_llama_4(tmp_path: Path) -> None:
 
 
 def test_experts_of_llama_4_in_16_bit_are_stored_as_transformers_wants_them(tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors", reason="the extra test")
     original = model_of("Llama4ForCausalLM", torch.bfloat16)
     done = quant.quantize(model_of("Llama4ForCausalLM", torch.bfloat16), "fp8_channel", exclude=["*.experts.*"])
     quant.save(done.model, done.plan, tmp_path / "out")
