@@ -46,7 +46,8 @@ _KEPT_KINDS = {
 }
 _FEW_CONVS = "convolution, and linear layers hold most of the weights: transformers and vLLM read it in 16 bit only"
 _NO_FP8_CONV = (
-    "convolution: TensorRT's FP8 kernels take channels in multiples of 16 and kernels of up to 32; int8 takes this one"
+    "convolution: kept out of FP8 as ModelOpt does, for TensorRT's kernels take 16 channels or more and up to 32 taps; "
+    "int8 takes it"
 )
 _TEXT_ENCODER = "text_model.encoder."  # of CLIP, SigLIP, CLAP and their kin; a language model's blocks are no encoder
 _KEPT_NAMES = {

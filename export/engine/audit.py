@@ -8,6 +8,9 @@ optimization profile. A line names the kernel, its operands, and the ONNX nodes 
     runtime_fusion={ name=__myl_CastMulFc input_args={ "w2" "x" … } output_args={…} … layers="…" backbone=gemm }
     function={ name=_gemm_mha_v2 args={ "q" "k" "v" … } … layers="[ONNX Layer: attention]" }
 
+A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`, and its node a Conv or ConvTranspose.
+TensorRT-RTX 1.7 runs the first kind in INT8 and FP8, pads channels where it has to, and runs the second in half.
+
 A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
 shows the types that are multiplied. TensorRT silently runs a layer in half precision if the graph misses one of its
 patterns. The precision is read from types, not from kernel names:
@@ -16,7 +19,7 @@ patterns. The precision is read from types, not from kernel names:
     half, fp4 weights       weights are stored as codes and multiplied in 16 bit, as in a weight-only format
     half                    no trace of the quantization is left
 
-The layer's GEMM is the kernel that holds its MatMul node, `model.layers.0.mlp.up_proj/MatMul`. The graph names the
+The layer's GEMM is the kernel that holds its MatMul or Conv node, `model.layers.0.mlp.up_proj/MatMul`. The graph names the
 nodes of linears in 16 bit in the same way, so that a layer which was planned in fewer bits and never quantized is found
 in half precision; only a layer that the graph lacks may be missing.
 """
@@ -35,8 +38,11 @@ from quant.recipes.plan import LayerPlan, Plan
 UNPLANNED = "–"
 """What stands for the plan where nobody said one."""
 
+_AUDITED = ("linear", "head", "conv")
 NOT_EXPORTED = "not in the exported graph"
-_PRODUCTS = ("/MatMul", "/Gemm")
+_PRODUCTS = ("/MatMul", "/Gemm", "/Conv")
+_MULTIPLYING = ("fully_connected", "convolution", "corrltn", "deconvolution")
+_BACKBONES = ("gemm", "corrltn", "conv", "deconv")
 
 # The second serves a single query, as in decoding.
 FUSED_ATTENTION = ("_gemm_mha_v", "_gemv_mha_v")
@@ -102,14 +108,14 @@ class Kernel:
 
     @property
     def is_gemm(self) -> bool:
-        """Whether it multiplies matrices."""
+        """Whether it multiplies matrices, or convolves."""
         if self.kind == "runtime_fusion":
-            return self.backbone == "gemm"
-        return self.kind in ("fully_connected", "convolution") and not self.is_body
+            return self.backbone in _BACKBONES
+        return self.kind in _MULTIPLYING and not self.is_body
 
     @property
     def matmuls(self) -> set[str]:
-        """Names of the MatMul nodes in it. A linear layer in 16 bit may be a Gemm."""
+        """Names of the MatMul and Conv nodes in it. A linear layer in 16 bit may be a Gemm."""
         return {node for node in self.nodes if any(kind in node for kind in _PRODUCTS)}
 
     @property
@@ -169,7 +175,7 @@ def audit(
         ValueError: the file is no engine that can be read.
     """
     kernels = read_kernels(engine)
-    planned = {layer.name: layer for layer in plan.quantized if layer.kind in ("linear", "head")} if plan else {}
+    planned = {layer.name: layer for layer in plan.quantized if layer.kind in _AUDITED} if plan else {}
     if attention is None and plan is not None and plan.attention is not None:
         attention = _ELEMENTS.get(plan.attention.element.name.lower(), "half")
     found = [
@@ -308,7 +314,7 @@ def _precision(gemm: Kernel, kernels: Sequence[Kernel]) -> str:
     """The types of a GEMM's operands and, for a weight in 16 bit, of the codes that it came from."""
     matrices = [operand for operand in gemm.inputs if operand.is_matrix]
     if gemm.kind == "runtime_fusion":
-        inside = [k for k in kernels if k.is_body and k.kind == "fully_connected" and k.matmuls & gemm.matmuls]
+        inside = [k for k in kernels if k.is_body and k.kind in _MULTIPLYING and k.matmuls & gemm.matmuls]
         multiplied = inside[0] if inside else None
     else:
         multiplied = gemm

@@ -50,7 +50,10 @@ from quant.recipes.plan import Plan
 EXTERNAL_BYTES = 256 << 20
 PLAN_KEY = "blockscale.plan"
 LAYER_KEY = "blockscale.layer"
-_PLAIN_LINEARS = ("torch.ops.aten.linear.default", "torch.ops.aten.addmm.default")
+_PLAIN_LINEARS = (
+    "torch.ops.aten.linear.default", "torch.ops.aten.addmm.default", "torch.ops.aten.convolution.default",
+    "torch.ops.aten.conv1d.default", "torch.ops.aten.conv2d.default", "torch.ops.aten.conv3d.default",
+)  # fmt: skip
 _PREFIX = "model."  # under which `Graph` holds the model
 
 

@@ -10,10 +10,12 @@ were built and read back, and no others pass.
     fp8            fp8, fp8_token, or 16 bit  FP8; half precision
     fp8_channel    fp8, fp8_token, or 16 bit  FP8; half precision
     fp8_block      16 bit                     half precision
-    int8           int8_token, or 16 bit      INT8; half precision; int8_tensor: not built yet
+    int8           int8_token, int8_tensor    INT8
+    int8           16 bit                     half precision
     int4           16 bit                     half precision, dequantized inside the GEMM
 
-Convolutions are written with the same pairs of FP8 and INT8; no engine with one was built and read back yet.
+Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with inputs of the same kind. With inputs in
+16 bit they run in half precision, and so do transposed ones with any inputs; the engine holds their codes.
 """
 
 from __future__ import annotations
