@@ -7,7 +7,7 @@
     op                                   on a GPU with FP8 tensor cores          elsewhere
     FP8 weights, FP8 inputs              rounding that fuses into the producer   rounding, dequantized weights,
                                          of the input, then `torch._scaled_mm`   a plain matmul
-    other linears                        weights decoded by integer arithmetic, then a plain matmul
+    other linears, convolutions          weights decoded by integer arithmetic, then a plain matmul or convolution
     quant::fp8_attention                 our Triton kernel, inside the package   the reference, as a graph
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
@@ -21,7 +21,7 @@ import contextlib
 import inspect
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize
 from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.attention_reference import fp8_attention_reference
 from quant.kernels.hardware import has_fp8_tensor_cores
+from quant.kernels.linear.conv import CONV, QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.fp8_gemm import fp8_linear, round_input, takes
 from quant.kernels.linear.modules import QuantLinear, restore_layout
 from quant.kernels.linear.ops import LINEAR
@@ -112,10 +113,14 @@ def lowered(
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
 ) -> torch.export.ExportedProgram:
-    """The exported graph, without our linear ops, that the package is compiled from; arguments as for `export_aoti`."""
+    """The exported graph that the package is compiled from, without our ops for linears and convolutions.
+
+    Arguments are as for `export_aoti`.
+    """
     _warm_tables()
     with _scales_as_matrices(model):
-        program = traced(model, inputs, {LINEAR: _linear}, dims=dims, ranges=ranges, attention_scales=attention_scales)
+        bodies = {LINEAR: _linear, CONV: _conv}
+        program = traced(model, inputs, bodies, dims=dims, ranges=ranges, attention_scales=attention_scales)
     _share_input_scales(program)
     return program
 
@@ -187,7 +192,7 @@ def _settings(device: torch.device) -> dict[str, Any]:
 @contextlib.contextmanager
 def _scales_as_matrices(model: nn.Module) -> Iterator[None]:
     """While open, static input scales are `[1, 1]`: Inductor turns scalars into code, and `_scaled_mm` reads memory."""
-    found = [m for m in model.modules() if isinstance(m, QuantLinear) and m.input_scale is not None]
+    found = [m for m in model.modules() if isinstance(m, QuantLinear | QuantConv) and m.input_scale is not None]
     scales = [module.input_scale for module in found]
     try:
         for module, scale in zip(found, scales, strict=True):
@@ -230,6 +235,29 @@ def _linear(
         x = fake_quantize(x, given, **{"global_scale" if given.global_scale else "scale": input_scale})
     weight = dequantize_in_graph(BlockScaledTensor(codes, scale, format, shape, global_scale), x.dtype)
     return torch.nn.functional.linear(x, weight, bias)
+
+
+def _conv(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    input_scale: torch.Tensor | None,
+    weight_format: str,
+    activation: str,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
+    if activation:
+        x = fake_quantize(x.flatten(1), FORMATS[activation], scale=input_scale).view(x.shape)
+    matrix = conv_matrix(codes, groups, transposed)
+    weight = BlockScaledTensor(matrix, scale, FORMATS[weight_format], (matrix.shape[0], matrix.shape[1]))
+    dense = conv_parameter(dequantize_in_graph(weight, x.dtype), codes.shape, groups, transposed)
+    return torch.convolution(x, dense, bias, stride, padding, dilation, transposed, output_padding, groups)
 
 
 def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:

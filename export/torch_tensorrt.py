@@ -1,6 +1,7 @@
-"""Quantized modules are lowered for torch-tensorrt: every linear becomes the quantize ops that it converts.
+"""Quantized modules are lowered for torch-tensorrt: every linear and convolution becomes ops that it converts.
 
     QuantLinear                 ->  input_quantizer(x) · weight_quantizer(w)ᵀ + bias
+    QuantConv                   ->  convolution of input_quantizer(x) and weight_quantizer(w), + bias
 
     format   op                                                             its scale, from ours
     fp8      tensorrt::quantize_op(x, amax, 8, 4, …)                        amax = 448 · scale
@@ -30,6 +31,7 @@ from quant.export.aoti import traced
 from quant.formats.atomic import put_file, temporary_directory
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor, quantize
+from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 
 # What torch-tensorrt converts, and the ops' arguments after the tensor and its amax.
@@ -60,7 +62,7 @@ def lower(model: nn.Module, path: str | Path, inputs: Mapping[str, torch.Tensor]
 def lowered_program(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> torch.export.ExportedProgram:
     """The program that `lower` writes."""
     require_ops()
-    with _lowered_linears(model):
+    with _lowered(model):
         return traced(model, inputs, {})
 
 
@@ -123,13 +125,33 @@ class _LoweredLinear(nn.Module):
         return y if branch is None else y + branch
 
 
+class _LoweredConv(nn.Module):
+    """A quantized convolution over a dense weight and the quantizers that torch-tensorrt looks for."""
+
+    weight: torch.Tensor
+
+    def __init__(self, conv: QuantConv, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("weight", conv.weight_in(dtype))
+        self.bias, self.original = conv.bias, (conv,)  # in a tuple, or its codes would be in the program
+        self.weight_quantizer = _Quantizer(conv.weight_format, _per_tensor_scale(conv.quantized_weight))
+        given = conv.activation_format
+        self.input_quantizer = _Quantizer(given, conv.input_scale) if given else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (conv,) = self.original
+        x, weight = conv.padded(self.input_quantizer(x)), self.weight_quantizer(self.weight)
+        where = (conv.stride, conv.op_padding, conv.dilation, conv.transposed, conv.output_padding, conv.groups)
+        return torch.convolution(x, weight, self.bias, *where)
+
+
 def _per_tensor_scale(weight: BlockScaledTensor) -> torch.Tensor:
     scale = weight.global_scale if weight.format.global_scale else weight.scale
     assert scale is not None
     return scale.float().reshape(())
 
 
-def _check(name: str, linear: QuantLinear) -> None:
+def _check(name: str, linear: QuantLinear | QuantConv) -> None:
     """Raises ValueError where torch-tensorrt has no op for a layer, or would change its weight."""
     weight = linear.quantized_weight
     where = f"{name} {list(weight.shape)}"
@@ -152,9 +174,10 @@ def _check(name: str, linear: QuantLinear) -> None:
 
 
 @contextmanager
-def _lowered_linears(model: nn.Module) -> Iterator[None]:
-    """While open, a `_LoweredLinear` takes the place of every `QuantLinear`."""
-    found = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear | QuantExperts)}
+def _lowered(model: nn.Module) -> Iterator[None]:
+    """While open, `_LoweredLinear` and `_LoweredConv` take the places of `QuantLinear` and `QuantConv`."""
+    kinds = QuantLinear | QuantConv | QuantExperts
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     for name, module in found.items():
         if isinstance(module, QuantExperts):
             raise ValueError(f"{name}: torch-tensorrt has no op for fused experts; keep them in 16 bit (--exclude)")
@@ -162,8 +185,10 @@ def _lowered_linears(model: nn.Module) -> Iterator[None]:
     dtype = next((p.dtype for p in model.parameters() if p.dtype.is_floating_point), torch.float32)
     try:
         for name, module in found.items():
-            assert isinstance(module, QuantLinear)
-            model.set_submodule(name, _LoweredLinear(module, dtype))
+            if isinstance(module, QuantConv):
+                model.set_submodule(name, _LoweredConv(module, dtype))
+            elif isinstance(module, QuantLinear):
+                model.set_submodule(name, _LoweredLinear(module, dtype))
         yield
     finally:
         for name, module in found.items():

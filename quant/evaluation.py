@@ -383,7 +383,10 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
 
 def _last_logits(model: nn.Module) -> torch.Tensor:
     """Logits behind fixed token ids, float32 `[vocabulary]`."""
-    embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    try:
+        embeddings = getattr(model, "get_input_embeddings", lambda: None)()
+    except (NotImplementedError, AttributeError):  # transformers' answer for a model that looks up no tokens
+        embeddings = None
     vocabulary = getattr(embeddings, "num_embeddings", 0) or 16
     ids = (torch.arange(_PROMPT) * vocabulary // _PROMPT)[None]
     try:

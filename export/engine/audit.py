@@ -8,7 +8,7 @@ optimization profile. A line names the kernel, its operands, and the ONNX nodes 
     runtime_fusion={ name=__myl_CastMulFc input_args={ "w2" "x" … } output_args={…} … layers="…" backbone=gemm }
     function={ name=_gemm_mha_v2 args={ "q" "k" "v" … } … layers="[ONNX Layer: attention]" }
 
-A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`, and its node a Conv or ConvTranspose.
+A convolution is a `corrltn` or `convolution`, a transposed one a `deconvolution`; its node is a Conv or ConvTranspose.
 TensorRT-RTX 1.7 runs the first kind in INT8 and FP8, pads channels where it has to, and runs the second in half.
 
 A `runtime_fusion` is compiled on the GPU that runs it; its parts follow as a small program of their own, whose GEMM
@@ -19,9 +19,9 @@ patterns. The precision is read from types, not from kernel names:
     half, fp4 weights       weights are stored as codes and multiplied in 16 bit, as in a weight-only format
     half                    no trace of the quantization is left
 
-The layer's GEMM is the kernel that holds its MatMul or Conv node, `model.layers.0.mlp.up_proj/MatMul`. The graph names the
-nodes of linears in 16 bit in the same way, so that a layer which was planned in fewer bits and never quantized is found
-in half precision; only a layer that the graph lacks may be missing.
+The layer's GEMM is the kernel that holds its MatMul or Conv node, `model.layers.0.mlp.up_proj/MatMul`. The graph names
+the nodes of layers in 16 bit in the same way, so that a layer which was planned in fewer bits and never quantized is
+found in half precision; only a layer that the graph lacks may be missing.
 """
 
 from __future__ import annotations

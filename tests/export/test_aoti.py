@@ -16,6 +16,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention
 from quant.kernels.linear import modules
+from quant.kernels.linear.conv import QuantConv, weight_of_conv
 from quant.kernels.linear.modules import QuantLinear
 
 # Weight format, activation format, and whether the input scale is static.
@@ -73,6 +74,26 @@ def test_graph_is_the_module(weight: str, activation: str | None, static: bool) 
     for shape in ((2, 40, 64), (3, 17, 64)):
         x = torch.randn(shape, dtype=torch.bfloat16)
         torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "static"),
+    [
+        ("int8", "int8_token", False),
+        ("int8", "int8_tensor", True),
+        ("fp8_channel", "fp8_token", False),
+        ("fp8", None, False),
+    ],
+)
+def test_graph_of_convolutions_is_the_module(weight: str, activation: str | None, static: bool) -> None:
+    torch.manual_seed(0)
+    convs = (nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 6, 3, stride=2, groups=2))
+    given, scale = FORMATS[activation] if activation else None, torch.tensor(0.01) if static else None
+    model = nn.Sequential(*(QuantConv(quantize(weight_of_conv(c), FORMATS[weight]), c, given, scale) for c in convs))
+    program = lowered(model, {"input": torch.randn(2, 4, 9, 9)}, dims={"input": {0: "batch"}})
+    assert count(program, "quant.") == 0
+    for x in (torch.randn(2, 4, 9, 9), torch.randn(3, 4, 9, 9)):
+        torch.testing.assert_close(program.module()(input=x), model(x), rtol=0, atol=0)
 
 
 def test_graph_is_the_module_with_attention() -> None:

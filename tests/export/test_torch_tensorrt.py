@@ -16,6 +16,7 @@ from torch import nn
 from quant.export.torch_tensorrt import lower, lowered_program, require_ops
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.linear.conv import QuantConv, weight_of_conv
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 
 _QUANTIZE = "(Tensor input, Tensor amax, int num_bits, int exponent_bits, bool unsigned, bool narrow_range) -> Tensor"
@@ -170,3 +171,26 @@ def test_program_is_written_and_read(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
     again = run(torch.export.load(path), x)
     torch.testing.assert_close(again, run(lowered_program(model, {"input": x}), x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_a_convolution_becomes_one_of_quantizers(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    conv = kind(8, 16, 3, stride=2, padding=1).bfloat16()
+    weight = quantize(weight_of_conv(conv), FORMATS["fp8"])
+    model = nn.Sequential(QuantConv(weight, conv, FORMATS["fp8"], torch.tensor(0.01)), nn.ReLU())
+    x = torch.randn(2, 8, 7, 7, dtype=torch.bfloat16)
+    program = lowered_program(model, {"input": x})
+    assert isinstance(model[0], QuantConv) and not [name for name in program.state_dict if "codes" in name]
+    got, expected = run(program, x).float(), model(x).float()
+    assert got.shape == expected.shape and float((got - expected).norm() / expected.norm()) < 2**-8
+    nodes = [n for n in program.graph.nodes if str(n.target) == "tensorrt.quantize_op.default"]
+    owners = [list(n.meta["nn_module_stack"].values())[-1][0].rpartition(".")[2] for n in nodes]
+    assert owners == ["input_quantizer", "weight_quantizer"]
+
+
+def test_a_convolution_with_a_scale_for_each_channel_is_refused() -> None:
+    conv = nn.Conv2d(8, 16, 3)
+    model = nn.Sequential(QuantConv(quantize(weight_of_conv(conv), FORMATS["int8"]), conv))
+    with pytest.raises(ValueError, match=r"^0 \[16, 72\]: torch-tensorrt has no op for int8"):
+        lowered_program(model, {"input": torch.randn(2, 8, 7, 7)})

@@ -13,10 +13,10 @@ import quant
 pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
 
-from quant.export.engine.audit import audit, failures  # noqa: E402
-from quant.export.engine.build import build_engine  # noqa: E402
-from quant.export.onnx_graph.decoder import GraphInput  # noqa: E402
-from quant.export.onnx_graph.export import export_onnx  # noqa: E402
+from quant.export.engine.audit import audit, failures
+from quant.export.engine.build import build_engine
+from quant.export.onnx_graph.decoder import GraphInput
+from quant.export.onnx_graph.export import export_onnx
 
 
 class Convs(nn.Module):
