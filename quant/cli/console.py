@@ -51,6 +51,7 @@ _STAGES = {
     "alone": "solving alone",
     "solve": "quantizing",
     "evaluate": "evaluating",
+    "train": "training",
 }
 
 

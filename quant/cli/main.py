@@ -17,6 +17,10 @@ COMMANDS = {
     "quantize": ("quant.cli.quantize:quantize_command", "Quantize a model and write a checkpoint."),
     "plan": ("quant.cli.plan:plan_group", "Show, compare, edit and check plan files."),
     "sensitivity": ("quant.cli.sensitivity:sensitivity_command", "Score what each layer loses in each format."),
+    "distill": (
+        "quant.cli.training.distill:distill_command",
+        "Train a quantized checkpoint by distillation.",
+    ),
     "inspect": ("quant.cli.inspect:inspect_command", "List the layers of a quantized checkpoint."),
     "report": ("quant.cli.inspect:report_command", "Write the HTML report of a checkpoint again."),
     "evaluate": ("quant.cli.run:evaluate_command", "Measure perplexity, and KL to a baseline."),

@@ -251,7 +251,7 @@ def _solve_and_write(
     def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
         report.seconds["write"] = time.perf_counter() - started
         report.warnings += messages
-        _finish_directory(source, report, plan, directory, hashes)
+        finish_directory(source, report, plan, directory, hashes)
         source.files.check()
 
     write_model(
@@ -319,7 +319,7 @@ def _run_state_dict(
     report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
 
     def finish(directory: Path, hashes: Mapping[str, str], _: list[str]) -> None:
-        _finish_directory(source, report, plan, directory, hashes)
+        finish_directory(source, report, plan, directory, hashes)
         source.files.check()
 
     save_state_dict(
@@ -408,7 +408,7 @@ def _guard_warnings(asked: Plan, made: Plan) -> list[str]:
     ]
 
 
-def _finish_directory(source: Source, report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
+def finish_directory(source: Source, report: Report, plan: Plan, directory: Path, hashes: Mapping[str, str]) -> None:
     """Adds the processor's files and the report to the checkpoint before it appears under its name."""
     home = source.path if source.path is not None and source.path.is_dir() else None
     code = home.glob("*.py") if home is not None and getattr(source.config, "auto_map", None) else ()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SCHEMA_VERSION = 1
-_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "fingerprint")
+_PARTS = ("sensitivity", "allocation", "receipt", "kv_cache", "distillation", "fingerprint")
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,34 @@ class KVCache(JsonData):
         return self.context * self.batch
 
 
+@dataclass(frozen=True)
+class Distillation(JsonData):
+    """How a quantized model was trained on what its teacher says, and what it was before.
+
+    Attributes:
+        start: the quantized checkpoint that training began with.
+        teacher: as the user named it.
+        data: the training text.
+        steps: of the optimizer.
+        batch, seqlen: rows a step, and tokens a row.
+        rate: peak learning rate.
+        scales: "frozen" or "learned".
+        losses: mean loss of each tenth of the steps.
+        before: figures of the start on the evaluation texts, where there are any.
+    """
+
+    start: str
+    teacher: str
+    data: str
+    steps: int
+    batch: int
+    seqlen: int
+    rate: float
+    scales: str
+    losses: tuple[float, ...]
+    before: Evaluation | None = None
+
+
 @dataclass
 class Report(JsonData):
     """All that a run has to tell.
@@ -125,6 +153,7 @@ class Report(JsonData):
         allocation: what was asked for, predicted and measured, where formats were allocated.
         receipt: the layers compared at each stage of an export, where there was one.
         kv_cache: size of the KV cache, where the model has one and its config says.
+        distillation: how the model was trained after it was quantized, where it was.
         fingerprint: of the quantized model's logits, where it was evaluated; `quant verify` compares.
     """
 
@@ -146,6 +175,7 @@ class Report(JsonData):
     allocation: AllocationRecord | None = None
     receipt: Receipt | None = None
     kv_cache: KVCache | None = None
+    distillation: Distillation | None = None
     fingerprint: Fingerprint | None = None
 
     @property
@@ -244,6 +274,8 @@ def summary(report: Report) -> list[tuple[str, str]]:
         )
     if report.evaluation is not None:
         rows += _figures(report.evaluation.texts)
+    if (trained := report.distillation) is not None:
+        rows.append(("distilled", _distillation(trained, report.evaluation)))
     if (record := report.allocation) is not None:
         chosen, count = record.chosen, counted(len(record.rounds), "round")
         if chosen.bits == 16:
@@ -287,6 +319,15 @@ def _figures(texts: Sequence[Evaluation]) -> list[tuple[str, str]]:
     if texts[0].top1 is not None:
         found.append(("top-1 agreement", [f"{100 * (each.top1 or 0):.1f}%" for each in texts]))
     return [(label, "\n".join(values)) for label, values in found]
+
+
+def _distillation(trained: Distillation, now: Evaluation | None) -> str:
+    """How it was trained, and KL before and after on each text."""
+    lines = [f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens, from {trained.start}"]
+    for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):
+        if old.kl is not None and new.kl is not None:
+            lines.append(f"KL {old.kl:.4f} → {new.kl:.4f} ({new.kl / old.kl:.2f}×) on {new.text}")
+    return "\n".join(lines)
 
 
 def _perplexity(each: Evaluation) -> str:

@@ -76,6 +76,10 @@ class RoundedWeight(nn.Module):
         self.register_buffer("block_scale", values.clone() if scales == "frozen" else None)
         self.register_buffer("global_scale", None if second is None or scales == "recomputed" else second.clone())
 
+    def trained(self) -> list[nn.Parameter]:
+        """The weight, and its scales where they are learned."""
+        return [self.weight, *([] if self.block_step is None else [self.block_step])]
+
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Block scale values, or None where rounding measures them, and the second level."""
         format, weight = self.weight_format, self.weight

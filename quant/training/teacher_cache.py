@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from quant.calibration.placement import device_of
@@ -68,8 +70,6 @@ def cache_teacher(
                 progress(index, len(rows))
     finally:
         teacher.train(was_training)
-    from safetensors.torch import save_file
-
     path = Path(path)
     kept = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
     metadata = {"kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows)}
@@ -103,8 +103,6 @@ class CachedTeacher:
         Raises:
             UserError: it is no such file.
         """
-        from safetensors import SafetensorError, safe_open
-
         path = Path(path)
         try:
             with safe_open(path, framework="pt") as file:
@@ -139,6 +137,17 @@ class CachedTeacher:
             )
         index = torch.tensor(places)
         return TopTeacher(self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1))
+
+
+def is_cached_teacher(path: str | Path) -> bool:
+    """Whether `path` is a file that `cache_teacher` wrote."""
+    if not Path(path).is_file():
+        return False
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("kind") == _KIND
+    except (OSError, SafetensorError):
+        return False
 
 
 def _digest(rows: torch.Tensor) -> str:

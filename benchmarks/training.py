@@ -1,0 +1,150 @@
+"""This benchmark trains quantized models, by distillation from the original, and measures what it gains and takes.
+
+Each row starts from a quantized SmolLM2-135M, trains it for the same steps on the same rows with the same loss and the
+same loop, and compares it with the original on WikiText-2's test text and on Python source, which nothing was trained
+on. Training rows are WikiText-2's validation text, and with --own rows that the model wrote itself.
+
+    PTQ    the start: post-training quantization by SOLVER
+    QAD    distillation from that start
+    ModelOpt, torchao    their fake quantization, trained by the same loop; rows of packages that are not installed are
+                         left out
+
+`ms/step` is the median without the first three steps. On a GPU the models compute in BF16 by autocast, in training.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from _peers import _modelopt_config
+from _table import machine, show, versions, write_json
+from _texts import SEQLEN, python_rows
+from torch import nn
+
+import quant
+from quant.calibration.texts.generate import generate_rows
+from quant.evaluation import evaluate
+from quant.training.loop import Trained, train, train_rounded_alone
+
+TITLE = "Training under the deployed rounding"
+TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+
+
+def modelopt(model: nn.Module, preset: str, rows: torch.Tensor) -> None:
+    """ModelOpt's fake quantization; the preset's weights, and inputs unless `preset` is weight-only."""
+    import modelopt.torch.quantization as mtq
+
+    config = _modelopt_config("NVFP4_DEFAULT_CFG" if preset == "nvfp4" else "NVFP4_DEFAULT_CFG -inputs")
+    mtq.quantize(model, config, lambda m: [m(input_ids=row[None].to(m.device)) for row in rows])
+
+
+def torchao(model: nn.Module, preset: str, rows: torch.Tensor) -> None:
+    """torchao's fake quantization of NVFP4, of linear layers but the head."""
+    from torchao.prototype.qat import NVFP4FakeQuantizeConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    fake = NVFP4FakeQuantizeConfig(use_per_tensor_scale=True)
+    config = QATConfig(activation_config=fake if preset == "nvfp4" else None, weight_config=fake, step="prepare")
+    quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and not name.endswith("lm_head"))
+
+
+PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": modelopt, "torchao": torchao}
+
+
+@click.command(help=__doc__)
+@click.option("--model", default="smollm2-135m", show_default=True)
+@click.option("--preset", default="nvfp4", show_default=True, type=click.Choice(["nvfp4", "nvfp4a16"]))
+@click.option("--solver", "solvers", default="gptq", show_default=True, help="Starts, separated by commas.")
+@click.option("--scales", default="auto", show_default=True, help="recomputed, frozen, learned or auto.")
+@click.option("--steps", default=300, show_default=True)
+@click.option("--batch", default=8, show_default=True, help="Rows a step.")
+@click.option("--seqlen", default=SEQLEN, show_default=True)
+@click.option("--rate", "rates", default="1e-4", show_default=True, help="Learning rates, separated by commas.")
+@click.option("--calibration-rows", default=8, show_default=True)
+@click.option("--own", default=0, show_default=True, help="Training rows that the model writes itself.")
+@click.option("--rows", default=8, show_default=True, help="Rows to evaluate on, of each text.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the decoder of the student.")
+@click.option("--peers/--no-peers", default=True)
+@click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
+def main(
+    model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
+    calibration_rows: int, own: int, rows: int, compiled: bool, peers: bool, json_path: Path | None,
+) -> None:  # fmt: skip
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    source = quant.open_model(model)
+    tokenizer, teacher = source.load_tokenizer(), source.model.to(device)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    teacher = teacher.to(dtype).requires_grad_(False)
+    calibration = quant.token_rows(f"{TOKENS}:calibration", None, samples=calibration_rows, seqlen=SEQLEN)
+    material = quant.token_rows(f"{TOKENS}:calibration", None, samples=98, seqlen=SEQLEN)
+    if own:
+        material = torch.cat([material, generate_rows(teacher, own, SEQLEN, seed=0)])
+    material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
+    texts = {
+        "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
+        "Python source": python_rows(tokenizer, rows, "report"),
+    }
+    table: list[dict[str, Any]] = []
+
+    def student() -> Any:
+        return quant.open_model(model).model.to(device=device, dtype=dtype).requires_grad_(True)
+
+    def learn(module: nn.Module, rate: float) -> Trained:
+        if compiled:
+            module.model.compile()  # type: ignore[union-attr, operator]
+        return train(
+            module, partial(quant.distill, module, teacher), material, steps=steps, batch=batch, rate=rate,
+            progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 10 == 0 else None,
+        )  # fmt: skip
+
+    def add(name: str, module: nn.Module, seconds: float, trained: Trained | None) -> None:
+        losses = {f"KL {text}": evaluate(module, ids, teacher).kl for text, ids in texts.items()}
+        step = None if trained is None else 1e3 * statistics.median(trained.seconds[3:] or trained.seconds)
+        loss = None if trained is None else statistics.mean(trained.losses[-10:])
+        table.append({"configuration": name, **losses, "s": seconds, "ms/step": step, "loss": loss})
+        click.echo(str(table[-1]), err=True)
+
+    for solver in solvers.split(","):
+        module = student()
+        started = time.perf_counter()
+        quant.quantize(module, preset, calibration, solver=solver, device=device)
+        add(f"{preset} PTQ {solver}", module, time.perf_counter() - started, None)
+        for rate in map(float, rates.split(",")):
+            module = student()
+            started = time.perf_counter()
+            chosen = None if scales == "auto" else scales
+            quant.prepare_qat(module, preset, calibration, solver=solver, scales=chosen, device=device)
+            train_rounded_alone(module)
+            trained = learn(module, rate)
+            quant.convert_qat(module)
+            add(f"{preset} QAD {solver}, {scales} scales, {rate:g}", module, time.perf_counter() - started, trained)
+    for name, prepare in PEERS.items() if peers else ():
+        if find_spec(name) is None:
+            continue
+        for rate in map(float, rates.split(",")):
+            module = student().float()
+            started = time.perf_counter()
+            prepare(module, preset, calibration)
+            add(f"{preset} {name} PTQ", module, time.perf_counter() - started, None)
+            for key, parameter in module.named_parameters():
+                parameter.requires_grad_(key.endswith("_proj.weight"))
+            trained = learn(module, rate)
+            add(f"{preset} {name} QAD, {rate:g}", module, time.perf_counter() - started, trained)
+    note = f"{steps} steps of {batch} x {seqlen} tokens; {len(material)} rows of text, {own} of them the model's own."
+    header = machine() | versions("transformers", "nvidia-modelopt", "torchao")
+    show(TITLE, header, table, [note])
+    if json_path:
+        write_json(json_path, TITLE, header, table, [note])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""The command `quant distill` trains a quantized checkpoint on what its original says, and writes it anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
+from quant.cli.console import CONSOLE, announce, stages, status
+from quant.errors import UserError
+from quant.extras import versions
+from quant.formats.atomic import claimed
+from quant.models.files import find_checkpoint
+
+if TYPE_CHECKING:
+    import torch
+
+    from quant.models.open import Source
+    from quant.training.distill import AnyTeacher
+    from quant.training.loop import Trained
+
+
+@click.command("distill", cls=Command)
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--teacher", required=True, help="The original, in 16 bit or quantized; or a file of cache_teacher.")
+@click.option("--data", multiple=True, help="Training text, as --calib of `quantize` takes it; repeatable.  "
+              "[default: mix, or the rows of a cached teacher]")  # fmt: skip
+@click.option("--steps", default=300, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
+@click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Rows a step.")
+@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
+@click.option("--samples", default=128, show_default=True, help="Rows of training text; used again as often as needed.")
+@click.option("--lr", "rate", default=1e-4, show_default=True, help="Peak learning rate.")
+@click.option("--temperature", default=1.0, show_default=True, help="Divides the logits of teacher and student.")
+@click.option("--hidden", default=0.0, show_default=True, help="Weight of the distance of hidden states.")
+@click.option("--scales", type=click.Choice(["frozen", "learned"]), default="frozen", show_default=True,
+              help="What becomes of the block scales.")  # fmt: skip
+@click.option("--eval", "eval_texts", multiple=True, type=click.Path(path_type=Path),
+              help="Evaluation text, before and after. Repeatable.")  # fmt: skip
+@click.option("--eval-samples", default=16, show_default=True, help="Rows of each evaluation text.")
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Directory for the trained checkpoint.")
+@click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
+@SEED
+@DEVICE
+@TRUST
+@QUIET
+@JSON
+def distill_command(directory: Path, teacher: str, quiet: bool, as_json: bool, **options: Any) -> None:
+    """Train the quantized checkpoint DIRECTORY on what its teacher says, under exactly its own rounding.
+
+    Training starts at the checkpoint's own loss, with the weights that its codes stand for. The new checkpoint has the
+    same layout, formats and size, and a report with the figures of both.
+    """
+    from quant.export.directory import check_apart, check_destination
+
+    out = options["out"]
+    check_apart(out, directory, teacher, *options["data"], *options["eval_texts"])
+    check_destination(out, overwrite=options["overwrite"])
+    command = command_line(click.get_current_context())
+    with claimed(out):
+        report = _distill(directory, teacher, command, quiet or as_json, **options)
+    if as_json:
+        print_json(report.to_dict())
+    elif not quiet:
+        from quant.page.report import print_summary
+
+        print_summary(report, CONSOLE)
+        CONSOLE.print(f"written to {out}")
+
+
+def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options: Any) -> Any:
+    from functools import partial
+
+    import torch
+
+    from quant.api.load import describe, is_checkpoint
+    from quant.api.save import save
+    from quant.calibration.placement import find_device
+    from quant.cli.inputs import open_runnable, read_texts, tokenizer_if_any
+    from quant.cli.pipeline import finish_directory
+    from quant.evaluation import check_evaluable, evaluate_texts
+    from quant.page.report import Distillation
+    from quant.training.distill import distill
+    from quant.training.loop import train, train_rounded_alone
+    from quant.training.qat import convert_qat, prepare_qat
+
+    torch.manual_seed(options["seed"])
+    there = find_device(options["device"]) or torch.device("cpu")
+    announce(there, quiet)
+    if not is_checkpoint(path := find_checkpoint(directory)):
+        raise UserError(f"{directory}: no quantized checkpoint; make one with `quantize MODEL --out DIR` first")
+    with status(f"loading {directory}", quiet):
+        source, student = open_runnable(str(directory))
+        student.to(there)
+        taught, origin = _open_teacher(teacher, there)
+    plan, _ = describe(path)
+    texts = read_texts(source, options["eval_texts"], options["eval_samples"], options["seqlen"])
+    for rows in texts.values():
+        check_evaluable(student, rows)
+    baseline = taught if isinstance(taught, torch.nn.Module) else None
+
+    def measured() -> Any:
+        return evaluate_texts(student, texts, baseline, device=there) if texts else None
+
+    with stages(quiet) as progress:
+        rows = _rows(taught, origin or source, there, progress, **options)
+        before = measured()
+        narrow = next((p.dtype for p in student.parameters()), torch.float32)
+        plan = prepare_qat(student, plan, scales=options["scales"])
+        if there.type == "cpu":
+            student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
+        train_rounded_alone(student)
+        loss = partial(distill, student, taught, temperature=options["temperature"], hidden=options["hidden"])
+        trained = train(
+            student.train(), loss, rows, steps=options["steps"], batch=options["batch_size"], rate=options["rate"],
+            seed=options["seed"], progress=lambda done, total, _: progress("train", done, total),
+        )  # fmt: skip
+        student.eval()
+        plan = convert_qat(student)
+        student.to(narrow)
+        after = measured()
+    record = Distillation(
+        start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if origin else "its cache"),
+        steps=options["steps"], batch=options["batch_size"], seqlen=rows.shape[1], rate=options["rate"],
+        scales=options["scales"], losses=_tenths(trained), before=before,
+    )  # fmt: skip
+    report = _report(path, source, plan, record, after, command, sum(trained.seconds), there)
+    source.model = student
+
+    def finish(made: Path, hashes: dict[str, str], messages: list[str]) -> None:
+        report.warnings += messages
+        finish_directory(source, report, plan, made, hashes)
+
+    save(
+        student, plan, options["out"], tokenizer=tokenizer_if_any(source), overwrite=options["overwrite"], finish=finish
+    )
+    return report
+
+
+def _open_teacher(name: str, there: torch.device) -> tuple[AnyTeacher, Source | None]:
+    """The teacher, and where it came from; a cached one came from no model."""
+    from quant.cli.inputs import open_runnable
+    from quant.training.teacher_cache import CachedTeacher, is_cached_teacher
+
+    if is_cached_teacher(name):
+        return CachedTeacher.open(name), None
+    origin, model = open_runnable(name)
+    return model.requires_grad_(False).eval().to(there), origin
+
+
+def _rows(teacher: AnyTeacher, source: Source, there: torch.device, progress: Any, **options: Any) -> torch.Tensor:
+    """Rows of training text; a cached teacher has its own."""
+    from quant.cli.inputs import read_calibration
+    from quant.training.teacher_cache import CachedTeacher
+
+    if isinstance(teacher, CachedTeacher):
+        if options["data"]:
+            raise UserError("--data: a cached teacher knows its own rows alone; leave the option out")
+        return teacher.rows
+    rows, _ = read_calibration(
+        source, options["data"], samples=options["samples"], seqlen=options["seqlen"], seed=options["seed"],
+        device=there, progress=progress,
+    )  # fmt: skip
+    return rows
+
+
+def _tenths(trained: Trained) -> tuple[float, ...]:
+    """The mean loss of each tenth of the steps."""
+    from statistics import fmean
+
+    size = -(-len(trained.losses) // 10)
+    return tuple(fmean(trained.losses[i : i + size]) for i in range(0, len(trained.losses), size))
+
+
+def _report(
+    path: Path, source: Source, plan: Any, record: Any, after: Any, command: str, seconds: float, there: torch.device
+) -> Any:
+    """The report of the trained checkpoint, which has the sizes of its start."""
+    from dataclasses import replace
+
+    from quant.calibration.placement import describe
+    from quant.evaluation import fingerprint
+    from quant.layer_result import LayerResult
+    from quant.page.report import Report, kv_cache_of
+
+    file = path / "report.json"
+    start = Report.load(file) if file.is_file() else None
+    layers = [
+        LayerResult(
+            name=layer.name, format=layer.weight.name if layer.weight else None,
+            activation=layer.activation.name if layer.activation else None, shape=layer.shape,
+            bits=layer.bits_per_weight, nbytes=layer.nbytes, snr_db=None, relative_error=None,
+            solver=f"{layer.solver}, distilled" if layer.weight else None, reason=layer.reason,
+        )
+        for layer in plan.layers
+    ]  # fmt: skip
+    plain = sum(2 * layer.numel for layer in plan.layers if layer.tied_to is None)
+    report = Report(
+        model=start.model if start else source.name, layers=layers, bytes_before=start.bytes_before if start else plain,
+        bytes_after=plan.nbytes, effective_bits=plan.effective_bits, evaluation=after, plan_digest=plan.digest(),
+        command=command, versions=versions(), seconds={"train": seconds}, device=describe(there),
+        warnings=list(start.warnings) if start else [], kv_cache=kv_cache_of(source.config, plan), distillation=record,
+    )  # fmt: skip
+    if after is not None and source.model is not None:
+        report = replace(report, fingerprint=fingerprint(source.model))
+    return report

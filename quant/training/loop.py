@@ -1,0 +1,103 @@
+"""A plain training loop for models that `prepare_qat` prepared: AdamW, a warm-up, a cosine to zero, clipped gradients.
+
+It is what `quant distill` and the benchmark run. Everything that it does can be done by a Trainer of any library.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quant.calibration.placement import device_of
+from quant.errors import UserError
+from quant.training.modules import RoundedWeight
+
+_WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a loop did.
+
+    Attributes:
+        losses: of each step.
+        seconds: of each step.
+    """
+
+    losses: list[float]
+    seconds: list[float]
+
+
+def train(
+    model: nn.Module,
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    rows: torch.Tensor,
+    *,
+    steps: int,
+    batch: int,
+    rate: float,
+    seed: int = 0,
+    progress: Callable[[int, int, float], None] | None = None,
+) -> Trained:
+    """Trains the parameters of `model` that need gradients.
+
+    Args:
+        model: changed in place; on a GPU it computes in BF16 by autocast.
+        loss: of a batch, token ids int64 `[batch, seqlen]` on the model's device.
+        rows: token ids, int64 `[rows, seqlen]`, drawn in a new order each time they are used up.
+        steps: optimizer steps.
+        batch: rows a step.
+        rate: peak learning rate of AdamW.
+        seed: of the order of the rows.
+        progress: called with (steps done, steps in all, loss).
+
+    Raises:
+        UserError: fewer than one step or row, or a loss that is not finite.
+    """
+    if steps < 1 or not 1 <= batch <= len(rows):
+        raise UserError(f"{steps} steps of {batch} rows out of {len(rows)}: expected a step, and the rows of a batch")
+    device = device_of(model)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(learned, rate, betas=_BETAS, weight_decay=0.0)
+    warm = max(round(steps * _WARM_UP), 1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * max(step + 1 - warm, 0) / steps)) / 2)
+    )
+    losses, seconds = [], []
+    for step, ids in zip(range(1, steps + 1), _batches(rows, batch, seed), strict=False):
+        started = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            found = loss(ids.to(device))
+        found.backward()
+        nn.utils.clip_grad_norm_(learned, _CLIP)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(found.item())
+        seconds.append(time.perf_counter() - started)
+        if not math.isfinite(losses[-1]):
+            raise UserError(f"step {step}: the loss is {losses[-1]}; lower the learning rate, which is {rate:g}")
+        if progress is not None:
+            progress(step, steps, losses[-1])
+    return Trained(losses, seconds)
+
+
+def train_rounded_alone(model: nn.Module) -> None:
+    """Has the weights that are rounded, and their scales, need gradients, and no other parameter."""
+    rounded = {id(p) for module in model.modules() if isinstance(module, RoundedWeight) for p in module.trained()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in rounded)
+
+
+def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
+    """Batches without end; each row once before any comes again."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator)
+        for start in range(0, len(order) - size + 1, size):
+            yield rows[order[start : start + size]]

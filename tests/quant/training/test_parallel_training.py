@@ -1,0 +1,80 @@
+"""DDP and FSDP2 on two processes give the gradients of one, and what they trained packs to what one trained."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import quant
+
+ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
+RATE = 0.05
+
+
+def prepared() -> Any:
+    model = tiny_models.llama(gain=2.0).requires_grad_(True)
+    quant.prepare_qat(model, "nvfp4a16")
+    return model
+
+
+def step(model: Any, teacher: Any, rows: torch.Tensor) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    quant.distill(model, teacher, rows).backward()
+    optimizer.step()
+
+
+def joined(rank: int, folder: str) -> None:
+    """One of two processes; its rows are its half, and the first writes what was trained."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300)
+    )
+    teacher, own = tiny_models.llama(seed=1, gain=2.0), ROWS[2 * rank : 2 * rank + 2]
+    model = prepared()
+    ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+    step(ddp, teacher, own)
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = copy.deepcopy(model)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    for layer in sharded.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(sharded, mesh=mesh)
+    step(sharded, teacher, own)
+    with pytest.raises(quant.UserError, match=r"its weight is sharded \(FSDP\); gather the state"):
+        quant.convert_qat(sharded)
+    whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+    if rank == 0:
+        again = prepared()
+        again.load_state_dict(whole)
+        torch.save({"ddp": ddp.module.state_dict(), "fsdp": again.state_dict()}, f"{folder}/trained")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
+    mp.spawn(joined, (str(tmp_path),), nprocs=2)
+    model, teacher = prepared(), tiny_models.llama(seed=1, gain=2.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    step(model, teacher, ROWS)
+    trained = torch.load(tmp_path / "trained", weights_only=True)
+    for way in ("ddp", "fsdp"):
+        for name, parameter in model.named_parameters():
+            moved = parameter.detach() - before[name]
+            assert float((trained[way][name] - parameter.detach()).norm()) < 1e-4 * float(moved.norm()), (way, name)
+    packed = prepared()
+    packed.load_state_dict(trained["fsdp"])
+    with torch.no_grad():
+        expected = packed(ROWS).logits
+    quant.convert_qat(packed)
+    with torch.no_grad():
+        assert torch.equal(packed(ROWS).logits, expected)
