@@ -28,6 +28,7 @@ _PUBLIC = {
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
     "quant.integrations.lora": ("lora", "merge_lora"),
+    "quant.integrations.tasks": ("TaskScore", "evaluate_tasks"),
     "quant.kernels.linear.modules": ("QuantExperts", "QuantLinear"),
     "quant.kernels.linear.oracle": ("set_weight_cache",),
     "quant.runtime.kv_cache": ("QuantizedKVCache",),

@@ -47,6 +47,7 @@ MAY_LOAD = {
     "kernels/portable": "triton",
     "kernels/hopper": "triton",
     "quant/integrations/from_pretrained.py": "transformers",
+    "quant/integrations/lm_eval_model.py": "lm_eval",
     "quant/integrations/lora_layers.py": "peft",
     "quant/runtime/kv_cache.py": "transformers",
     "quant/training/trainer.py": "transformers",

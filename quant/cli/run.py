@@ -27,7 +27,10 @@ from quant.cli.console import announce, announce_source, bar, page, stages, stat
 from quant.errors import UserError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from quant.evaluation import Evaluation
+    from quant.integrations.tasks import TaskScore
 
 
 @click.command("evaluate", cls=Command)
@@ -44,6 +47,10 @@ if TYPE_CHECKING:
 @click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@click.option("--tasks", metavar="NAMES", help="In place of a text: tasks of lm-eval, such as arc_easy,hellaswag.")
+@click.option("--task-path", type=click.Path(path_type=Path), help="Folder with YAML files of tasks of your own.")
+@click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")
+@click.option("--limit", type=click.IntRange(min=1), help="Documents of each of --tasks.  [default: all]")
 @DEVICE
 @DEVICES
 @ATTENTION
@@ -59,6 +66,10 @@ def evaluate_command(
     samples: int,
     seqlen: int,
     batch_size: int,
+    tasks: str | None,
+    task_path: Path | None,
+    shots: int | None,
+    limit: int | None,
     device: str,
     attention: str | None,
     kv_cache: str | None,
@@ -77,14 +88,34 @@ def evaluate_command(
     from quant.cli.ranks.same import check_same
     from quant.evaluation import evaluate_texts
     from quant.export.partial import WatchedFiles
+    from quant.integrations.tasks import evaluate_tasks
     from quant.runtime.attention import quantized_attention
 
-    if bool(texts) == bool(data):
-        raise UserError("give one of --text and --data: a text, or inputs of a model that takes more than tokens")
+    if bool(texts) + bool(data) + bool(tasks) != 1:
+        raise UserError(
+            "give one of --text, --data and --tasks: a text, inputs of a model that takes more than tokens, or tasks "
+            "of lm-eval"
+        )
+    if tasks is None and (task_path, shots, limit) != (None, None, None):
+        raise UserError("--task-path, --shots and --limit are for --tasks; leave them out")
+    if tasks is not None and baseline:
+        raise UserError("--baseline is for --text and --data; run --tasks on each model")
     there = find_device(device)
     announce(there, quiet or as_json)
     source, module = open_runnable(model, model_factory=model_factory, unsafe_load=unsafe_load)
     announce_source(source, quiet or as_json)
+    if tasks is not None:
+        how = quantized_attention(module, **attention_options(source.path, attention, kv_cache))
+        with how:
+            scores = evaluate_tasks(
+                module.to(there), tasks, source.load_tokenizer(), task_path=task_path, shots=shots, limit=limit,
+                batch_size=batch_size,
+            )  # fmt: skip
+        if as_json:
+            print_json([dataclasses.asdict(score) for score in scores])
+        elif not quiet:
+            _print_scores(scores)
+        return
     other = None
     if baseline:
         _, other = open_runnable(baseline, model_factory=model_factory, unsafe_load=unsafe_load)
@@ -102,6 +133,15 @@ def evaluate_command(
         print_json(result.to_dict())
     elif not quiet:
         _print_evaluation(result)
+
+
+def _print_scores(scores: Sequence[TaskScore]) -> None:
+    shown = table("task", "metric", ">value", ">± standard error", ">documents")
+    for score in scores:
+        metric = score.metric if score.filter == "none" else f"{score.metric} ({score.filter})"
+        error = "" if score.stderr is None else f"{score.stderr:.4f}"
+        shown.add_row(score.task, metric, f"{score.value:.4f}", error, f"{score.samples:,}")
+    page().print(shown)
 
 
 def _print_evaluation(result: Evaluation) -> None:
