@@ -103,7 +103,7 @@ def main(
             module.model.compile()  # type: ignore[union-attr, operator]
         return train(
             module, partial(quant.distill, module, teacher), material, steps=steps, batch=batch, rate=rate,
-            progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 10 == 0 else None,
+            progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 5 == 0 else None,
         )  # fmt: skip
 
     def add(name: str, module: nn.Module, seconds: float, trained: Trained | None) -> None:

@@ -155,7 +155,7 @@ def _scale_gradient(
     inside = weight.float().abs() <= format.element.max * step
     slope = gradient.float() * (round_to(steps, format.element) - torch.where(inside, steps, torch.zeros_like(steps)))
     slope = torch.nn.functional.pad(slope, (0, -slope.shape[-1] % columns, 0, -slope.shape[-2] % rows))
-    summed = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
+    summed: torch.Tensor = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)
     return summed if global_scale is None else summed * global_scale[..., None, None]
 
 

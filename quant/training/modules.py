@@ -131,7 +131,7 @@ class RoundedWeight(nn.Module):
         return f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
 
 
-class QATLinear(RoundedWeight, nn.Linear):
+class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
     """A linear layer in training.
 
     Args:

@@ -229,7 +229,7 @@ def _install(
         original = originals.get(layer.name)
         how = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
         values = None if original is None else _matrix(layer, packed, original.detach())
-        is_same = values is not None and values.shape == original.shape and values.stride() == original.stride()
+        is_same = original is not None and values is not None and _is_whole(values, original)
         values = values if as_rounded else None
         wide = dtype or (stored if original is None else original.dtype)
         with torch.no_grad():
@@ -260,6 +260,11 @@ def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Ten
     return parameter.t() if layer.transposed else parameter
 
 
+def _is_whole(matrix: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Whether a parameter holds its matrices as they are trained."""
+    return matrix.shape == parameter.shape and matrix.stride() == parameter.stride()
+
+
 def _in_training(
     packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
 ) -> RoundedWeight:
@@ -272,7 +277,7 @@ def _in_training(
     if packed.bias is not None and bias is not None:
         bias.data = packed.bias.data
     elif packed.bias is not None:
-        bias = packed.bias.requires_grad_()
+        bias = nn.Parameter(packed.bias.detach())
     return QATLinear(weight, packed, bias, scales, stored)
 
 

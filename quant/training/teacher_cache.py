@@ -12,6 +12,7 @@ A row of 512 tokens takes 262 kB at k = 64.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,7 +98,7 @@ class CachedTeacher:
     _index: dict[str, int]
 
     @classmethod
-    def open(cls, path: str | Path) -> CachedTeacher:
+    def open(cls, path: str | os.PathLike[str]) -> CachedTeacher:
         """Opens a file.
 
         Raises:

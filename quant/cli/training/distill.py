@@ -151,6 +151,8 @@ def _open_teacher(name: str, there: torch.device) -> tuple[AnyTeacher, Source | 
 
 def _rows(teacher: AnyTeacher, source: Source, there: torch.device, progress: Any, **options: Any) -> torch.Tensor:
     """Rows of training text; a cached teacher has its own."""
+    import torch
+
     from quant.cli.inputs import read_calibration
     from quant.training.teacher_cache import CachedTeacher
 
@@ -162,6 +164,8 @@ def _rows(teacher: AnyTeacher, source: Source, there: torch.device, progress: An
         source, options["data"], samples=options["samples"], seqlen=options["seqlen"], seed=options["seed"],
         device=there, progress=progress,
     )  # fmt: skip
+    if not isinstance(rows, torch.Tensor):
+        raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     return rows
 
 
