@@ -119,7 +119,7 @@ def lowered(
     """
     _warm_tables()
     with _scales_as_matrices(model):
-        bodies = {LINEAR: _linear, CONV: _conv}
+        bodies: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv}
         program = traced(model, inputs, bodies, dims=dims, ranges=ranges, attention_scales=attention_scales)
     _share_input_scales(program)
     return program

@@ -263,3 +263,84 @@ def test_linears_stand_for_conv1d_and_give_way_with_what_changed() -> None:
 def test_a_directory_of_gpt2_is_planned_from_its_shapes_alone(tmp_path: Path) -> None:
     tiny_models.gpt2().save_pretrained(tmp_path)
     assert len(quant.make_plan(open_model(tmp_path, meta=True).model, "nvfp4a16").quantized) == 8
+
+
+@LEAVES_OUT_TRANSFORMERS
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_convnext_is_mostly_linear_layers_and_its_convolutions_are_asked_for(tmp_path: Path, asked: bool) -> None:
+    sizes = {"hidden_sizes": [32, 64], "depths": [1, 1], "num_stages": 2, "image_size": 32, "num_labels": 5}
+    original = tiny_models.build("ConvNext", "ForImageClassification", sizes)
+    include = ["*", "*.dwconv", "*.downsampling_layer*", "*.patch_embeddings"] if asked else ()
+    done = quant.quantize(copy.deepcopy(original), "int8", include=include)
+    kinds = [layer.kind for layer in done.plan.quantized]
+    assert (kinds.count("linear"), kinds.count("conv")) == (4, 4 if asked else 0)
+    kept = [layer for layer in done.plan.layers if layer.kind == "conv" and layer.weight is None]
+    assert all("linear layers hold most of the weights" in layer.reason for layer in kept)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    with torch.no_grad():
+        logits = done.model(IMAGES).logits
+        assert torch.equal(quant.load(tmp_path / "out")(IMAGES).logits, logits)
+        exact = original(IMAGES).logits
+    assert float((logits - exact).norm() / exact.norm()) < 0.05
+
+
+class UNet(nn.Module):
+    """Two resolutions with a residual convolution each, attention between, and a way up beside a skip connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.down = nn.Conv2d(4, 32, 3, padding=1), nn.Conv2d(32, 64, 3, stride=2, padding=1)
+        self.middle, self.qkv, self.out = nn.Conv2d(64, 64, 3, padding=1), nn.Linear(64, 192), nn.Linear(64, 64)
+        self.up, self.join = nn.ConvTranspose2d(64, 32, 2, stride=2), nn.Conv2d(64, 32, 3, padding=1)
+        self.norm, self.last = nn.GroupNorm(4, 32), nn.Conv2d(32, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        high = torch.relu(self.first(x))
+        low = torch.relu(self.down(high))
+        low = low + self.middle(low)
+        tokens = low.flatten(2).mT
+        attended = nn.functional.scaled_dot_product_attention(*self.qkv(tokens).chunk(3, -1))
+        low = low + self.out(attended).mT.view_as(low)
+        joined = self.join(torch.cat([high, self.up(low)], 1))
+        return self.last(torch.relu(self.norm(joined)))
+
+
+@pytest.mark.parametrize("format", ["int8_static", "fp8"])
+def test_a_unet_is_calibrated_written_and_evaluated(tmp_path: Path, format: str) -> None:
+    torch.manual_seed(0)
+    model, images = UNet(), [torch.randn(2, 4, 16, 16) for _ in range(4)]
+    blank = copy.deepcopy(model)
+    with torch.no_grad():
+        exact = model(images[0])
+    done = quant.quantize(model, format, images, run=lambda m: m(images[0]))
+    kept = {layer.name for layer in done.plan.layers if layer.weight is None}
+    # In FP8, the convolutions of four channels have no kernel.
+    assert kept == ({"norm"} if format == "int8_static" else {"norm", "first", "last"})
+    quant.save(done.model, done.plan, tmp_path / "out")
+    with torch.no_grad():
+        found = quant.load(tmp_path / "out", blank)(images[0])
+        assert torch.equal(found, done.model(images[0]))
+    assert 1e-4 < float((found - exact).norm() / exact.norm()) < 0.06
+
+
+def test_a_dit_keeps_the_convolution_that_makes_its_tokens() -> None:
+    class DiT(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches, self.norm = nn.Conv2d(4, 64, 2, stride=2), nn.LayerNorm(64)
+            self.qkv, self.proj = nn.Linear(64, 192), nn.Linear(64, 64)
+            self.up, self.down, self.modulation = nn.Linear(64, 256), nn.Linear(256, 64), nn.Linear(64, 384)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.patches(x).flatten(2).mT
+            shift, scale, gate, *_ = self.modulation(x.mean(1, keepdim=True)).chunk(6, -1)
+            h = self.norm(x) * (1 + scale) + shift
+            x = x + gate * self.proj(nn.functional.scaled_dot_product_attention(*self.qkv(h).chunk(3, -1)))
+            return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+    x = torch.randn(1, 4, 16, 16)
+    for format in ("int8", "fp8_channel", "nvfp4"):
+        plan = quant.make_plan(DiT(), format, run=lambda m: m(x))
+        assert [layer.name for layer in plan.quantized] == ["qkv", "proj", "up", "down", "modulation"]
+        assert plan.by_name["patches"].reason.startswith("convolution, and linear layers hold most of the weights")
+    assert quant.make_plan(DiT(), "int8", include=["*", "patches"], run=lambda m: m(x)).by_name["patches"].weight
