@@ -78,9 +78,10 @@ def check_plan(plan: Plan) -> None:
         raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
     for layer in plan.quantized:
         _algorithm(layer)
-        if layer.kind == "embedding":
+        if layer.kind in ("embedding", "conv"):
+            what = "convolution" if layer.kind == "conv" else "embedding"
             raise ValueError(
-                f"{layer.name}: ModelOpt's layout has no embedding in {layer.weight}; keep it in 16 bit when the model "
+                f"{layer.name}: ModelOpt's layout has no {what} in {layer.weight}; keep it in 16 bit when the model "
                 "is quantized, or deploy the compressed-tensors checkpoint"
             )
         if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:

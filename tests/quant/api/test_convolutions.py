@@ -17,6 +17,7 @@ import quant
 from quant.calibration.conv1d import as_linears
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
+from quant.export import modelopt
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
@@ -344,3 +345,9 @@ def test_a_dit_keeps_the_convolution_that_makes_its_tokens() -> None:
         assert [layer.name for layer in plan.quantized] == ["qkv", "proj", "up", "down", "modulation"]
         assert plan.by_name["patches"].reason.startswith("convolution, and linear layers hold most of the weights")
     assert quant.make_plan(DiT(), "int8", include=["*", "patches"], run=lambda m: m(x)).by_name["patches"].weight
+
+
+def test_the_layout_of_modelopt_has_no_convolutions() -> None:
+    plan = quant.make_plan(tiny_models.resnet(), "fp8_channel")
+    with pytest.raises(ValueError, match=r"convolution: ModelOpt's layout has no convolution in fp8_channel"):
+        modelopt.check_plan(plan)
