@@ -101,13 +101,20 @@ def check_plan(plan: Plan) -> None:
             )
 
 
-def runtime_warnings(plan: Plan) -> list[str]:
-    """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout."""
+def runtime_warnings(plan: Plan, names: StoredNames | None = None) -> list[str]:
+    """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
+
+    It takes an excluded name for a part of others': a head called `output` excludes each `….output.dense`.
+    """
     vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
     found: dict[str, list[str]] = {}
     for layer in plan.quantized:
         for problem in vllm.problems(layer, mixed=mixed) if layer.kind in ("linear", "experts") else ():
             found.setdefault(problem, []).append(layer.name)
+    excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
+    for layer in plan.quantized:
+        for name in (name for name in excluded if name in layer.name):
+            found.setdefault(f"vLLM takes {name!r}, which is excluded, for a part of this name", []).append(layer.name)
     return [
         f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {problem}; deploy the compressed-tensors "
         "checkpoint in vLLM 0.26"

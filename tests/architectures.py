@@ -428,7 +428,8 @@ def _of_modelopt(folder: Path, first: Any, given: Any, ours: torch.Tensor, forma
     `first` is the checkpoint as it was loaded before. Where weights lie in a file may change sums of float32 products.
     """
     try:
-        convert(folder / "out", folder / "modelopt", "modelopt")
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            convert(folder / "out", folder / "modelopt", "modelopt")
     except ValueError as error:
         return "refused", " ".join(str(error).replace(str(folder), "").split())
     except Exception as error:
@@ -443,7 +444,10 @@ def _of_modelopt(folder: Path, first: Any, given: Any, ours: torch.Tensor, forma
     state = again.state_dict()
     for name, tensor in first.state_dict().items():
         if name not in state or not torch.equal(_bytes(tensor), _bytes(state[name])):
-            problem = f"{name} differs"
+            return "DIFFERENT", f"{name} differs", off
+    told = [str(each.message) for each in caught if "which is excluded" in str(each.message)]
+    if problem and told:
+        return "warned", told[0], off
     return ("DIFFERENT", problem, off) if problem else ("equal", "", off)
 
 
@@ -508,7 +512,7 @@ def table(found: Sequence[Cell]) -> str:
     rows: dict[str, dict[tuple[str, str], str]] = {}
     reasons: dict[str, int] = {}
     counts: dict[str, Counter[str]] = {layout: Counter() for layout in LAYOUTS}
-    for cell in found:
+    for cell in sorted(found, key=lambda cell: ARCHITECTURES.index(cell.architecture)):
         counts[cell.layout][cell.verdict] += 1
         number = reasons.setdefault(_general(cell.detail), len(reasons) + 1) if cell.detail else None
         text = cell.verdict + (f" [{number}]" if number else "")

@@ -92,6 +92,11 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     for layer in plan.quantized:
+        if layer.kind == "experts" and layer.name in tensors and tensors[layer.name].numel():
+            raise UserError(
+                f"{place(tensors, layer.name)} is left over, for its experts are quantized one by one; quantize the "
+                "model again, or download it again"
+            )
         weight, input_scale = read_layer(tensors, layer)
         install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
         owned.update((layer.name, *layer_tensor_names(tensors, layer)))

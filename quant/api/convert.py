@@ -79,7 +79,7 @@ def convert(
     (modelopt if to == "modelopt" else layout).check_plan(plan)
     tensors = dict(_converted(opened, dtype, to))
     rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
-    told = modelopt.runtime_warnings(plan) if to == "modelopt" else _of_runtimes(plan, names, dtype, tensors)
+    told = modelopt.runtime_warnings(plan, names) if to == "modelopt" else _of_runtimes(plan, names, dtype, tensors)
     for message in [*fusion_warnings(plan), *told]:
         warnings.warn(message, stacklevel=2)
     with new_directory(out, overwrite=overwrite) as temporary:

@@ -1,16 +1,18 @@
 """Experts that a model holds otherwise than `[experts, out, in]` are quantized along their inputs, saved and loaded."""
 
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantExperts
@@ -146,3 +148,16 @@ def test_experts_of_llama_4_in_16_bit_are_stored_as_transformers_wants_them(tmp_
     assert any("layers\\.1\\.feed_forward\\.experts" in target for target in ignored)
     theirs = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
     assert torch.equal(theirs.model.layers[1].feed_forward.experts[2].up_proj.weight, stored)
+
+
+def test_experts_in_16_bit_beside_quantized_ones_are_refused(tmp_path: Path) -> None:
+    """The file has an empty tensor under the name of the parameter; one with values is another model's."""
+    done = quant.quantize(model_of("GptOssForCausalLM", torch.bfloat16), "nvfp4a16")
+    with pytest.warns(UserWarning, match="server that reads experts"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    file, name = tmp_path / "out" / "model.safetensors", "model.layers.1.mlp.experts.down_proj"
+    tensors = load_file(file)
+    assert tensors[name].shape == (0,)
+    save_file({**tensors, name: torch.zeros(4, 128, 64)}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=rf"model\.safetensors: {re.escape(name)} is left over"):
+        quant.load(tmp_path / "out")
