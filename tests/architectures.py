@@ -540,9 +540,10 @@ def table(found: Sequence[Cell]) -> str:
         "",
         *(_measured(format, [c for c in found if c.format == format]) for format in FORMATS),
         "",
-        "Where logits are not bit-equal, sums were rounded in another order or dtype: `quant.load` multiplies in "
-        "float32 on a CPU and rounds once to the dtype of the input. Models with a router, a `topk` or 16-bit norms "
-        "enlarge such differences.",
+        "Where logits are not bit-equal, the last places differ. compressed-tensors divides scales by the stored "
+        "reciprocal of the global scale, and `quant.load` multiplies by its inverse, so a weight half-way between "
+        "two BF16 numbers may become the other one: 288 of the 4,096 weights of a layer of DETR. In float32, sums "
+        "depend on how a library cuts a product.",
         "",
         "Experts are written one by one (`experts.3.gate_proj`), as servers read them, whether the model stacks "
         "them `[experts, out, in]`, transposed (Llama 4, gpt-oss, Aria) or in two dimensions (DBRX). transformers "
