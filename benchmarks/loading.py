@@ -4,10 +4,10 @@
     python benchmarks/loading.py --against ../before   and another checkout, such as a git worktree of an older commit
     python benchmarks/loading.py --gigabytes 4 --json loading.json
 
-Each tree loads in a process of its own, in turns with the other; a row has the medians. The checkpoint is that of a
-Llama with random codes. Loading maps the files and reads what it checks: all scales, all tensors in 16 bit, and FP8
-codes, which may be NaN. So the time has two parts, the model's modules and that reading; `read` is the time in which
-one core finds the largest byte of all files.
+Each tree loads in a process of its own, in turns with the other. A row has wall-clock time, the median and the least of
+all loads, and the median of processor time. The checkpoint is that of a Llama with random codes. Loading maps the files
+and reads what it checks: all scales and all tensors in 16 bit. FP8 codes, which may be NaN, are read when their layer
+is first used; `read` is the time in which one core finds the largest byte of all files.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ import quant
 directory, rounds = sys.argv[1], int(sys.argv[2])
 times = []
 for _ in range(rounds + 1):
-    start = time.perf_counter()
+    start = time.perf_counter(), time.process_time()
     model = quant.load(directory)
-    times.append(time.perf_counter() - start)
+    times.append((time.perf_counter() - start[0], time.process_time() - start[1]))
     del model
 print(json.dumps(times[1:]))
 """
@@ -81,14 +81,14 @@ def make(preset: str, gigabytes: float, directory: Path) -> None:
     quant.save(model, plan, directory)
 
 
-def seconds(tree: Path, directory: Path, rounds: int) -> list[float]:
-    """Times of `quant.load` in one process of a checkout; the first is left out."""
+def seconds(tree: Path, directory: Path, rounds: int) -> list[tuple[float, float]]:
+    """Wall-clock and processor times of `quant.load` in one process of a checkout; the first is left out."""
     environment = {**os.environ, "PYTHONPATH": str(tree), "TRANSFORMERS_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(directory), str(rounds)],
         capture_output=True, text=True, check=True, env=environment, cwd=directory,
     )  # fmt: skip
-    found: list[float] = json.loads(done.stdout)
+    found: list[tuple[float, float]] = json.loads(done.stdout)
     return found
 
 
@@ -107,15 +107,18 @@ def measure(preset: str, gigabytes: float, trees: dict[str, Path], rounds: int, 
         make(preset, gigabytes, directory)
         size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         read = statistics.median(reading(directory) for _ in range(3))
-        times: dict[str, list[float]] = {name: [] for name in trees}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in trees}
         for _ in range(turns):
             for name, tree in trees.items():
                 times[name] += seconds(tree, directory, rounds)
     row: dict[str, Any] = {"preset": preset, "GB": size * 1e-9, "read s": read}
-    row |= {f"{name} s": statistics.median(found) for name, found in times.items()}
+    for name, found in times.items():
+        wall, processor = zip(*found, strict=True)
+        row |= {f"{name} s": statistics.median(wall), f"{name} least s": min(wall)}
+        row[f"{name} cpu s"] = statistics.median(processor)
     if len(trees) == 2:
-        before, here = (statistics.median(times[name]) for name in ("before", "here"))
-        row["here / before"] = here / before
+        for which in ("s", "least s", "cpu s"):
+            row[f"here / before, {which}"] = row[f"here {which}"] / row[f"before {which}"]
     return row
 
 

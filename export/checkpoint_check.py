@@ -1,6 +1,6 @@
 """What a checkpoint holds is checked here as it is read, for files may be damaged, edited, or written by a faulty tool.
 
-    codes               present, of the format's dtype and shape; FP8 without NaN (`checkpoint_scan`)
+    codes               present, of the format's dtype and shape; FP8 without NaN (`checkpoint_scan`, or at first use)
     block scales        E4M3: neither negative nor NaN (zero is an empty block of other tools); E8M0: not NaN
     other scales        one number or the shape of the format, positive and finite
     anything else       not left over: a zero point, or an input scale of inputs that stay in 16 bit, changes results

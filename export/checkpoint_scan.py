@@ -1,9 +1,11 @@
-"""`Scan` looks for NaN and infinity in weight files, in threads, while its caller builds the model.
+"""`Scan` looks for NaN and infinity in weight files, in threads.
 
-Loading maps the files and reads little of them, so that a check in turn would double its time. Float tensors of one
-dtype lie side by side in a file. Such runs are read in pieces that stay in the cache, where two integer maxima decide
-(`quant.formats.finite`). The result is a list of suspects, the tensors in a piece that holds such a value: the caller
-looks at these again, and knows what they are.
+Float tensors of one dtype lie side by side in a file. Such runs are read in pieces that stay in the cache, where two
+integer maxima decide (`quant.formats.finite`). The result is a list of suspects, the tensors in a piece that holds such
+a value: the caller looks at these again, and knows what they are.
+
+The search runs after the model is built, not meanwhile: each of its calls takes microseconds and needs Python's lock
+before and after, for which it would wait, and the building too.
 """
 
 from __future__ import annotations
@@ -45,32 +47,24 @@ class _Run:
 
 
 class Scan:
-    """Reads the float tensors of safetensors files, from now on.
+    """The float tensors of safetensors files, by their headers.
 
     Args:
         files: to read.
+        fp8: whether to read tensors in FP8 as well.
 
     Raises:
         ValueError: a file is damaged; the message names it.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        runs = [(file, run) for file in files for run in _runs(file)]
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="scan")
-        self._found = [
-            self._pool.submit(_suspects, file, run, start)
-            for file, run in runs
-            for start in range(run.begins[0], run.end, _TASK)
-        ]
+    def __init__(self, files: Iterable[Path], *, fp8: bool = True) -> None:
+        runs = [(file, run) for file in files for run in _runs(file) if fp8 or run.dtype.itemsize > 1]
+        self._tasks = [(file, run, start) for file, run in runs for start in range(run.begins[0], run.end, _TASK)]
 
     def suspects(self) -> set[str]:
-        """Waits; gives the names, as they are in the files, of the tensors that may hold NaN or infinity."""
-        with self._pool:
-            return {name for found in self._found for name in found.result()}
-
-    def stop(self) -> None:
-        """Reads no further."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Reads the tensors; gives the names, as they are in the files, of those that may hold NaN or infinity."""
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="scan") as pool:
+            return {name for found in pool.map(lambda task: _suspects(*task), self._tasks) for name in found}
 
 
 def _runs(file: Path) -> list[_Run]:

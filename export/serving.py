@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from quant.export.onnx_graph.shapes import Input, graph_inputs, parse_profile
-from quant.formats.atomic import replace_directory, temporary_directory, write_atomically
+from quant.formats.atomic import put_file, replace_directory, temporary_directory, write_atomically
 from quant.recipes.json_text import json_text
 
-CONFIG_FILE, RECEIPT_FILE = "config.pbtxt", "receipt.json"
+CONFIG_FILE, RECEIPT_FILE, SERVE_FILE = "config.pbtxt", "receipt.json", "serve.md"
 ENGINE_FILES = {"tensorrt": "model.plan", "tensorrt_rtx": "model.engine"}
 _SERVED = 2  # versions at a time
 _TYPES = {
@@ -61,9 +61,12 @@ def publish(
     repository: str | Path,
     *,
     name: str,
+    guide: Callable[[Bundle], str],
     overwrite: bool = False,
 ) -> Bundle:
     """Puts an engine into a model repository, as its newest version.
+
+    A new repository appears whole. In one that is there, the version comes first, whole, and then `serve.md`.
 
     Args:
         engine: the engine file; it is moved.
@@ -71,6 +74,7 @@ def publish(
         onnx_path: file that it was built from, for names, types and shapes of the tensors.
         repository: is made if it does not exist.
         name: of the model in it.
+        guide: the text of `serve.md`.
         overwrite: drops the versions that are there.
 
     Raises:
@@ -87,24 +91,28 @@ def publish(
             f"{home}: version {max(taken)} there has other tensors, shapes or runtime than this engine, and all "
             "versions share one config.pbtxt; pass --overwrite to replace them, or choose another --out"
         )
-    version = max(taken, default=0) + 1
-    with temporary_directory(home) as temporary:
-        folder = temporary / str(version)
-        folder.mkdir()
+    bundle = Bundle(repository, name, max(taken, default=0) + 1, checked)
+    with temporary_directory(repository) as temporary:
+        folder = temporary / name / str(bundle.version)
+        folder.mkdir(parents=True)
         backend = built_by(receipt)
         shutil.move(engine, folder / ENGINE_FILES[backend])
         if backend == "tensorrt_rtx":
             shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / "model.py")
         write_atomically(folder / RECEIPT_FILE, json_text(receipt, indent=1) + "\n")
-        folder.chmod(0o755)
-        if overwrite or not home.exists():
-            write_atomically(temporary / CONFIG_FILE, config)
+        write_atomically(temporary / name / CONFIG_FILE, config)
+        write_atomically(temporary / SERVE_FILE, guide(bundle))
+        if not repository.exists():
             temporary.chmod(0o755)
-            replace_directory(temporary, home)
+            replace_directory(temporary, repository)
+            return bundle
+        if overwrite or not home.exists():
+            replace_directory(temporary / name, home)
         else:
             write_atomically(home / CONFIG_FILE, config)
-            replace_directory(folder, home / str(version))
-    return Bundle(repository, name, version, checked)
+            replace_directory(folder, home / str(bundle.version))
+        put_file(temporary / SERVE_FILE, repository / SERVE_FILE)
+    return bundle
 
 
 def model_config(name: str, onnx_path: str | Path, receipt: Mapping[str, Any]) -> str:

@@ -16,8 +16,6 @@ from quant.export.serving import Bundle, built_by
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.targets import Pair, Target, get_target
 
-SERVE_FILE = "serve.md"
-
 
 def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
     """The text of `serve.md`.

@@ -26,15 +26,15 @@ _CLAIMED: set[Path] = set()  # by this process
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux's fcntl.h
 
 
-def write_atomically(path: str | Path, text: str) -> None:
-    """Writes a text file; what was under its name stays there until the new one is on the disk.
+def write_atomically(path: str | Path, content: str | bytes) -> None:
+    """Writes a file; what was under its name stays there until the new one is on the disk.
 
     Raises:
         OSError: it cannot be written; the old file is as it was.
     """
     path = Path(path)
     with _temporary(path, Path.touch) as beside:
-        beside.write_text(text, encoding="utf-8")
+        beside.write_bytes(content.encode() if isinstance(content, str) else content)
         put_file(beside, path)
 
 

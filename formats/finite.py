@@ -49,8 +49,9 @@ def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> boo
     if positive is None or negative is None or x.is_meta:
         return False
     if x.device.type != "cpu":
-        wide = x.float() if x.dtype.itemsize == 1 else x
-        return bool((~wide.isfinite() if positive == negative else wide.isnan() | (wide == torch.inf)).any())
+        if x.dtype.itemsize == 1:
+            return bool(((x.view(torch.uint8) & 0x7F) > positive).any())
+        return bool((~x.isfinite() if positive == negative else x.isnan() | (x == torch.inf)).any())
     bits = _bits(x)
     unsigned, top = bits.view(f"u{bits.dtype.itemsize}"), 1 << (8 * bits.dtype.itemsize - 1)
     step = _PIECE // bits.dtype.itemsize

@@ -21,6 +21,8 @@ import sys
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
+from quant.formats.atomic import write_atomically
+
 # Messages up to this severity are passed on: internal error, error, warning, info, and verbose (4) kept to oneself.
 _VERBOSE = 4
 _SHORT = 2000
@@ -72,7 +74,7 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
         if not builder.build_serialized_network_to_stream(network, config, writer):
             raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
     if cache is not None:
-        Path(request["timing_cache"]).write_bytes(bytes(memoryview(cache.serialize())))
+        write_atomically(request["timing_cache"], bytes(memoryview(cache.serialize())))
     del monitor
     return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": _peak_rss()}
 

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.formats.finite import is_finite
 from quant.formats.format import Format
 from quant.formats.stacking import Stacking
 from quant.formats.tensor import BlockScaledTensor
@@ -133,10 +134,33 @@ class _QuantModule(nn.Module):
         # Device and dtype of the codes, and dtype of the input, that the layout was last decided for.
         self._arranged: tuple[torch.device, torch.dtype, torch.dtype] | None = None
         self._stays_stored = False
+        self._unread: str | None = None
+
+    def check_at_first_use(self, place: str) -> None:
+        """Notes that the codes are still to be searched for NaN; `place` names them in the error.
+
+        Files are mapped, so that loading reads no codes. The search waits until the weight is read for another reason:
+        it arrives at a GPU, is arranged for its first forward, or is written.
+        """
+        if self.codes.is_floating_point():  # only those of FP8 may be NaN
+            self._unread = place
+
+    def _check_codes(self) -> None:
+        codes = self.codes
+        if type(codes) is not torch.Tensor or codes.is_meta or _is_traced():
+            return
+        if not is_finite(codes):
+            wrong = int((~codes.float().isfinite()).sum())
+            raise ValueError(
+                f"{self._unread} holds {wrong:,} codes that are NaN or infinite; repair the model, or download it again"
+            )
+        self._unread = None
 
     @property
     def stored_weight(self) -> BlockScaledTensor:
         """The weight as the buffers hold it: perhaps in the layout of a kernel (`kernels/layout.py`)."""
+        if self._unread is not None:
+            self._check_codes()
         return BlockScaledTensor(self.codes, self.scale, self.weight_format, self.weight_shape, self.global_scale)
 
     @property
@@ -160,8 +184,8 @@ class _QuantModule(nn.Module):
         Not while it is traced, nor while a CUDA graph is captured, whose kernels keep the addresses of its weights,
         nor where accelerate copies it from the CPU anew for each forward.
         """
-        codes, is_traced = self.codes, torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        if type(codes) is not torch.Tensor or codes.is_meta or is_traced:
+        codes = self.codes
+        if type(codes) is not torch.Tensor or codes.is_meta or _is_traced():
             return
         computed = torch.get_autocast_dtype(codes.device.type) if _is_autocast(codes.device.type) else dtype
         # Weights made in inference mode would be of no use to a later backward pass.
@@ -238,9 +262,13 @@ class _QuantModule(nn.Module):
 def restore_layout(model: nn.Module) -> None:
     """Puts all weights of `model` in the layout of a checkpoint, for exporters; a forward arranges them again."""
     for module in model.modules():
-        if isinstance(module, _QuantModule) and is_prepacked(module.stored_weight):
+        if isinstance(module, _QuantModule) and is_prepacked(module.stored_weight):  # looks for NaN, too
             module._store(restore(module.stored_weight))
             module._arranged = None
+
+
+def _is_traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_autocast(device: str) -> bool:

@@ -3,7 +3,7 @@
     add_rmsnorm        h = x + residual, and h / rms(h) · weight
     swiglu             silu(gate) · up, of one matmul's output [tokens, 2 · intermediate]
     rotate_and_store   q, k, v of one matmul's output: q and k normed and rotated, k and v written to their page
-    greedy             the column of the largest logit of each row
+    greedy             the column of the largest logit of each row, -1 where a logit is NaN
 
 Decoding one token reads every weight once and takes a millisecond or two, in which some hundreds of kernels start,
 each before the previous one has ended (`kernels/portable/dependent_launch.py`). Every intermediate is rounded to 16
@@ -135,10 +135,11 @@ def rotate_kernel(
 
 @triton.jit
 def _first_largest(value, place):
-    """The largest value and its first place; NaN counts as infinity."""
-    value = tl.where(value == value, value, float("inf"))
-    top = tl.max(value, axis=0)
-    return top, tl.min(tl.where(value == top, place, 2147483647), axis=0)
+    """The largest value and its first place; NaN and -1 where one value is NaN."""
+    is_nan = tl.max((value != value).to(tl.int32), axis=0) > 0
+    top = tl.max(tl.where(value == value, value, float("-inf")), axis=0)
+    first = tl.min(tl.where(value == top, place, 2147483647), axis=0)
+    return tl.where(is_nan, float("nan"), top), tl.where(is_nan, -1, first)
 
 
 @triton.jit
@@ -281,7 +282,7 @@ def rotate_and_store(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """The first column of the largest logit of each row, int64 `[tokens]`; NaN counts as infinity.
+    """The first column of the largest logit of each row, int64 `[tokens]`; -1, no token, where a logit is NaN.
 
     Args:
         logits: `[tokens, vocabulary]`, FP16 or BF16, contiguous.

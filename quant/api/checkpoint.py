@@ -108,6 +108,8 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     _assign(model, rest, opened.directory, assign=built)
     use_expert_modules(model, plan)
     mark_quantized(model)
+    for layer in plan.quantized:
+        model.get_submodule(layer.name).check_at_first_use(place(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
     return model
 
 

@@ -35,8 +35,8 @@ from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import dimension_ranges, export_onnx
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
-from quant.export.serving import RECEIPT_FILE, publish
-from quant.export.serving_guide import SERVE_FILE, serving_text
+from quant.export.serving import RECEIPT_FILE, SERVE_FILE, Bundle, publish
+from quant.export.serving_guide import serving_text
 from quant.export.torch_tensorrt import lower
 from quant.formats.atomic import temporary_directory, write_atomically
 from quant.formats.tensor import BlockScaledTensor
@@ -169,9 +169,11 @@ def export_triton_server(job: Job) -> dict[str, Any]:
     with temporary_directory(job.out) as folder:
         path, engine = folder / "model.onnx", folder / "engine"
         receipt = _engine(job, path, engine)
-        bundle = publish(engine, receipt, path, job.out, name=name, overwrite=job.overwrite)
-    guide = serving_text(job.directory, job.plan, bundle, receipt, text=is_decoder(job.model))
-    write_atomically(job.out / SERVE_FILE, guide)
+
+        def guide(bundle: Bundle) -> str:
+            return serving_text(job.directory, job.plan, bundle, receipt, text=is_decoder(job.model))
+
+        bundle = publish(engine, receipt, path, job.out, name=name, guide=guide, overwrite=job.overwrite)
     version = job.out / name / str(bundle.version)
     files = [job.out / name / "config.pbtxt", *sorted(version.iterdir()), job.out / SERVE_FILE]
     return {

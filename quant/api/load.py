@@ -56,7 +56,8 @@ def load(
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor
-    is checked as it is read: its dtype, its shape, and that it is finite.
+    is checked as it is read: its dtype, its shape, and that it is finite. FP8 codes, which are most of a checkpoint,
+    are read when their layer first needs them, on a GPU or in its first forward, and that raises ValueError for NaN.
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
@@ -71,13 +72,10 @@ def load(
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
         raise _no_checkpoint(directory)
-    scan = Scan(weight_files(directory))
-    try:
-        opened = Checkpoint(directory, model or outline(directory))
-        loaded = fill(opened, built=model is None)
-        refuse(suspect_problems(loaded, scan, opened.tensors))
-    finally:
-        scan.stop()
+    scan = Scan(weight_files(directory), fp8=False)
+    opened = Checkpoint(directory, model or outline(directory))
+    loaded = fill(opened, built=model is None)
+    refuse(suspect_problems(loaded, scan, opened.tensors))
     attach(loaded, opened.plan)
     return loaded.eval().to(device)
 

@@ -250,18 +250,27 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up."""
+    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up.
+
+    Python drops what is raised in a destructor or in the callback of a weak reference. If that happens to `Terminated`,
+    it is raised again at the end: a command that got the signal never ends as if it had not.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    stopped = False
 
     def stop(*_: Any) -> None:
+        nonlocal stopped
+        stopped = True
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+        if stopped:
+            raise Terminated
     finally:
         signal.signal(signal.SIGTERM, before)
 

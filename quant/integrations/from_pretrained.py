@@ -176,15 +176,12 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
             return model
         checkpoint, scan = self._checkpoint, self._scan
         assert scan is not None
-        try:
-            if checkpoint.plan.kv_cache is not None:
-                refuse(kv_scale_problems(checkpoint.tensors))
-                scales = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name.endswith(KV_SCALES)}
-                device = next(model.parameters()).device
-                install_kv_scales(model, {name: scale.to(device) for name, scale in scales.items()})
-            refuse(suspect_problems(model, scan, checkpoint.tensors))
-        finally:
-            scan.stop()
+        if checkpoint.plan.kv_cache is not None:
+            refuse(kv_scale_problems(checkpoint.tensors))
+            scales = {name: checkpoint.tensors[name] for name in checkpoint.tensors if name.endswith(KV_SCALES)}
+            device = next(model.parameters()).device
+            install_kv_scales(model, {name: scale.to(device) for name, scale in scales.items()})
+        refuse(suspect_problems(model, scan, checkpoint.tensors))
         mark_quantized(model)
         attach(model, checkpoint.plan)
         self._checkpoint = self._scan = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ from quant.export.checkpoint_check import matrix_problems
 from quant.export.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.linear.modules import restore_layout
 
 Tensors = dict[str, torch.Tensor]
 Q = "model.layers.1.self_attn.q_proj"
@@ -123,9 +125,38 @@ def test_a_checkpoint_that_lies(
 ) -> None:
     source = spoilt(golden, tmp_path, change)
     with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        quant.load(source)
+        quant.load(source)(torch.arange(8)[None])
     message = str(caught.value)
     assert tensor in message and str(source) in message and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda model: model(torch.arange(8)[None]),
+        lambda model: copy.deepcopy(model)(torch.arange(8)[None]),
+        lambda model: model.state_dict(),
+        lambda model: restore_layout(model),
+        lambda model: model.get_submodule(Q).weight,
+        lambda model: model.get_submodule(Q).quantized_weight,
+    ],
+    ids=["forward", "copy", "state_dict", "export", "weight", "quantized_weight"],
+)
+def test_codes_in_fp8_are_looked_at_before_they_are_used(use: Callable[[Any], object], tmp_path: Path) -> None:
+    model = quant.load(spoilt(CT + "FP8", tmp_path, put(f"{Q}.weight", -NAN, 3)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=rf"model\.safetensors: {Q}\.weight holds 1 codes that are NaN"):
+            use(model)
+    use(quant.load(GOLDENS / CT / "FP8"))
+
+
+@pytest.mark.parametrize("arguments", [["--to", "modelopt"], ["--to", "onnx"], ["--to", "aoti"]], ids=lambda a: a[1])
+def test_codes_in_fp8_are_looked_at_before_they_are_exported(arguments: list[str], tmp_path: Path) -> None:
+    source, out = spoilt(CT + "FP8", tmp_path, put(f"{Q}.weight", NAN)), tmp_path / "out.pt2"
+    result = CliRunner().invoke(main, ["export", str(source), *arguments, "--out", str(out)])
+    assert result.exit_code == 2
+    assert f"model.safetensors: {Q}.weight holds 1 codes that are NaN" in result.stderr
+    assert not out.exists()
 
 
 def test_scales_may_have_more_axes_of_length_one(tmp_path: Path) -> None:

@@ -155,6 +155,27 @@ def test_what_dead_processes_left_is_removed_and_what_others_write_is_not(tmp_pa
     assert sorted(each.name for each in tmp_path.iterdir()) == [".out.new.but mine", "out"]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_signal_that_arrives_in_a_destructor_ends_the_command_too(tmp_path: Path) -> None:
+    class Destroyed:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+
+    @click.command(cls=Command)
+    @click.option("--out", type=click.Path(path_type=Path))
+    def command(out: Path) -> None:
+        Destroyed()  # Python drops what its destructor raises
+        with new_directory(out, overwrite=True) as directory:
+            fill(directory, NEW)
+
+    target = tmp_path / "out"
+    result = CliRunner().invoke(command, ["--out", str(target)])
+    assert result.exit_code == 143
+    assert result.output.splitlines()[-1] == f"error: stopped by SIGTERM after {target} was written"
+    assert contents(target) == NEW
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("late", [False, True])
 def test_a_signal_ends_a_command_in_one_line(tmp_path: Path, number: signal.Signals, code: int, late: bool) -> None:

@@ -39,7 +39,7 @@ def receipt(backend: str = "tensorrt 11.2.0", profiles: tuple[str, ...] = ("inpu
 def put(folder: Path, given: Any, **options: Any) -> Bundle:
     engine = folder / "engine"
     engine.write_bytes(b"engine")
-    where = {"repository": folder / "repository", "name": "smol"}
+    where = {"repository": folder / "repository", "name": "smol", "guide": lambda bundle: f"version {bundle.version}"}
     return publish(engine, given, graph(folder, **options.pop("graph", {})), **{**where, **options})
 
 
@@ -90,7 +90,10 @@ def test_a_fixed_batch_is_part_of_the_shape(tmp_path: Path) -> None:
 
 
 def test_a_second_export_is_a_second_version(tmp_path: Path) -> None:
-    assert [put(tmp_path, receipt()).version for _ in range(3)] == [1, 2, 3]
+    for version in (1, 2, 3):
+        assert put(tmp_path, receipt()).version == version
+        assert (tmp_path / "repository" / "serve.md").read_text() == f"version {version}"
+        assert sorted(file.name for file in (tmp_path / "repository").iterdir()) == ["serve.md", "smol"]
     home = tmp_path / "repository" / "smol"
     assert sorted(file.name for file in home.iterdir()) == ["1", "2", "3", "config.pbtxt"]
     before = (home / "config.pbtxt").read_text()

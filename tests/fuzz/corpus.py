@@ -80,6 +80,7 @@ def make_some(home: Path) -> None:
     _models(home)
     _texts(home)
     _run(home, f"quantize in/model --format nvfp4 --kv-cache fp8 {ROWS} --out in/ckpt --quiet")
+    _run(home, f"quantize in/model --format fp8 {ROWS} --out in/static --quiet")
     shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
 
 

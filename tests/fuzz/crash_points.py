@@ -16,30 +16,42 @@ if __name__ == "__main__":  # before torch and transformers are imported
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 import argparse
+import hashlib
+import importlib.util
 import json
 import shutil
 import signal
 import tempfile
+import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from fuzz import corpus, forks
 from fuzz.crashes import KINDS, LOG, Crash
 from fuzz.forks import Outcome
 
-_TIMED = ("report.json", "report.html", "receipt.json")  # they hold seconds
+from quant.export import torch_tensorrt
+from quant.export.engine import build, process
 
 
 @dataclass(frozen=True)
 class Job:
-    """A command that writes `out`, and the one that made what stands there before, if any."""
+    """A command that writes, and the one that made what stands there before, if any.
+
+    Attributes:
+        places: what it writes, in the order in which each appears, whole. Most commands write `out` alone.
+        adds: whether it adds to what is there, so that the next run adds again.
+    """
 
     name: str
     command: str
     before: str | None = None
+    places: tuple[str, ...] = ("out",)
+    adds: bool = False
 
 
 def jobs() -> list[Job]:
@@ -56,34 +68,116 @@ def jobs() -> list[Job]:
         Job("export compressed-tensors", f"export in/ckpt --to compressed-tensors {to}"),
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
         Job("export onnx", f"export in/ckpt --to onnx {to}"),
+        Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",)),
+        Job("export torch-tensorrt", "export in/static --to torch-tensorrt --out out.pt2 --quiet", places=("out.pt2",)),
+        *(_engines() if importlib.util.find_spec("tensorrt_rtx") else ()),
         Job("plan edit", changed),
         Job("plan edit --overwrite", f"{changed} --overwrite", f"{edit} --kv-cache keep"),
         Job("sensitivity", f"sensitivity in/model --calib in/tokens.safetensors {corpus.SHORT} {to}"),
     ]
 
 
+def _engines() -> list[Job]:
+    engine = "export in/static --to tensorrt --target sm89 --out out.engine --quiet --shapes batch=1,sequence="
+    server = f"export in/static --to triton-server --target sm89 {corpus.TO} --shapes batch=1,sequence="
+    in_two, in_repository = ("out.engine", "out.engine.json"), ("out/static", "out/serve.md")
+    return [
+        Job("export tensorrt", f"{engine}8", places=in_two),
+        Job("export tensorrt --overwrite", f"{engine}8 --overwrite", f"{engine}16", in_two),
+        Job("export triton-server", f"{server}8"),
+        Job("export triton-server, a version", f"{server}8", f"{server}8", in_repository, adds=True),
+        Job("export triton-server --overwrite", f"{server}8 --overwrite", f"{server}16", in_repository),
+    ]
+
+
+class StandIns:
+    """Compilers, which take long and write elsewhere, give what they gave before: only our own writing is tried.
+
+    Every engine is built once by TensorRT-RTX, in the first run. AOTInductor's package is a file of any bytes, and
+    torch-tensorrt's ops, which belong to ModelOpt, have no bodies: nothing looks into either while it is written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir()
+
+    def __call__(self) -> None:
+        """For the fork that runs the command."""
+        build.run_worker = self._engine
+        torch._inductor.aoti_compile_and_package = self._package
+        try:
+            torch_tensorrt.require_ops()
+        except ValueError:
+            library = torch.library.Library("tensorrt", "DEF")
+            for name, arguments in _OPS.items():
+                library.define(f"{name}({arguments}) -> Tensor")
+                torch.library.register_fake(f"tensorrt::{name}", lambda x, *_: torch.empty_like(x), lib=library)
+            torch_tensorrt.require_ops = lambda: library
+
+    def _engine(self, request: Any, *rest: Any) -> Any:
+        key = hashlib.sha256(json.dumps(request["profiles"]).encode()).hexdigest()
+        engine, told = self.folder / f"{key}.engine", self.folder / f"{key}.json"
+        if not told.exists():
+            found = process.run_worker(request, *rest)
+            shutil.copyfile(request["engine"], engine)
+            told.write_text(json.dumps(found))
+        Path(request["engine"]).write_bytes(engine.read_bytes())
+        return json.loads(told.read_text())
+
+    def _package(self, *_: Any, package_path: str, **options: Any) -> str:
+        with zipfile.ZipFile(package_path, "w") as file:
+            file.writestr(zipfile.ZipInfo("package"), bytes(1 << 16))
+        return package_path
+
+
+_OPS = {
+    "quantize_op": "Tensor x, Tensor amax, int bits, int exponent, bool unsigned, bool narrow",
+    "dynamic_block_quantize_op": (
+        "Tensor x, int block, Tensor amax, int bits, int exponent, int scale_bits, int scale_exponent"
+    ),
+}
 Contents = dict[str, bytes] | None
 
 
-def contents(out: Path) -> Contents:
-    """What is at a path: the bytes of its files, but of those that hold times only that they can be read."""
+def contents(folder: Path, place: str) -> Contents:
+    """What is at a place of a command's folder: the bytes of its files, but for times and the folder's name."""
+    out = folder / place
     if not out.exists():
         return None
     files = [out] if out.is_file() else sorted(file for file in out.rglob("*") if file.is_file())
     found = {}
     for file in files:
         data = file.read_bytes()
-        if file.name.endswith(".json") and file.name in _TIMED:
-            json.loads(data)
         if file.name == "plan.json":
             fields = json.loads(data)
             fields["provenance"].pop("command", None)  # perhaps with --overwrite
             data = json.dumps(fields).encode()
-        timed = file.name in _TIMED or (out.is_file() and b'"seconds"' in data)
-        if timed and out.is_file():
-            data = json.dumps({**json.loads(data), "seconds": 0}).encode()
-        found[str(file.relative_to(out))] = b"" if timed and out.is_dir() else data
+        elif file.suffix == ".pt2":
+            data = _packed(file)
+        elif file.name == "report.html":
+            data = b""
+        elif file.name == "report.json":
+            data = json.dumps(sorted(json.loads(data))).encode()
+        elif file.suffix == ".json" or (out.is_file() and b'"seconds"' in data):
+            data = json.dumps(_without_times(json.loads(data))).encode()
+        found[str(file.relative_to(out))] = data.replace(os.fsencode(folder), b"FOLDER")
     return found
+
+
+def _packed(file: Path) -> bytes:
+    """What is in a package, but for the parts in which PyTorch writes numbers of its own run."""
+    with zipfile.ZipFile(file) as packed:
+        assert packed.testzip() is None
+        own = ("models/model.json", "serialization_id")
+        return repr(
+            [(each.filename, each.CRC) for each in packed.infolist() if not each.filename.endswith(own)]
+        ).encode()
+
+
+def _without_times(fields: Any) -> Any:
+    if isinstance(fields, dict):
+        return {key: _without_times(value) for key, value in fields.items() if key != "seconds"}
+    return [_without_times(each) for each in fields] if isinstance(fields, list) else fields
 
 
 class Case:
@@ -106,15 +200,19 @@ def _folder(root: Path, name: str, old: Path | None) -> Path:
     folder = root / name
     folder.mkdir()
     (folder / "in").symlink_to(root / "corpus")
-    if old is not None:
-        (shutil.copytree if old.is_dir() else shutil.copy2)(old, folder / "out")
+    for each in old.glob("out*") if old is not None else ():
+        (shutil.copytree if each.is_dir() else shutil.copy2)(each, folder / each.name)
     return folder
 
 
-def _wrong(case: Case, outcome: Outcome, old: Contents, new: Contents) -> Iterator[str]:
-    held = contents(case.folder / "out")
-    if held not in (old, new):
-        yield f"neither old nor new: {sorted(held or {})}"
+def _all_contents(job: Job, folder: Path) -> list[Contents]:
+    return [contents(folder, place) for place in job.places]
+
+
+def _wrong(case: Case, outcome: Outcome, old: list[Contents], new: list[Contents]) -> Iterator[str]:
+    held = _all_contents(case.job, case.folder)
+    if held not in ([*new[:count], *old[count:]] for count in range(len(new) + 1)):
+        yield f"neither old nor new: {[sorted(found or {}) for found in held]}"
     told = outcome.stderr.splitlines()[-1:] or [""]
     match case.kind:
         case _ if case.step is None:
@@ -123,7 +221,7 @@ def _wrong(case: Case, outcome: Outcome, old: Contents, new: Contents) -> Iterat
             right = outcome.code == -signal.SIGKILL
         case "TERM":
             right = outcome.code == 128 + signal.SIGTERM and told[0].startswith("error: stopped by SIGTERM")
-            if right and ("before" in told[0]) != (held == old):
+            if right and held in (old, new) and ("before" in told[0]) != (held == old):
                 yield f"says {told[0]!r}"
         case _:
             right = (outcome.code == 2 and told[0].startswith("error: ")) or (not outcome.code and held == new)
@@ -131,7 +229,7 @@ def _wrong(case: Case, outcome: Outcome, old: Contents, new: Contents) -> Iterat
         yield f"code {outcome.code}: {outcome.stderr[-600:]!r}"
 
 
-def run(every: int, workers: int, only: str | None = None) -> Counter[str]:
+def run(every: int, workers: int, only: Sequence[str] = ()) -> Counter[str]:
     """Stops every `every`-th step of each command in each way; prints faults, and gives counts."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
@@ -139,54 +237,71 @@ def run(every: int, workers: int, only: str | None = None) -> Counter[str]:
         os.environ |= {"HOME": str(root), "BLOCKSCALE_CACHE": str(root / "cache")}
         (root / "corpus").mkdir()
         corpus.make_some(root / "corpus")
-        for number, job in enumerate(job for job in jobs() if only in (None, job.name)):
+        stand_ins = StandIns(root / "stand-ins")
+        for number, job in enumerate(job for job in jobs() if not only or job.name in only):
             old = None
             if job.before is not None:
-                made = _folder(root, f"{number}-old", None)
-                assert not forks.run(job.before.split(), made).code
-                old = made / "out"
+                old = _folder(root, f"{number}-old", None)
+                assert not forks.run(job.before.split(), old, stand_ins).code
             clean = Case(job, "KILL", 1 << 60, _folder(root, f"{number}-clean", old))
-            done = forks.run(job.command.split(), clean.folder, clean.crash)
+            done = forks.run(job.command.split(), clean.folder, _both(stand_ins, clean.crash))
             assert not done.code, done
             steps = len((clean.folder / LOG).read_text().splitlines())
-            before, new = contents(old) if old else None, contents(clean.folder / "out")
+            before, new = (_all_contents(job, folder) for folder in (old or root, clean.folder))
             points = [
                 Case(job, kind, at, _folder(root, f"{number}-{kind}-{at}", old))
                 for kind in KINDS
                 for at in range(1 + KINDS.index(kind) % every, steps + 1, every)
             ]
             counts[f"steps of {job.name}"] = steps
-            stopped = forks.run_all(((case, job.command.split(), case.folder, case.crash) for case in points), workers)
-            for case, outcome in stopped:
+            commands = ((case, job.command.split(), case.folder, _both(stand_ins, case.crash)) for case in points)
+            for case, outcome in forks.run_all(commands, workers):
                 os.close(case.crash.log)
                 counts["beyond the end" if case.step is None else "stopped"] += 1
                 counts[case.kind] += 1
                 for fault in _wrong(case, outcome, before, new):
                     print(f"{case}: {fault}", flush=True)
                     counts["faults"] += 1
-            for case, outcome in forks.run_all(((case, _again(case), case.folder, None) for case in points), workers):
-                left = sorted(each.name for each in case.folder.iterdir() if each.name.startswith((".", "out")))
-                if outcome.code or contents(case.folder / "out") != new or left != ["out"]:
+            again = [case for case in points if not job.adds or contents(case.folder, job.places[0]) != new[0]]
+            commands = ((case, _again(case), case.folder, stand_ins) for case in again)
+            for case, outcome in forks.run_all(commands, workers):
+                if outcome.code or _left(case.folder) != _left(clean.folder):
+                    left = {name: sorted(found or {}) for name, found in _left(case.folder).items()}
                     print(
                         f"{case}: the next run: code {outcome.code}, left {left}: {outcome.stderr[-300:]!r}", flush=True
                     )
                     counts["faults"] += 1
+            for case in points:
                 shutil.rmtree(case.folder)
     return counts
 
 
+def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _left(folder: Path) -> dict[str, Contents]:
+    """What a command has left in its folder, by name."""
+    return {each.name: contents(folder, each.name) for each in folder.iterdir() if each.name.startswith((".", "out"))}
+
+
 def _again(case: Case) -> list[str]:
     """The same command once more; one that had ended but for its cleaning up may replace its own result."""
-    command = case.job.command
-    may = "--overwrite" in command or command.startswith("sensitivity") or not (case.folder / "out").exists()
-    return (command if may else f"{command} --overwrite").split()
+    job = case.job
+    taken = (case.folder / job.places[0]).exists() and not job.adds
+    may = "--overwrite" in job.command or job.command.startswith("sensitivity") or not taken
+    return (job.command if may else f"{job.command} --overwrite").split()
 
 
 def _main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only")
+    parser.add_argument("--only", nargs="*", default=(), help="names of commands")
     given: Any = parser.parse_args()
     print(json.dumps(run(given.every, given.jobs, given.only)))
 

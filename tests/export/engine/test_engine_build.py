@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.machinery
+import io
 import json
 import os
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.export.engine import targets
+from quant.export.engine import targets, worker
 from quant.export.engine.audit import audit
 from quant.export.engine.build import build_engine, export_engine, summary
 from quant.export.engine.codes import held_codes
@@ -289,6 +291,24 @@ def test_the_other_tensorrt_takes_the_gpu_here_and_keeps_its_timings(
         assert engine.path.read_bytes() == b"engine"
         assert engine.backend == "tensorrt 0.fake"
         assert (tmp_path / "cache" / "blockscale" / "timing-sm90.cache").read_bytes() == timed
+
+
+def test_timings_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = types.ModuleType("tensorrt")
+    exec(BUILDER.replace("BODY", 'return writer.write(b"engine")'), vars(builder))
+    monkeypatch.setitem(sys.modules, "tensorrt", builder)
+    cache, graph = tmp_path / "timing.cache", tmp_path / "graph.onnx"
+    cache.write_bytes(b"old ")
+    graph.touch()
+    request = {
+        "backend": "tensorrt", "graph": str(graph), "model": str(graph), "engine": str(tmp_path / "x.engine"),
+        "compute_capability": "SM90", "profiles": [], "plugin": None, "timing_cache": str(cache),
+    }  # fmt: skip
+    seen = []
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append((cache.read_bytes(), os.fstat(handle).st_size)))
+    worker.build(request, io.StringIO())
+    assert seen[0] == (b"old ", len(b"old timed "))  # the new timings are on the disk before the old ones go
+    assert cache.read_bytes() == b"old timed "
 
 
 def test_the_installed_backend_may_not_know_the_target(graphs: Any, monkeypatch: pytest.MonkeyPatch) -> None:

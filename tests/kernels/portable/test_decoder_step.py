@@ -62,11 +62,14 @@ def check_greedy(device: str, dtype: torch.dtype) -> None:
         logits = torch.randn(tokens, columns, device=device).to(dtype)  # rounded, so that the largest is there twice
         logits[0, columns // 2] = logits[0].max()
         assert torch.equal(kernels.greedy(logits), logits.argmax(-1))
-    logits = torch.zeros(4, 2500, device=device, dtype=dtype)
+    logits = torch.zeros(7, 2500, device=device, dtype=dtype)
     logits[1, 7:] = float("-inf")
     logits[2] = float("-inf")
-    logits[3, 2000:] = float("nan")
-    assert kernels.greedy(logits).tolist() == [0, 0, 0, 2000]
+    logits[3, 2100] = float("inf")
+    logits[4, 2000:] = float("nan")
+    logits[5] = float("nan")
+    logits[6, 3], logits[6, 2400] = float("inf"), float("nan")
+    assert kernels.greedy(logits).tolist() == [0, 0, 0, 2100, -1, -1, -1]
 
 
 def check_rotation(device: str, dtype: torch.dtype) -> None:
