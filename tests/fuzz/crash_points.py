@@ -19,6 +19,7 @@ import argparse
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import signal
 import tempfile
@@ -160,7 +161,7 @@ def contents(folder: Path, place: str) -> Contents:
             data = json.dumps(sorted(json.loads(data))).encode()
         elif file.suffix == ".json" or (out.is_file() and b'"seconds"' in data):
             data = json.dumps(_without_times(json.loads(data))).encode()
-        found[str(file.relative_to(out))] = data.replace(os.fsencode(folder), b"FOLDER")
+        found[str(file.relative_to(out))] = re.sub(re.escape(os.fsencode(folder.parent)) + rb"/[\w-]+", b"FOLDER", data)
     return found
 
 
