@@ -28,6 +28,15 @@ def write_vit(directory: Path) -> Any:
     return _saved(model, directory)
 
 
+def write_resnet(directory: Path) -> Any:
+    """A classifier of images by convolutions."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf")
+    sizes = {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 1], "num_labels": 10}
+    model = tiny_models.build("ResNet", "ForImageClassification", sizes)
+    transformers.ConvNextImageProcessor(size={"shortest_edge": 32}, crop_pct=0.875).save_pretrained(directory)
+    return _saved(model, directory)
+
+
 def write_clip(directory: Path) -> Any:
     """An encoder of images beside one of texts."""
     transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -134,6 +143,21 @@ def write_pairs(file: Path) -> list[tuple[str, str]]:
     pairs = [(f"a document of some length, number {number}", text) for number, text in enumerate(TEXTS)]
     file.write_text("".join(json.dumps({"document": one, "summary": other}) + "\n" for one, other in pairs))
     return pairs
+
+
+def write_parquet(files: list[Path], kind: str, target: Path, column: str = "said") -> None:
+    """A data set with a column `image` or `audio` of files, and one of their texts, as `datasets` writes one.
+
+    `Dataset.from_dict` would take torchcodec to encode sounds.
+    """
+    datasets = pytest.importorskip("datasets", reason="the extra data")
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra data")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="the extra data")
+    held = datasets.Image() if kind == "image" else datasets.Audio()
+    features = datasets.Features({"number": datasets.Value("int64"), kind: held, column: datasets.Value("string")})
+    contents = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+    rows = {"number": list(range(len(files))), kind: contents, column: TEXTS[: len(files)]}
+    parquet.write_table(pyarrow.Table.from_pydict(rows, schema=features.arrow_schema), target)
 
 
 def _saved(model: Any, directory: Path) -> Any:

@@ -9,13 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_processors import RATE, TEXTS, pixels, tone, write_images, write_pairs, write_sounds
+from tiny_processors import RATE, TEXTS, pixels, tone, write_images, write_pairs, write_parquet, write_sounds
 
 from quant.calibration.texts.samples import Sample, read_samples
 
-datasets = pytest.importorskip("datasets", reason="the extra data")
-pyarrow = pytest.importorskip("pyarrow", reason="the extra data")
-parquet = pytest.importorskip("pyarrow.parquet", reason="the extra data")
+pytest.importorskip("datasets", reason="the extra data")
 
 
 def names(samples: list[Sample] | None) -> list[str]:
@@ -48,16 +46,6 @@ def test_a_sound_has_the_values_that_were_written(tmp_path: Path) -> None:
     assert np.array_equal(found[1].sound(RATE), (tone(500) / 2**15).astype(np.float32))
 
 
-def as_parquet(source: Path, kind: str, file: Path, column: str = "caption") -> Path:
-    contents = [{"bytes": f.read_bytes(), "path": f.name} for f in sorted(source.iterdir())]
-    feature = datasets.Image() if kind == "image" else datasets.Audio()
-    features = datasets.Features({"number": datasets.Value("int64"), kind: feature, column: datasets.Value("string")})
-    rows = {"number": list(range(4)), kind: contents, column: TEXTS}
-    # Without `Dataset.from_dict`, which takes torchcodec to encode sounds.
-    parquet.write_table(pyarrow.Table.from_pydict(rows, schema=features.arrow_schema), file)
-    return file
-
-
 @pytest.mark.parametrize(
     ("kind", "column", "named"),
     [("image", "caption", ""), ("audio", "sentence", ""), ("image", "what", "#what"), ("audio", "what", "#what")],
@@ -70,7 +58,8 @@ def test_a_data_set_gives_what_its_files_give(
     write = write_images if kind == "image" else write_sounds
     write(tmp_path / "files")
     (tmp_path / "set").mkdir()
-    file = as_parquet(tmp_path / "files", kind, tmp_path / "set" / "train.parquet", column)
+    files, file = sorted((tmp_path / "files").iterdir()), tmp_path / "set" / "train.parquet"
+    write_parquet(files, kind, file, column)
     wanted = read_samples(tmp_path / "files", 4, pairs=False) or []
     for source in (f"hf:{tmp_path / 'set'}{named}", f"{file}{named}"):
         found = read_samples(source, 4, pairs=False) or []
