@@ -32,7 +32,7 @@ def solver_needs_data(layer: LayerPlan) -> bool:
 
 def lacks_data(plan: Plan) -> str | None:
     """What to tell a user who gave no calibration text for a plan that needs one; None where it needs none."""
-    way_out = "pass a text: --calib FILE, or data= in Python"
+    way_out = "pass calibration data: --calib SOURCE, or data= in Python"
     for layer in plan.quantized:
         if solver_needs_data(layer):
             return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
