@@ -120,7 +120,7 @@ def test_inputs_that_were_all_zero_are_warned_of(format: str, solver: str) -> No
 
 def test_a_static_scale_without_data_is_refused_before_anything_changes() -> None:
     net = Net()
-    with pytest.raises(UserError, match=r"left: nvfp4 inputs have a static scale; pass calibration data: --calib SOURCE"):
+    with pytest.raises(UserError, match="left: nvfp4 inputs have a static scale; pass calibration data: --calib"):
         quantize(net, "nvfp4", run=example)
     assert not any(isinstance(m, QuantLinear) for m in net.modules())
 
