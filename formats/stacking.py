@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class Stacking:
 
     def parameter(self, matrices: torch.Tensor) -> torch.Tensor:
         """The inverse of `matrices`."""
+        import torch
+
         return torch.stack([self.hold(matrix) for matrix in matrices]).reshape(self.shape)
 
     def matrix(self, held: torch.Tensor) -> torch.Tensor:
@@ -72,7 +76,7 @@ class Stacking:
         return y.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.interleaved else y
 
 
-class ReadMatrices(Sequence[torch.Tensor]):
+class ReadMatrices(Sequence[Any]):
     """The matrices `[out, in]` of a parameter that is read one expert at a time.
 
     Args:
@@ -83,12 +87,14 @@ class ReadMatrices(Sequence[torch.Tensor]):
     is_meta = False
 
     def __init__(self, stacking: Stacking, stored: Sequence[torch.Tensor]) -> None:
+        import torch
+
         self.stacking, self.stored, self.shape = stacking, stored, torch.Size(stacking.weight_shape)
 
     def __len__(self) -> int:
         return self.stacking.experts
 
-    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
+    def __getitem__(self, index: int) -> torch.Tensor:
         return self.stacking.matrix(self.stored[index])
 
     def dim(self) -> int:

@@ -17,9 +17,12 @@ from torch import nn
 from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import parse_format
+from quant.recipes.effort import solver_of
 from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+
+NOT_RUN = "a bare state dict cannot be run"
 
 
 def make_plan(
@@ -29,6 +32,7 @@ def make_plan(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     solver: str | None = None,
+    effort: int = 0,
     lm_head: str | None = None,
     run: Callable[[nn.Module], Any] | None = None,
     provenance: dict[str, Any] | None = None,
@@ -39,6 +43,7 @@ def make_plan(
         model: a module, or the shapes of a bare state dict by tensor name.
         recipe: a preset's name or a recipe.
         include, exclude, solver, run: as in `quantize`.
+        effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict.
         lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
         provenance: recorded in the plan.
 
@@ -51,12 +56,18 @@ def make_plan(
     if solver is not None:
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
-    for name in {recipe.solver, *(rule.solver for rule in recipe.rules if rule.solver)}:
-        get_solver(name)
     if isinstance(model, nn.Module):
         layers, unknown = _with_groups(model, run)
     else:
-        layers, unknown = layers_of_state_dict(model), "a bare state dict cannot be run"
+        layers, unknown = layers_of_state_dict(model), NOT_RUN
+    if recipe.solver is None:
+        level = effort if isinstance(model, nn.Module) else min(effort, 1)
+        chosen = solver_of(level, recipe.activation, experts=any(layer.kind == "experts" for layer in layers))
+        recipe = replace(recipe, solver=chosen)
+        record = {"level": level, "solver": chosen, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
+        provenance = {**(provenance or {}), **({"effort": record} if effort else {})}
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
+        get_solver(str(name))
     provenance = {**(provenance or {}), **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
@@ -88,6 +99,23 @@ def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
     if not heads:
         raise UserError(f"--lm-head {lm_head}: this model has no output head; leave the option out")
     return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
+
+
+def without_data(plan: Plan, why: str) -> Plan | None:
+    """`plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
+
+    Args:
+        plan: as `make_plan` gives it.
+        why: there is no data.
+    """
+    chosen = plan.provenance.get("effort")
+    if not isinstance(chosen, dict) or chosen["level"] < 2:
+        return None
+    record = {"level": 1, "solver": solver_of(1, KEEP), "asked": chosen["level"], "why": why}
+    plan = replace(plan, provenance={**plan.provenance, "effort": record})
+    return plan.replace_layers(
+        replace(layer, solver=record["solver"]) for layer in plan.layers if layer.solver == chosen["solver"]
+    )
 
 
 def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.solvers.solver import check_solvers, get_pipeline, get_solver
+from quant.calibration.texts.mixture import Record
 from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
@@ -46,9 +47,12 @@ from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.layer_result import LayerResult, layer_result
 from quant.plan_check import check_plan_fits
+from quant.planning import without_data
 from quant.recipes.layers import expert_matrices, find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.stored_weights import read_stored, stored_in
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,8 +104,12 @@ def solve_plan(
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if data is None and lacks_data(plan):
-        data, record = mixed_text(model, plan, tokenizer, device=there, progress=progress)
-        plan = with_calibration(plan, [{"source": "mix", **record}])
+
+        def write() -> tuple[torch.Tensor, list[Record]]:
+            rows, record = mixed_text(model, plan, tokenizer, device=there, progress=progress)
+            return rows, [{"source": "mix", **record}]
+
+        plan, data = with_data(plan, write)
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
     with understood(model), as_linears(model):
@@ -168,6 +176,24 @@ def with_options(plan: Plan, guard: str | None = None, observer: str | None = No
     plan = replace(plan, provenance={**plan.provenance, **{k: v for k, v in how.items() if v is not None}})
     _settings(plan, None)
     return plan
+
+
+def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[Plan, T | None]:
+    """The data that `find` gives for a plan, and the plan with their records.
+
+    Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
+
+    Raises:
+        UserError: there is no data, and the plan needs it.
+    """
+    try:
+        data, records = find()
+    except UserError as error:
+        lower = without_data(plan, str(error))
+        if lower is None or lacks_data(lower):
+            raise
+        return lower, None
+    return with_calibration(plan, records), data
 
 
 def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:

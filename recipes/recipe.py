@@ -89,7 +89,7 @@ class Recipe:
         name: what the plan's reasons call it.
         weight: weight format name, or "keep".
         activation: activation format name, or "keep".
-        solver: key of `SOLVERS`, or several joined by "+".
+        solver: key of `SOLVERS`, or several joined by "+"; None leaves it to the effort, see `quant.recipes.effort`.
         kv_cache: KV-cache format name, or "keep".
         attention: attention format name, or "keep".
         guard: "LIMIT FORMAT …": a layer whose relative output error exceeds the limit gets the next format.
@@ -101,7 +101,7 @@ class Recipe:
     name: str
     weight: str = KEEP
     activation: str = KEEP
-    solver: str = "rtn"
+    solver: str | None = None
     kv_cache: str = KEEP
     attention: str = KEEP
     guard: str = ""
@@ -297,7 +297,7 @@ def _plan_layer(
         shape=layer.shape,
         weight=weight,
         activation=activation if weight is not None else None,
-        solver=choice.solver or recipe.solver,
+        solver=choice.solver or recipe.solver or "rtn",
         reason=reason,
         group=layer.group,
         tied_to=layer.tied_to,

@@ -21,6 +21,12 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests that name no solver round to nearest, in milliseconds; `test_effort.py` tests the users' default."""
+    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 0)
+
+
 @pytest.fixture(params=["fast products", "plain products"])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test as on a processor with BF16 units, and as on one that has only PyTorch's own float32 products.

@@ -6,7 +6,7 @@
     manual        1/8    samples/manual.txt: documentation of software
     code          1/8    samples/code.txt: programs in many languages, configuration, a terminal session
     dialogue      1/16   samples/dialogue.txt: through the chat template where the tokenizer has one
-    languages     1/16   samples/languages.txt: 19 languages in 10 scripts
+    languages     1/16   samples/languages.txt: 20 languages in 9 scripts
 
 The model's own text follows what the model was trained on, whatever that was, but repeats the model's mistakes; the
 samples are real text, but of kinds that somebody else chose. Half of each keeps either fault small. The shares were

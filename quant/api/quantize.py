@@ -21,8 +21,9 @@ from quant.calibration.progress import Progress
 from quant.calibration_data import mixed_text
 from quant.errors import UserError
 from quant.planning import make_plan
+from quant.recipes import effort as efforts
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import Recipe
+from quant.recipes.recipe import KEEP, Recipe
 from quant.solve import Quantized, solve_plan, with_calibration, with_options
 
 
@@ -35,6 +36,7 @@ def quantize(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     solver: str | None = None,
+    effort: int | None = None,
     run: Callable[[nn.Module], Any] | None = None,
     guard: str | None = None,
     observer: str | None = None,
@@ -60,6 +62,8 @@ def quantize(
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
         solver: replaces the recipe's.
+        effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see `quant.recipes.effort`.
+            None is 2 where there is data or the model writes some, 1 where there is none, and 0 for a budget.
         run: calls the model on any valid input, which is how fusion groups are found; needed where the model does not
             run on token ids and `data` is not given.
         guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is
@@ -104,16 +108,17 @@ def quantize(
         if goal.has_limit:
             data, held_out = HeldOut.from_calibration(data)
         plan = allocate(
-            model, data, goal, formats=formats or FORMATS, solver=solver or "rtn", include=include, exclude=exclude,
-            held_out=held_out, run=run, device=device, progress=progress,
+            model, data, goal, formats=formats or FORMATS, solver=solver or efforts.solver_of(effort or 0, KEEP),
+            include=include, exclude=exclude, held_out=held_out, run=run, device=device, progress=progress,
         ).plan  # fmt: skip
         plan = plan if records is None else with_calibration(plan, records)
     elif isinstance(recipe, Plan):
-        if include or exclude or solver:
-            raise UserError("a plan says everything already: edit it instead of passing include, exclude or solver")
+        if include or exclude or solver or effort is not None:
+            raise UserError("a plan says everything: edit it instead of passing include, exclude, solver or effort")
         plan = recipe
     else:
-        plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, run=run)
+        level = efforts.DEFAULT if effort is None else effort
+        plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, effort=level, run=run)
     plan = with_options(plan, guard, observer)
     quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
     attach(model, quantized.plan)

@@ -91,6 +91,13 @@ def announce_source(source: Any, quiet: bool) -> None:
         CONSOLE.print(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
 
 
+def announce_effort(plan: Plan, quiet: bool) -> None:
+    """Says in one line why a plan has a lower effort than was asked for, if so."""
+    chosen = plan.provenance.get("effort")
+    if isinstance(chosen, dict) and "why" in chosen and not quiet:
+        CONSOLE.print(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")
+
+
 class Stages:
     """The progress of a command's stages; is called as `progress(stage, done, total)`."""
 

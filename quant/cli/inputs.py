@@ -16,7 +16,7 @@ from quant.calibration.placement import placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import from_first
 from quant.calibration.texts.decoder_text import lacks_decoder_text, write_decoder_text
-from quant.calibration.texts.mixture import Record, rows_hash
+from quant.calibration.texts.mixture import OWN, SHARES, Record, rows_hash
 from quant.calibration.texts.named_inputs import read_inputs
 from quant.calibration.texts.rows import calibration_rows, token_rows
 from quant.calibration_data import mixed_text
@@ -89,6 +89,13 @@ def sources_of(calib: Sequence[str]) -> tuple[str, ...]:
             found.append(first)
         found.append(name)
     return tuple(dict.fromkeys(found))
+
+
+def share_written(calib: Sequence[str], *, has_tokenizer: bool) -> float:
+    """Share of the calibration text that the model writes."""
+    names = sources_of(calib)
+    mixed = SHARES[OWN] if has_tokenizer else 1.0
+    return sum({MIX: mixed, SELF: 1.0}.get(name, 0.0) for name in names) / len(names)
 
 
 def named_inputs(source: Source, calib: Sequence[str], samples: int, seqlen: int) -> Inputs | None:

@@ -29,6 +29,7 @@ from quant.models.open import Source
 from quant.plan_check import Problem, read_plan, refuse
 from quant.plan_edit import set_kv_cache
 from quant.planning import make_plan
+from quant.recipes import effort
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.solve import with_options
@@ -121,6 +122,7 @@ class Job:
     recipe_file: Path | None = None
     plan_file: Path | None = None
     solver: str | None = None
+    effort: int | None = None
     guard: str | None = None
     observer: str | None = None
     kv_cache: str | None = None
@@ -202,10 +204,11 @@ class Job:
         if sum(given is not None for given in (self.format_name, self.recipe_file, self.plan_file)) != 1:
             raise UserError("give exactly one of --format, --recipe and --plan")
         if self.plan_file is not None:
-            if self.solver or self.kv_cache or self.include or self.exclude or self.lm_head:
+            options = (self.solver, self.kv_cache, self.include, self.exclude, self.lm_head)
+            if any(options) or self.effort is not None:
                 raise UserError(
-                    "--plan says everything already: edit it instead of using --solver, --kv-cache, --include, "
-                    "--exclude, --lm-head"
+                    "--plan says everything already: edit it instead of using --solver, --effort, --kv-cache, "
+                    "--include, --exclude, --lm-head"
                 )
             return read_plan(self.plan_file)
         if self.recipe_file is not None:
@@ -237,6 +240,7 @@ class Job:
             include=self.include,
             exclude=self.exclude,
             solver=self.solver,
+            effort=effort.DEFAULT if self.effort is None else self.effort,
             lm_head=self.lm_head,
             run=None if inputs is None else on_first(inputs),
             provenance=self.provenance(source, recipe=recipe.name),

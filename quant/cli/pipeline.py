@@ -26,7 +26,7 @@ from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.texts.mixture import Record
-from quant.calibration_data import lacks_data
+from quant.calibration_data import lacks_data, solver_needs_data
 from quant.cli import console
 from quant.cli.inputs import (
     WRITTEN,
@@ -34,6 +34,7 @@ from quant.cli.inputs import (
     digest_of,
     read_calibration,
     read_evaluation,
+    share_written,
     sources_of,
     tokenizer_if_any,
 )
@@ -41,6 +42,7 @@ from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate_texts, fingerprint
+from quant.expected_time import expected_time, in_words
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial
@@ -52,9 +54,11 @@ from quant.models.open import Source, open_model
 from quant.page.render import render_html
 from quant.page.report import Report, kv_cache_of, peak_rss, print_summary
 from quant.planning import coverage_warnings, fusion_warnings
+from quant.recipes.effort import solver_of
 from quant.recipes.plan import Plan
+from quant.recipes.recipe import KEEP
 from quant.runtime.attention import quantized_attention
-from quant.solve import solve_plan, solve_state_dict, with_calibration
+from quant.solve import solve_plan, solve_state_dict, with_calibration, with_data
 from quant.stored_weights import read_stored, stored_in
 
 # Servers prepare images and sounds with these files; quantizing changes nothing in them.
@@ -117,6 +121,7 @@ def _run(job: Job, quiet: bool) -> dict[str, Any]:
             leave()  # one rank alone does this
             if not is_first:
                 return {}
+            console.announce_effort(plan, quiet)
             report = _run_state_dict(job, source, plan, device, quiet, seconds)
         else:
             report = _run_model(job, source, source.model, plan, device, quiet, seconds)
@@ -147,7 +152,7 @@ def _run_allocated(
             source.model,
             data,
             goal,
-            solver=job.solver or "rtn",
+            solver=job.solver or solver_of(job.effort or 0, KEEP),
             include=job.include,
             exclude=job.exclude,
             kv_cache=job.kv_cache_name(),
@@ -212,10 +217,20 @@ def _solve_and_write(
     bytes_before = sum(p.nbytes for p in model.parameters())
     baseline = _another(job, source, model) if texts and ready is None else model
     evaluation, print_of_logits = None, None
+    if ready is None and not quiet:
+        _tell_time(job, source, model, asked, device)
     with console.stages(quiet) as progress:
         if data is None and lacks_data(asked):
-            data, records = _rows(job, source, asked, partial, device, progress, quiet)
-            asked = with_calibration(asked, records)
+
+            def find() -> tuple[torch.Tensor | Inputs, list[Record]]:
+                return _rows(job, source, asked, partial, device, progress, quiet)
+
+            if job.calib:
+                data, records = find()
+                asked = with_calibration(asked, records)
+            else:
+                asked, data = with_data(asked, find)
+                console.announce_effort(asked, quiet)
         if ready is None:
             progress.expect("solve", *console.solving_steps(model, asked, data))
         with partial.solving():
@@ -266,6 +281,23 @@ def _solve_and_write(
         work=partial.path,
     )
     return report
+
+
+def _tell_time(job: Job, source: Source, model: nn.Module, plan: Plan, device: torch.device | None) -> None:
+    """Says before anything slow starts how long a plan that works from text will take."""
+    if not source.is_causal_lm or not any(solver_needs_data(layer) for layer in plan.quantized):
+        return
+    share = share_written(job.calib, has_tokenizer=tokenizer_if_any(source) is not None)
+    context = getattr(source.config, "max_position_embeddings", None)
+    seqlen = min(job.seqlen, context) if isinstance(context, int) and context > 0 else job.seqlen
+    written = round(share * job.calib_samples * seqlen)
+    time = expected_time(model, plan, rows=job.calib_samples, seqlen=seqlen, written=written, device=device)
+    solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))
+    writing = f"{in_words(time.writing)} to write text, " if written else ""
+    console.CONSOLE.print(
+        f"{solvers} on {job.calib_samples} rows of {seqlen} tokens will take about "
+        f"{in_words(time.writing + time.solving)}: {writing}{in_words(time.solving)} to solve; --effort 0 takes seconds"
+    )
 
 
 def _another(job: Job, source: Source, model: nn.Module) -> nn.Module:

@@ -19,6 +19,12 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
 @click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
 @click.option("--solver", help="Method that rounds weights; replaces the recipe's.")
 @click.option(
+    "--effort",
+    type=click.IntRange(0, 3),
+    help="Chooses the solver: 0 rounds to nearest, 1 searches scales, 2 is gptq on calibration text, 3 does everything "
+    "that costs nothing at run time.  [default: 2, and 0 for a budget]",
+)
+@click.option(
     "--guard",
     metavar="'LIMIT FORMAT …'",
     help="A layer with a relative output error above LIMIT gets the next format: '0.1 fp8 keep'.",

@@ -79,8 +79,8 @@ def make_some(home: Path) -> None:
         importlib.import_module(module)
     _models(home)
     _texts(home)
-    _run(home, f"quantize in/model --format nvfp4 --kv-cache fp8 {ROWS} --out in/ckpt --quiet")
-    _run(home, f"quantize in/model --format fp8 {ROWS} --out in/static --quiet")
+    _run(home, f"quantize in/model --format nvfp4 --effort 0 --kv-cache fp8 {ROWS} --out in/ckpt --quiet")
+    _run(home, f"quantize in/model --format fp8 --effort 0 {ROWS} --out in/static --quiet")
     shutil.copy(home / "ckpt" / "plan.json", home / "plan.json")
 
 
@@ -206,13 +206,13 @@ def _killed_after(calls: int, put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _targets(step: str) -> list[Target]:
-    quantize = f"quantize in/model --format fp8_channel {TO}"
-    calibrated = f"quantize in/model --format nvfp4 {ROWS} {TO}"
+    quantize = f"quantize in/model --format fp8_channel --effort 0 {TO}"
+    calibrated = f"quantize in/model --format nvfp4 --effort 0 {ROWS} {TO}"
     evaluate = f"evaluate in/model --text in/tokens.safetensors {SHORT} --json"
     generate = "generate in/model --prompt ab --max-new-tokens 3"
     run = [
         quantize, calibrated, evaluate, generate,
-        "quantize in/model --format nvfp4 --dry-run --json",
+        "quantize in/model --format nvfp4 --effort 0 --dry-run --json",
         "plan validate in/plan.json --model in/model",
         f"sensitivity in/model --calib in/tokens.safetensors {SHORT} {TO}",
         f"quantize in/model --bits 6 {ROWS} {TO}",
@@ -220,7 +220,7 @@ def _targets(step: str) -> list[Target]:
     with_text = [
         quantize, f"{generate} --json",
         f"evaluate in/model --text in/text.txt {SHORT} --json",
-        f"quantize in/model --format nvfp4 --calib in/text.txt --calib-samples 2 --seqlen 8 {TO}",
+        f"quantize in/model --format nvfp4 --effort 0 --calib in/text.txt --calib-samples 2 --seqlen 8 {TO}",
     ]  # fmt: skip
     read = [
         "inspect in/ckpt", "inspect in/ckpt --json", "report in/ckpt", "plan show in/ckpt", "verify in/ckpt --quiet",
@@ -282,7 +282,7 @@ def _targets(step: str) -> list[Target]:
     for name in ("NVFP4", "FP8_BLOCK", "mixed", "fp8", "plain"):
         other = "compressed-tensors" if name in ("mixed", "fp8") else "modelopt"
         ours = _of(name, [*read[:1], read[5], f"export in/ckpt --to {other} {TO}"], "ckpt")
-        again = _of(name, [f"quantize in/model --format mxfp8 {TO}", run[4]])
+        again = _of(name, [f"quantize in/model --format mxfp8 --effort 0 {TO}", run[4]])
         files = ["config.json", "model.safetensors", *(["hf_quant_config.json"] if name in ("mixed", "fp8") else [])]
         for file in files:
             kind = "safetensors" if file.endswith("safetensors") else "json"

@@ -59,13 +59,13 @@ def jobs() -> list[Job]:
     """The commands that are stopped."""
     rows, to = corpus.ROWS, corpus.TO
     quantize = f"quantize in/model --format nvfp4a16 --solver gptq {rows} {to}"
-    old = f"quantize in/model --format fp8_channel {to}"
+    old = f"quantize in/model --format fp8_channel --effort 0 {to}"
     edit = "plan edit in/plan.json --out out --json"
     changed = f"{edit} --set *.mlp.*=mxfp8 --whole-groups"
     return [
         Job("quantize", quantize),
         Job("quantize --overwrite", f"{quantize} --overwrite", old),
-        Job("quantize state dict", f"quantize in/w.safetensors --format fp8_channel {to}"),
+        Job("quantize state dict", f"quantize in/w.safetensors --format fp8_channel --effort 0 {to}"),
         Job("export compressed-tensors", f"export in/ckpt --to compressed-tensors {to}"),
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
         Job("export onnx", f"export in/ckpt --to onnx {to}"),

@@ -313,11 +313,11 @@ def test_the_launcher_shows_the_first_rank_and_what_others_said_where_it_fails(
 
 @pytest.mark.slow
 def test_devices_starts_the_ranks(home: Path, tmp_path: Path) -> None:
-    given = options(home, "llama", tmp_path / "two", "--format=nvfp4a16")
+    given = options(home, "llama", tmp_path / "two", "--format=nvfp4a16", "--effort=0")
     given.remove("--quiet")
     command = [sys.executable, "-m", "quant", "quantize", *given, "--devices=2", "--device=cpu"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count(f"written to {tmp_path / 'two'}") == 1
-    run(options(home, "llama", tmp_path / "one", "--format=nvfp4a16"), 1, tmp_path / "log")
+    run(options(home, "llama", tmp_path / "one", "--format=nvfp4a16", "--effort=0"), 1, tmp_path / "log")
     assert files(tmp_path / "two") == files(tmp_path / "one")

@@ -1,0 +1,130 @@
+"""`expected_time` says how long a plan will take before it begins, from the model's shapes and small measurements.
+
+A plan that works from data has two stages that take long. *Writing text* runs the model once a token, for up to 64
+rows at a time: each step multiplies by every weight, and spends some time on each layer beside that. *Solving* runs the
+calibration tokens through each block a few times, adds up second moments of its inputs, and rounds: passes and moments
+are products, rounding is so many elementwise operations a weight and so much time a layer; the speed of either is
+measured when it is asked for.
+
+The constants were fitted on a core of an AMD EPYC to SmolLM2-135M (8 rows by GPTQ: 69 s expected, 67 s taken; 32 rows
+of the mixture: 49 s and 54 s to write) and to models of two blocks; those of GPUs to one run of 8B on an H100 that was
+measured before. Expect a factor of 2. Other work on the machine counts in as far as it slows the measured operations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.placement import device_of
+from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.texts.generate import ROWS_AT_ONCE
+from quant.calibration.texts.mixture import PIECE
+from quant.calibration.walk.group import Settings
+from quant.calibration_data import by_input, solver_needs_data
+from quant.recipes.plan import Plan
+
+_TOKENS, _WIDTH = 512, 1024  # of the measured product
+_PASSES = 4  # of all tokens through each block
+# Elementwise operations a weight; other solvers search scales.
+_ROUNDING, _SEARCH = {"rtn": 120, "gptq": 5000, "local_hessian": 600}, 550
+_SCALING, _LEARNING = 1400, 700  # the same for a transform's trials, and for a step of reconstruction
+_ON_GPU = 0.4  # of these, where kernels of ours do several at a time
+_A_LAYER = {False: 0.002, True: 0.01}  # seconds, whatever its size; more for one that needs data
+# Writing: seconds that a linear layer adds to a step, and how much longer than its products the rest of a step takes.
+_A_STEP, _BESIDE = 0.0001, 8
+
+
+@dataclass(frozen=True)
+class ExpectedTime:
+    """Seconds that a plan will take, beside opening the model and writing the checkpoint.
+
+    Attributes:
+        writing: of calibration text that the model writes.
+        solving: of the layers.
+    """
+
+    writing: float
+    solving: float
+
+
+def expected_time(
+    model: nn.Module, plan: Plan, *, rows: int, seqlen: int, written: int = 0, device: torch.device | None = None
+) -> ExpectedTime:
+    """How long `solve_plan` and the writing of its calibration text will take.
+
+    Args:
+        model: its shapes are read.
+        plan: for it.
+        rows, seqlen: of calibration.
+        written: tokens of these that the model writes.
+        device: where everything is computed; None where the model is.
+    """
+    there = device or device_of(model)
+    layers = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
+    product, element = _product_speed(_TOKENS, torch.float32, there), _element_speed(there)
+    writing = 0.0
+    if written:
+        length = min(PIECE, seqlen)
+        pieces = math.ceil(written / length)
+        batches = math.ceil(pieces / ROWS_AT_ONCE)
+        weights = sum(layer.numel for layer in plan.layers if layer.kind != "embedding")
+        speed = _product_speed(math.ceil(pieces / batches), next(model.parameters()).dtype, there)
+        writing = 2 * written * weights * _BESIDE / speed + batches * length * len(layers) * _A_STEP
+    products = elements = seconds = 0.0
+    for members in by_input(layers):
+        pipeline, size, width = get_pipeline(members[0].solver), sum(m.numel for m in members), members[0].shape[-1]
+        matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
+        elements += size * (_ROUNDING.get(pipeline.spec.rounding, _SEARCH) + _SCALING * len(pipeline.transforms))
+        seconds += len(members) * _A_LAYER[solver_needs_data(members[0])]
+        if not solver_needs_data(members[0]):
+            continue
+        tokens = rows * seqlen / matrices  # each of a number of experts has its share
+        products += 2 * tokens * (_PASSES * size + 2 * matrices * width**2) + 2 * size * width
+        if pipeline.reconstruction is not None:
+            batch = min(rows, Settings.batch) * seqlen / matrices
+            products += 6 * pipeline.reconstruction.steps * size * batch
+            elements += _LEARNING * pipeline.reconstruction.steps * size
+    elements *= _ON_GPU if there.type == "cuda" else 1
+    return ExpectedTime(writing, seconds + products / product + elements / element)
+
+
+def _product_speed(tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of a product of `tokens` rows in `dtype` on `device`."""
+    x = torch.ones(tokens, _WIDTH, dtype=dtype, device=device)
+    weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
+    with fast_matmul():
+        return 2 * tokens * _WIDTH**2 / _shortest(lambda: x @ weight.T, device)
+
+
+def _element_speed(device: torch.device) -> float:
+    """Elements a second of an elementwise operation on `device`."""
+    x = torch.ones(16 if device.type == "cuda" else 1, _WIDTH, _WIDTH, device=device)
+    return x.numel() / _shortest(lambda: x * x, device)
+
+
+def _shortest(call: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """Seconds of the fastest of a few calls."""
+    best = math.inf
+    for _ in range(5):
+        started = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def in_words(seconds: float) -> str:
+    """A rough time as a person would say it: 20 s, 3 min, 2.5 h."""
+    if seconds < 90:
+        return f"{max(1, round(seconds, -1 if seconds >= 20 else None)):.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

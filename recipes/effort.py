@@ -1,0 +1,38 @@
+"""An effort is a number from 0 to 3 that stands for a solver, for those who do not want to choose one.
+
+    0   rounds to nearest: seconds
+    1   searches the scales of blocks by their squared error: no data
+    2   solves each layer on calibration text by second-order rounding
+    3   does everything that costs nothing at run time: scales inputs where something is rounded there, merges
+        rotations, and refines each finished block
+
+What a recipe, a plan or `--solver` says goes before it.
+"""
+
+from __future__ import annotations
+
+from quant.formats.format import is_16bit
+
+EFFORTS = (0, 1, 2, 3)
+DEFAULT = 2
+"""The effort of `quantize` where nothing names a solver or an effort, and no budget chooses formats."""
+
+
+def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
+    """The solver that an effort stands for.
+
+    Args:
+        effort: from 0 to 3.
+        activation: format of inputs, "keep" for 16 bit.
+        experts: whether the model has fused experts, which no block-wise refinement can learn.
+
+    Raises:
+        ValueError: there is no such effort.
+    """
+    if effort not in EFFORTS:
+        raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
+    if effort < 3:
+        return ("rtn", "mse", "gptq")[effort]
+    # Rotations spread outliers of inputs, which small blocks of 4-bit inputs keep apart: there scaling is better.
+    first = "rotation:merge" if is_16bit(activation) else "awq"
+    return f"{first}+gptq" if experts else f"{first}+gptq+autoround"

@@ -1,0 +1,154 @@
+"""An effort names a solver; what it cannot do it leaves, and says so; the time it takes is told before."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+from torch import nn
+
+import quant
+from quant.calibration.texts.mixture import mixture_rows
+from quant.cli.inputs import share_written, sources_of
+from quant.cli.main import main
+from quant.errors import UserError
+from quant.expected_time import expected_time, in_words
+from quant.recipes.effort import solver_of
+
+
+@pytest.fixture
+def default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default of users, which `conftest.py` lowers."""
+    monkeypatch.setattr("quant.recipes.effort.DEFAULT", 2)
+
+
+def solvers(plan: quant.Plan) -> set[str]:
+    return {layer.solver for layer in plan.quantized}
+
+
+def test_solvers_of_efforts() -> None:
+    assert [solver_of(level, "keep") for level in (0, 1, 2)] == ["rtn", "mse", "gptq"]
+    assert solver_of(3, "keep") == "rotation:merge+gptq+autoround" and solver_of(3, "nvfp4") == "awq+gptq+autoround"
+    assert solver_of(3, "nvfp4", experts=True) == "awq+gptq"
+    with pytest.raises(ValueError, match="effort 4: expected a whole number from 0 to 3"):
+        solver_of(4, "keep")
+
+
+def test_what_is_named_goes_before_the_effort() -> None:
+    model = tiny_models.llama()
+    named = quant.Recipe("mine", weight="nvfp4", solver="four_over_six")
+    assert solvers(quant.make_plan(model, "nvfp4a16", effort=2)) == {"gptq"}
+    assert solvers(quant.make_plan(model, "nvfp4a16", effort=2, solver="mse")) == {"mse"}
+    assert solvers(quant.make_plan(model, named, effort=2)) == {"four_over_six"}
+    assert solvers(quant.make_plan(model, "nvfp4a16")) == {"rtn"}
+    with pytest.raises(UserError, match="a plan says everything"):
+        quant.quantize(model, quant.make_plan(model, "nvfp4a16"), effort=1)
+
+
+@pytest.mark.usefixtures("default")
+def test_the_default_is_gptq_on_text_that_the_model_writes() -> None:
+    model = tiny_models.llama(max_position_embeddings=32)
+    given, alone = copy.deepcopy(model), copy.deepcopy(model)
+    done = quant.quantize(alone, "nvfp4a16")
+    assert solvers(done.plan) == {"gptq"} and done.plan.provenance["effort"] == {"level": 2, "solver": "gptq"}
+    (record,) = done.plan.provenance["calibration"]
+    assert record["source"] == "mix" and record["rows"] == 32 and record["seqlen"] == 32
+    from quant.calibration.texts.mixture import Writer
+
+    rows, _ = mixture_rows(Writer(model), None, samples=32, seqlen=32)
+    quant.quantize(given, "nvfp4a16", rows, solver="gptq")
+    for ours, theirs in zip(alone.parameters(), given.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("default")
+def test_a_model_without_text_gets_what_needs_none() -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32))
+    same = copy.deepcopy(net)
+    done = quant.quantize(net, "nvfp4a16", run=lambda m: m(torch.zeros(2, 64)))
+    assert solvers(done.plan) == {"mse"}
+    effort = done.plan.provenance["effort"]
+    assert (effort["level"], effort["asked"]) == (1, 2) and "0: solver gptq looks at inputs" in effort["why"]
+    quant.quantize(same, "nvfp4a16", solver="mse", run=lambda m: m(torch.zeros(2, 64)))
+    x = torch.randn(4, 64)
+    assert torch.equal(net(x), same(x))
+    with pytest.raises(UserError, match="pass a text"):  # nothing but data gives one
+        quant.quantize(nn.Sequential(nn.Linear(64, 64)), "fp8", run=lambda m: m(torch.zeros(2, 64)))
+
+
+@pytest.mark.usefixtures("default")
+def test_a_bare_state_dict_gets_effort_1_and_a_line(tmp_path: Path) -> None:
+    save_file({"up.weight": torch.randn(64, 64), "down.weight": torch.randn(64, 64)}, tmp_path / "bare.safetensors")
+    out = tmp_path / "out"
+    found = CliRunner().invoke(
+        main, ["quantize", str(tmp_path / "bare.safetensors"), "--format", "nvfp4", f"--out={out}"]
+    )
+    assert found.exit_code == 0, found.output
+    assert "effort 1 (mse) instead of 2: a bare state dict cannot be run" in " ".join(found.output.split())
+    plan = quant.Plan.load(out / "plan.json")
+    assert solvers(plan) == {"mse"} and plan.provenance["effort"]["asked"] == 2
+
+
+@pytest.mark.usefixtures("default")
+def test_the_command_tells_the_time_and_what_the_text_was(tmp_path: Path) -> None:
+    tiny_models.llama(max_position_embeddings=64).save_pretrained(tmp_path / "model")
+    save_file({"rows": torch.randint(0, 64, (4, 64))}, tmp_path / "rows.safetensors")
+    out = tmp_path / "out"
+    options = [
+        "--format",
+        "nvfp4a16",
+        f"--calib=mix+{tmp_path / 'rows.safetensors'}",
+        "--calib-samples=7",
+        "--seqlen=32",
+    ]
+    found = CliRunner().invoke(main, ["quantize", str(tmp_path / "model"), f"--out={out}", *options])
+    assert found.exit_code == 0, found.output
+    said = " ".join(found.output.split())
+    assert "gptq on 7 rows of 32 tokens will take about" in said and "--effort 0 takes seconds" in said
+    plan = quant.Plan.load(out / "plan.json")
+    mixed, given = plan.provenance["calibration"]
+    assert (mixed["source"], mixed["rows"]) == ("mix", 4)
+    assert (given["source"], given["rows"]) == (str(tmp_path / "rows.safetensors"), 3)
+    assert list(mixed["tokens"]) == ["own text"]  # this model has no tokenizer
+    report = json.loads((out / "report.json").read_text())
+    assert report["plan_digest"] == plan.digest()
+
+
+def test_sources_of_calibration() -> None:
+    assert sources_of(()) == ("mix",) and sources_of(("mix+a+b.txt",)) == ("mix", "a+b.txt")
+    assert sources_of(("a.txt", "self+mix", "a.txt")) == ("a.txt", "self", "mix")
+    assert share_written((), has_tokenizer=True) == 0.5 and share_written(("mix", "a"), has_tokenizer=False) == 0.5
+    assert share_written(("self",), has_tokenizer=True) == 1.0 and share_written(("a",), has_tokenizer=True) == 0.0
+
+
+def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.expected_time._product_speed", lambda *a: 1e9)
+    monkeypatch.setattr("quant.expected_time._element_speed", lambda *a: 1e9)
+    model = tiny_models.llama()
+
+    def seconds(solver: str, **work: Any) -> float:
+        found = expected_time(
+            model, quant.make_plan(model, "nvfp4a16", solver=solver), **{"rows": 4, "seqlen": 32} | work
+        )
+        return found.writing + found.solving
+
+    order = [seconds(s) for s in ("rtn", "mse", "gptq", "awq+gptq", "awq+gptq+autoround")]
+    assert order == sorted(order) and order[0] < order[1] < order[2]
+    assert seconds("gptq", rows=400) > 1.5 * seconds("gptq", rows=40)
+    assert seconds("gptq", written=64) > seconds("gptq")
+    assert seconds("mse", rows=400) == seconds("mse")  # reads no text
+    assert [in_words(s) for s in (0.2, 7.4, 34, 100, 3000, 9000)] == ["1 s", "7 s", "30 s", "2 min", "50 min", "2.5 h"]
+
+
+def test_a_plan_that_is_edited_keeps_its_effort() -> None:
+    plan = quant.make_plan(tiny_models.llama(), "nvfp4a16", effort=2)
+    again = quant.Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
+    assert again.provenance["effort"] == {"level": 2, "solver": "gptq"} and replace(again) == plan
