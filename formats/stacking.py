@@ -94,7 +94,7 @@ class ReadMatrices(Sequence[Any]):
     def __len__(self) -> int:
         return self.stacking.experts
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> torch.Tensor:  # type: ignore[override]
         return self.stacking.matrix(self.stored[index])
 
     def dim(self) -> int:

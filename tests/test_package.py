@@ -81,8 +81,8 @@ def test_wheel_holds_every_room_and_nothing_else(wheel: Path) -> None:
     assert len(names) == len(set(names))
     for suffix in (".py", ".toml", ".j2", ".css", ".js"):
         assert {n for n in names if n.endswith(suffix)} == source_files(suffix) != set()
-    samples = ROOT / "calibration" / "texts" / "samples"
-    assert {f"quant/calibration/texts/samples/{f.name}" for f in samples.iterdir()} <= set(names)
+    samples = ROOT / "calibration" / "texts" / "sample_texts"
+    assert {f"quant/calibration/texts/sample_texts/{f.name}" for f in samples.iterdir()} <= set(names)
     assert {"quant/py.typed", "quant/page/vendor/LICENSES.txt"} <= set(names)
     assert {n.split("/")[0] for n in names} == {"quant"}
 

@@ -2,10 +2,10 @@
 
     part         share   source
     own text      1/2    the model writes it (`generate`)
-    prose         1/8    samples/prose.txt: articles, stories, letters, instructions, minutes, a scene, an abstract
-    manual        1/8    samples/manual.txt: documentation of software
-    code          1/8    samples/code.txt: programs in many languages, configuration, a terminal session
-    dialogue      1/16   samples/dialogue.txt: through the chat template where the tokenizer has one
+    prose         1/8    sample_texts/prose.txt: articles, stories, letters, instructions, minutes, a scene, an abstract
+    manual        1/8    sample_texts/manual.txt: documentation of software
+    code          1/8    sample_texts/code.txt: programs in many languages, configuration, a terminal session
+    dialogue      1/16   sample_texts/dialogue.txt: through the chat template where the tokenizer has one
     languages     1/16   samples/languages.txt: 20 languages in 9 scripts
 
 The model's own text follows what the model was trained on, whatever that was, but repeats the model's mistakes; the
@@ -129,7 +129,7 @@ def rows_hash(rows: torch.Tensor) -> str:
 
 def sample_texts(name: str) -> list[str]:
     """The documents of a file of samples, which a line with a single % ends."""
-    file = resources.files("quant.calibration.texts") / "samples" / f"{name}.txt"
+    file = resources.files("quant.calibration.texts") / "sample_texts" / f"{name}.txt"
     return [document.strip("\n") for document in file.read_text(encoding="utf-8").split("\n%\n")]
 
 
