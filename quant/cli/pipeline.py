@@ -26,6 +26,7 @@ from quant.calibration.placement import describe, find_device, placed
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.ranks import leave, rank_and_world, wait_for_all
 from quant.calibration.texts.mixture import Record
+from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.calibration_data import lacks_data, solver_needs_data
 from quant.cli import console
 from quant.cli.inputs import (
@@ -42,7 +43,6 @@ from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
 from quant.evaluation import Evaluation, check_evaluable, evaluate_texts, fingerprint
-from quant.expected_time import expected_time, in_words
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial

@@ -17,10 +17,10 @@ from torch import nn
 
 import quant
 from quant.calibration.texts.mixture import mixture_rows
+from quant.calibration.walk.expected_time import expected_time, in_words
 from quant.cli.inputs import share_written, sources_of
 from quant.cli.main import main
 from quant.errors import UserError
-from quant.expected_time import expected_time, in_words
 from quant.recipes.effort import solver_of
 
 
@@ -130,8 +130,8 @@ def test_sources_of_calibration() -> None:
 
 
 def test_the_expected_time_follows_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quant.expected_time._product_speed", lambda *a: 1e9)
-    monkeypatch.setattr("quant.expected_time._element_speed", lambda *a: 1e9)
+    monkeypatch.setattr("quant.calibration.walk.expected_time._product_speed", lambda *a: 1e9)
+    monkeypatch.setattr("quant.calibration.walk.expected_time._element_speed", lambda *a: 1e9)
     model = tiny_models.llama()
 
     def seconds(solver: str, **work: Any) -> float:

@@ -10,6 +10,7 @@ import click
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, announce, stages, status
 from quant.errors import UserError
+from quant.export.directory import check_apart, check_destination
 from quant.extras import versions
 from quant.formats.atomic import claimed
 from quant.models.files import find_checkpoint
@@ -52,8 +53,6 @@ def distill_command(directory: Path, teacher: str, quiet: bool, as_json: bool, *
     Training starts at the checkpoint's own loss, with the weights that its codes stand for. The new checkpoint has the
     same layout, formats and size, and a report with the figures of both.
     """
-    from quant.export.directory import check_apart, check_destination
-
     out = options["out"]
     check_apart(out, directory, teacher, *options["data"], *options["eval_texts"])
     check_destination(out, overwrite=options["overwrite"])

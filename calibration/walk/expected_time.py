@@ -27,8 +27,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.texts.generate import ROWS_AT_ONCE
 from quant.calibration.texts.mixture import PIECE
 from quant.calibration.walk.group import Settings
-from quant.calibration_data import by_input, solver_needs_data
-from quant.recipes.plan import Plan
+from quant.recipes.plan import Plan, groups_of
 
 _TOKENS, _WIDTH = 512, 1024  # of the measured product
 _PASSES = 4  # of all tokens through each block
@@ -78,12 +77,12 @@ def expected_time(
         speed = _product_speed(math.ceil(pieces / batches), next(model.parameters()).dtype, there)
         writing = 2 * written * weights * _BESIDE / speed + batches * length * len(layers) * _A_STEP
     products = elements = seconds = 0.0
-    for members in by_input(layers):
+    for members in groups_of(layers).values():
         pipeline, size, width = get_pipeline(members[0].solver), sum(m.numel for m in members), members[0].shape[-1]
         matrices = members[0].shape[0] if len(members[0].shape) == 3 else 1
         elements += size * (_ROUNDING.get(pipeline.spec.rounding, _SEARCH) + _SCALING * len(pipeline.transforms))
-        seconds += len(members) * _A_LAYER[solver_needs_data(members[0])]
-        if not solver_needs_data(members[0]):
+        seconds += len(members) * _A_LAYER[pipeline.needs_data]
+        if not pipeline.needs_data:
             continue
         tokens = rows * seqlen / matrices  # each of a number of experts has its share
         products += 2 * tokens * (_PASSES * size + 2 * matrices * width**2) + 2 * size * width
