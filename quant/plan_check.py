@@ -132,6 +132,9 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
         elif layer.shape != planned.shape:
             what = f"is {list(layer.shape)} in the model and {list(planned.shape)} in the plan"
             found.append(Problem(planned.name, what, "name the model the plan is for"))
+        elif planned.weight is not None and _as_multiplied(layer) != _as_multiplied(planned):
+            what = f"is {_as_multiplied(layer)} in the model and {_as_multiplied(planned)} in the plan"
+            found.append(Problem(planned.name, what, "name the model the plan is for"))
         elif planned.weight is not None and (other := layer.tied_to or sharers.get(layer.name)) and not planned.tied_to:
             what = f"its weight is also that of {other} in the model, and is stored once and in 16 bit"
             found.append(Problem(planned.name, what, "keep it in 16 bit"))
@@ -142,6 +145,12 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
         if name not in plan.by_name and layer.kind != "parameter":
             found.append(Problem(name, "is in the model and not in the plan", "add it, with weight null for 16 bit"))
     return found
+
+
+def _as_multiplied(layer: Layer | LayerPlan) -> str:
+    """How a weight is read: what a plan must not get wrong, and shapes do not always tell."""
+    what = "a convolution" if layer.kind == "conv" else "a matrix"
+    return f"{what} stored with its inputs first" if layer.transposed else what
 
 
 def _check_layers(plan: Plan) -> list[Problem]:

@@ -66,8 +66,9 @@ def parse_setting(text: str) -> Setting:
 def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
     """The plan with `settings` applied in order.
 
-    Norms, embeddings and the like are passed over where a glob also matches linear layers. A layer that changes loses
-    its score, which was another format's, and what its old solver would have put beside the weight.
+    Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
+    A layer that changes loses its score, which was another format's, and what its old solver would have put beside the
+    weight.
 
     Args:
         plan: not modified.
@@ -101,6 +102,8 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
         names = ", ".join(layer.name for layer in plan.layers[:3])
         raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
     matched = [layer for layer in named if layer.kind in QUANTIZABLE]
+    if any(layer.kind != "conv" for layer in matched):
+        matched = [layer for layer in matched if layer.kind != "conv" or layer.weight is not None]
     if not matched:
         # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
         matched = [layer for layer in named if layer.kind in ("head", "embedding") or setting.weight is None]
@@ -108,7 +111,7 @@ def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
         kinds = ", ".join(sorted({layer.kind for layer in named}))
         raise UserError(
             f"--set {setting.text!r}: matches only layers of kind {kinds} ({listed(layer.name for layer in named)}); "
-            "formats are for linear layers, fused experts, output heads and embeddings"
+            "formats are for linear layers, fused experts, convolutions, output heads and embeddings"
         )
     return matched
 

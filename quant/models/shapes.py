@@ -114,4 +114,7 @@ def _settled(plan: Plan, shapes: Mapping[str, tuple[int, ...]]) -> list[Layer] |
         # The other axes of a transposed convolution depend on its groups, which no file names.
         return layer.shape if layer.transposed and sorted(shape) == sorted(layer.shape) else shape
 
-    return [Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to) for layer in plan.layers]
+    return [
+        Layer(layer.name, layer.kind, shape_of(layer), layer.group, layer.tied_to, transposed=layer.transposed)
+        for layer in plan.layers
+    ]

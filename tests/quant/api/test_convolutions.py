@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open import open_model
+from quant.plan_edit import edit, parse_setting
+from quant.solve import solve_plan
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -345,6 +348,36 @@ def test_a_dit_keeps_the_convolution_that_makes_its_tokens() -> None:
         assert [layer.name for layer in plan.quantized] == ["qkv", "proj", "up", "down", "modulation"]
         assert plan.by_name["patches"].reason.startswith("convolution, and linear layers hold most of the weights")
     assert quant.make_plan(DiT(), "int8", include=["*", "patches"], run=lambda m: m(x)).by_name["patches"].weight
+
+
+def test_edits_pass_over_convolutions_beside_linear_layers() -> None:
+    model = nn.ModuleDict({"conv": nn.Conv2d(8, 8, 3), "linear": nn.Linear(64, 64)})
+    plan = quant.make_plan(model, "int8", run=lambda m: m["linear"](torch.randn(1, 64)))
+    assert plan.by_name["conv"].weight is None
+    all_layers = edit(plan, [parse_setting("*=fp8_channel")])
+    assert (all_layers.by_name["conv"].formats, all_layers.by_name["linear"].weight) == (
+        "16bit",
+        FORMATS["fp8_channel"],
+    )
+    asked = edit(plan, [parse_setting("conv=int8")])
+    assert asked.by_name["conv"].weight is FORMATS["int8"]
+    with pytest.raises(UserError, match="no runtime convolves in blocks, as nvfp4 has them"):
+        edit(plan, [parse_setting("conv=nvfp4")])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "conv"}, "lin: is a matrix in the model and a convolution in the plan"),
+        ({"transposed": True}, "lin: is a matrix in the model and a matrix stored with its inputs first in the plan"),
+    ],
+)
+def test_a_plan_that_reads_a_weight_otherwise_is_refused(change: dict[str, Any], message: str) -> None:
+    model, x = Convs(), torch.randn(2, 4, 8)
+    plan = quant.make_plan(model, "int8", run=lambda m: m(x))
+    changed = plan.replace_layers([dataclasses.replace(plan.by_name["lin"], **change)])
+    with pytest.raises(UserError, match=message):
+        solve_plan(model, changed)
 
 
 def test_the_layout_of_modelopt_has_no_convolutions() -> None:
