@@ -106,7 +106,8 @@ def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
             if not isinstance(module, QuantConv if layer.kind == "conv" else QuantLinear):
                 raise ValueError(
                     f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
-                    "give the model and the plan that one call of quantize returned"
+                    "give the model and the plan that one call of quantize returned, a model in training after "
+                    "quant.convert_qat(model)"
                 )
             if isinstance(module, QuantLinear):
                 found.append(replace(layer, parts=Parts.of(module.parts)))

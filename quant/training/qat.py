@@ -22,6 +22,7 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration_data import by_input
 from quant.errors import UserError, counted
 from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -245,8 +246,8 @@ def _install(
             weight.data = start
         made[layer.name] = _in_training(packed, weight, biases.get(layer.name), how, stored)
         made[layer.name].train(packed.training)
-    for members in plan.groups().values():
-        _share([made[member.name] for member in members if member.name in made])
+    for members in by_input(plan.quantized):
+        _share([made[member.name] for member in members])
     for layer in plan.quantized:
         packed, module = model.get_submodule(layer.name), made[layer.name]
         _check_start(layer, packed, module)

@@ -12,6 +12,10 @@ import tiny_models
 import torch
 from torch import nn
 
+pytest.importorskip("transformers", reason="the extra hf")
+
+import architectures  # needs transformers
+
 import quant
 from quant.api.convert import convert
 from quant.formats.format import FORMATS
@@ -324,3 +328,21 @@ def test_refusals() -> None:
         quant.prepare_qat(quantized.model, "nvfp4a16")
     with pytest.raises(quant.UserError, match=r"the plan and the model disagree on whether it is quantized"):
         quant.prepare_qat(quantized.model, quant.make_plan(small(), "nvfp4a16", exclude=["*up_proj"]))
+
+
+@pytest.mark.parametrize("name", ["GPT2LMHeadModel", "GptOssForCausalLM", "DbrxForCausalLM"])
+def test_weights_that_are_stored_transposed_train(name: str) -> None:
+    """Conv1D of GPT-2, experts `[in, out]` with rows of gate and up in turn, and experts in two dimensions."""
+    rows = ROWS % 40
+    model = architectures.build(name, torch.float32).requires_grad_(True)
+    quantized = logits(quant.quantize(copy.deepcopy(model), "nvfp4a16", solver="rtn").model, rows)
+    quant.prepare_qat(model, "nvfp4a16", solver="rtn")
+    assert torch.equal(logits(model, rows), quantized)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    model(rows).logits.square().mean().backward()
+    optimizer.step()
+    assert all(module.weight.grad.any() for module in layers_of(model).values())
+    trained = logits(model, rows)
+    assert not torch.equal(trained, quantized)
+    quant.convert_qat(model)
+    assert torch.equal(logits(model, rows), trained)
