@@ -28,6 +28,7 @@ from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
 from quant.kernels.linear.modules import _QuantModule
 from quant.kernels.linear.ops import below_autograd, register
+from quant.kernels.linear.oracle import dense_view
 
 CONV = "quant::conv"
 _GEOMETRY = (
@@ -106,7 +107,7 @@ class QuantConv(_QuantModule):
     @property
     def weight(self) -> torch.Tensor:
         """The parameter of the original convolution, dequantized anew for each access."""
-        return self.weight_in(self.dtype)
+        return self.weight_in(self.dtype).clone()
 
     def weight_in(self, dtype: torch.dtype) -> torch.Tensor:
         """`weight` in another dtype, rounded to it once."""
@@ -182,8 +183,8 @@ def _dense(
 ) -> torch.Tensor:
     """The dequantized parameter of a convolution, in the shape of its codes."""
     matrix = conv_matrix(codes, groups, transposed)
-    weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape)).dequantize(dtype)
-    return conv_parameter(weight, codes.shape, groups, transposed)
+    weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape))
+    return conv_parameter(dense_view(weight, codes, dtype), codes.shape, groups, transposed)
 
 
 def _convolve(

@@ -50,6 +50,12 @@ def linear(
     return out
 
 
+def dense_view(weight: BlockScaledTensor, codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A dequantized weight whose codes are a view or copy of `codes`, kept as long as those of linears are."""
+    kept = _cache.get(weight, dtype, codes)
+    return weight.dequantize(dtype) if kept is None else kept
+
+
 def as_stored(weight: BlockScaledTensor) -> BlockScaledTensor:
     """`weight` in a layout that `BlockScaledTensor.dequantize` reads."""
     weight = as_computed(weight)
@@ -123,11 +129,14 @@ class _Cache:
     def clear(self) -> None:
         self.entries = WeakIdKeyDictionary()
 
-    def get(self, weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """The weight in `dtype`, or None where it does not fit."""
-        codes = weight.codes
+    def get(
+        self, weight: BlockScaledTensor, dtype: torch.dtype, codes: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """The weight in `dtype`, or None where it does not fit; `codes` is what those of the weight are a view of."""
+        is_passing = codes is None and weight.codes._base is not None  # a view that its caller has made for one call
+        codes = weight.codes if codes is None else codes
         scales = [weight.scale] if weight.global_scale is None else [weight.scale, weight.global_scale]
-        if codes.device.type != "cpu" or codes._base is not None or any(t.is_inference() for t in (codes, *scales)):
+        if codes.device.type != "cpu" or is_passing or any(t.is_inference() for t in (codes, *scales)):
             return None
         entry = self.entries.get(codes)
         if entry is None or not entry.is_of(codes, scales, dtype):

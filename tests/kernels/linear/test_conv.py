@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
+from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter, weight_of_conv
 
 CONVS: dict[str, tuple[type[nn.Module], dict[str, Any], tuple[int, ...]]] = {
@@ -154,6 +154,27 @@ def test_the_weight_of_a_quantized_convolution_reads_as_the_parameter_did(case: 
     assert torch.equal(conv_matrix(module.weight, conv.groups, conv.transposed), exact)
     assert torch.equal(module.quantized_weight.dequantize(), exact)
     assert module.bfloat16().weight.dtype is torch.bfloat16 and module.codes.dtype is torch.int8
+
+
+@pytest.mark.parametrize("case", ["2d", "transposed 2d"])
+def test_dequantized_weights_are_kept_until_codes_or_scales_change(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    conv, x = make(case)
+    module, made = quantized(conv, "int8", None), []
+    dequantize = BlockScaledTensor.dequantize
+    monkeypatch.setattr(BlockScaledTensor, "dequantize", lambda *args: made.append(args) or dequantize(*args))
+    first = module(x)
+    assert torch.equal(module(x), first) and len(made) == 1
+    module.weight.zero_()  # a tensor of the caller's own
+    assert torch.equal(module(x), first)
+    for tensor in (module.codes, module.scale):
+        before, count = module(x), len(made)
+        tensor.view(-1)[1:] = 1
+        changed = module(x)
+        assert len(made) == count + 1 and not torch.equal(changed, before)
+        values = module.quantized_weight.element_values() * module.scale
+        plain = make(case)[0]
+        plain.weight.data = conv_parameter(values, module.codes.shape, module.groups, module.transposed)  # type: ignore[union-attr]
+        assert torch.allclose(changed, plain(x), atol=1e-5 * float(changed.abs().max()))
 
 
 @pytest.mark.parametrize("case", ["2d", "same", "transposed 2d", "one sample"])
