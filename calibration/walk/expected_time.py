@@ -8,7 +8,7 @@ measured when it is asked for.
 
 The constants were fitted on a core of an AMD EPYC to SmolLM2-135M (8 rows by GPTQ: 69 s expected, 67 s taken; 32 rows
 of the mixture: 49 s and 54 s to write) and to models of two blocks; those of GPUs to one run of 8B on an H100 that was
-measured before. Expect a factor of 2. Other work on the machine counts in as far as it slows the measured operations.
+measured before. Expect a factor of 2, and more on a busy machine: only what it does during the measurements is seen.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from quant.calibration.walk.group import Settings
 from quant.recipes.plan import Plan, groups_of
 
 _TOKENS, _WIDTH = 512, 1024  # of the measured product
+_MEASURED = 0.1  # seconds
 _PASSES = 4  # of all tokens through each block
 # Elementwise operations a weight; other solvers search scales.
 _ROUNDING, _SEARCH = {"rtn": 120, "gptq": 5000, "local_hessian": 600}, 550
@@ -99,25 +100,25 @@ def _product_speed(tokens: int, dtype: torch.dtype, device: torch.device) -> flo
     x = torch.ones(tokens, _WIDTH, dtype=dtype, device=device)
     weight = torch.ones(_WIDTH, _WIDTH, dtype=dtype, device=device)
     with fast_matmul():
-        return 2 * tokens * _WIDTH**2 / _shortest(lambda: x @ weight.T, device)
+        return 2 * tokens * _WIDTH**2 / _seconds(lambda: x @ weight.T, device)
 
 
 def _element_speed(device: torch.device) -> float:
     """Elements a second of an elementwise operation on `device`."""
     x = torch.ones(16 if device.type == "cuda" else 1, _WIDTH, _WIDTH, device=device)
-    return x.numel() / _shortest(lambda: x * x, device)
+    return x.numel() / _seconds(lambda: x * x, device)
 
 
-def _shortest(call: Callable[[], torch.Tensor], device: torch.device) -> float:
-    """Seconds of the fastest of a few calls."""
-    best = math.inf
-    for _ in range(5):
-        started = time.perf_counter()
+def _seconds(call: Callable[[], torch.Tensor], device: torch.device) -> float:
+    """Seconds of one of as many calls as fit `_MEASURED`: long enough that other processes take their share of it."""
+    call()
+    started, calls, passed = time.perf_counter(), 0, 0.0
+    while passed < _MEASURED:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return best
+        calls, passed = calls + 1, time.perf_counter() - started
+    return passed / calls
 
 
 def in_words(seconds: float) -> str:
