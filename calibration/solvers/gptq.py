@@ -5,7 +5,11 @@ M the second moment of the inputs. GPTQ rounds the columns in turn and lets the 
 error. With U the upper Cholesky factor of M⁻¹ (M⁻¹ = Uᵀ U), rounding column j with error e_j = (w_j - q_j) / U_jj
 moves every later column k by -e_j U_jk, and Σ e_j² is exactly the loss at the end (Frantar et al., 2022).
 
-Two things are done beyond that paper.
+Three things are done beyond that paper.
+
+**Order.** The columns that come first have the most others left to make up for their error, so the loud ones go first.
+A block that shares a scale stays whole: blocks are taken by falling power of their inputs, and so are the columns
+within one. Codes and scales are put back in their places, and nothing is stored of the order.
 
 **Scales.** When the loop reaches a block that shares a scale, its weights have moved, so the scale is chosen now.
 For each candidate scale the block is rounded with feedback inside it, and the smallest Σ e_j² wins. That is the
@@ -74,8 +78,9 @@ class Gptq:
     ) -> BlockScaledTensor:
         stats = required_stats(stats, name, "gptq")
         assert stats.second_moment is not None
+        order = block_order(stats.second_moment.diagonal(), _width(format))
         try:
-            factor = factorize(stats.second_moment, self.damping)
+            factor = factorize(stats.second_moment, self.damping, order)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if factor.damping > self.damping:
@@ -97,31 +102,54 @@ class Factor:
         moment: M with damping, float32 `[in, in]`.
         inverse: U, upper triangular, with M⁻¹ = Uᵀ U.
         damping: what was added to the diagonal, as a fraction of its mean.
+        order: inputs in the order in which rows and columns of both matrices stand; None for the weight's own.
     """
 
     moment: Tensor
     inverse: Tensor
     damping: float
+    order: Tensor | None = None
 
 
-def factorize(second_moment: Tensor, damping: float = 0.01) -> Factor:
+def block_order(power: Tensor, width: int) -> Tensor:
+    """Inputs, the loudest first, int64 `[in]`: blocks of `width` by their sums, and the inputs within each block.
+
+    Args:
+        power: the second moment's diagonal, `[in]`.
+        width: inputs of a block; a shorter block at the end stays there.
+    """
+    whole = len(power) // width * width
+    blocks = power[:whole].view(-1, width)
+    ranks = blocks.argsort(dim=1, descending=True, stable=True)
+    places = torch.arange(whole, device=power.device).view(-1, width).gather(1, ranks)
+    rest = whole + power[whole:].argsort(descending=True, stable=True)
+    return torch.cat([places[blocks.sum(1).argsort(descending=True, stable=True)].flatten(), rest])
+
+
+def factorize(second_moment: Tensor, damping: float = 0.01, order: Tensor | None = None) -> Factor:
     """Damps a second moment until it can be inverted. A channel that is never active is left to itself.
+
+    Args:
+        second_moment: M, `[in, in]`.
+        damping: added to the diagonal, as a fraction of its mean.
+        order: of the inputs in the result; None leaves them in theirs.
 
     Raises:
         ValueError: not even a tenfold diagonal helps, which only NaN or infinity can cause.
     """
     diagonal = second_moment.diagonal()
     mean = nonzero(diagonal.mean())
+    diagonal = diagonal if order is None else diagonal[order]
     used = damping
     while used <= 10:
-        moment = second_moment.clone()
+        moment = second_moment.clone() if order is None else second_moment[order][:, order]
         moment.diagonal().add_(torch.where(diagonal > 0, used * mean, mean))
         # M = R Rᵀ with R upper (a Cholesky of the flipped matrix), so U = R⁻¹: one factorization, no M⁻¹.
         lower, info = torch.linalg.cholesky_ex(moment.flip(0, 1))
         if int(info) == 0:
             eye = torch.eye(len(moment), dtype=moment.dtype, device=moment.device)
             inverse = torch.linalg.solve_triangular(lower.flip(0, 1), eye, upper=True)
-            return Factor(moment, inverse, used)
+            return Factor(moment, inverse, used, order)
         used = max(10 * used, 1e-4)
     raise ValueError("the second moment of the inputs cannot be inverted: it holds NaN or infinity")
 
@@ -136,7 +164,10 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Te
     """
     if drift is None:
         return weight
-    return weight + (weight @ drift) @ factor.inverse.t() @ factor.inverse
+    step = weight @ drift
+    if factor.order is None:
+        return weight + step @ factor.inverse.t() @ factor.inverse
+    return weight.index_add(1, factor.order, step[:, factor.order] @ factor.inverse.t() @ factor.inverse)
 
 
 def gptq(
@@ -161,18 +192,19 @@ def gptq(
     """
     block_rows, block_columns = format.block
     second = weight.new_ones(()) if global_scale is None else global_scale
-    target = weight.t().contiguous()
+    order = factor.order
+    target = weight.t().contiguous() if order is None else weight.t()[order]
     values = torch.empty_like(target)
     scale = scales = step = None
+    width = _width(format)
     if block_rows == 1 and 0 < block_columns <= _LAZY:
-        width = block_columns
         scales = torch.empty(-(-len(target) // width), len(weight), device=weight.device)
     else:
-        width = _FIXED_WIDTH
         scale = choose_scale(weight, format, "mse", weight.abs().amax(), global_scale)
         shape = format.block_shape(weight.shape)
         step = scale.repeat_interleave(shape[0], 0)[: len(weight)].repeat_interleave(shape[1], 1)
-        step = step[:, : weight.shape[1]].t().contiguous()
+        step = step[:, : weight.shape[1]].t()
+        step = step.contiguous() if order is None else step[order]
     at_a_time = weight.is_cuda and format.name == "nvfp4" and len(target) % width == 0
 
     def solve_rows(start: int, stop: int) -> None:
@@ -192,10 +224,21 @@ def gptq(
 
     # Where scales lie within rows, `weight` is one of the parts of `solve_by_rows` already.
     in_parts(solve_rows, len(weight), 1 if block_rows == 1 else search_threads(*weight.shape), weight.device)
+    if order is not None:
+        values = torch.empty_like(values).index_copy_(0, order, values)
+        # A block's inputs lie together, so its first one tells its place.
+        if scales is not None:
+            scales = torch.empty_like(scales).index_copy_(0, order[::width] // width, scales)
     if scales is not None:
         scale = scales.t().contiguous()
     assert scale is not None
     return quantize_with_scale(values.t().contiguous(), format, scale, global_scale)
+
+
+def _width(format: Format) -> int:
+    """How many columns are solved together: those that share a scale, where that is chosen in the loop."""
+    rows, columns = format.block
+    return columns if rows == 1 and 0 < columns <= _LAZY else _FIXED_WIDTH
 
 
 def _search(

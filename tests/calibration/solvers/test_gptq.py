@@ -9,7 +9,7 @@ import torch
 
 from quant.calibration.shrinkage import shrink
 from quant.calibration.solvers.block_search import round_with_feedback, search_block
-from quant.calibration.solvers.gptq import Gptq, block_factors, corrected_weight, factorize, gptq
+from quant.calibration.solvers.gptq import Gptq, block_factors, block_order, corrected_weight, factorize, gptq
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
 from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
@@ -96,6 +96,54 @@ def _scale(tensor: object) -> torch.Tensor:
     from quant.formats.rounding import decode
 
     return decode(tensor.scale, tensor.format.scale)
+
+
+def test_loud_blocks_come_first_and_stay_whole() -> None:
+    power = torch.tensor([1.0, 2, 3, 9, 1, 1, 4, 4, 4, 100])
+    # Sums of the blocks of three: 6, 11, 12, and a short one, which stays at the end.
+    assert block_order(power, 3).tolist() == [6, 7, 8, 3, 4, 5, 2, 1, 0, 9]
+    assert block_order(power, 20).tolist() == [9, 3, 6, 7, 8, 2, 1, 0, 4, 5]
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4_g32", "fp8_channel", "fp8_block"])
+def test_an_order_is_that_of_a_permuted_problem(name: str) -> None:
+    """The weight is permuted by hand, solved as it then stands, and put back."""
+    torch.manual_seed(1)
+    columns, format = 144, FORMATS[name]
+    moment, weight = _moment(columns, 1024), torch.randn(8, columns) * 0.02
+    width = 16 if name == "nvfp4" else 32
+    order = torch.cat([block_order(moment.diagonal()[:128], width), torch.arange(128, columns)])
+    scale = weight.abs().amax() / (6 * 256) if format.global_scale else None
+    found = gptq(weight, factorize(moment, order=order), format, scale).dequantize()
+    if format.block[0] == 1 and format.block[1] > 0:
+        there = gptq(weight[:, order].contiguous(), factorize(moment[order][:, order]), format, scale).dequantize()
+        assert torch.equal(found, torch.empty_like(there).index_copy_(1, order, there))
+    plain = gptq(weight, factorize(moment), format, scale).dequantize()
+    assert not torch.equal(found, plain)
+    assert _loss(found, weight, moment).sum() < 1.3 * _loss(plain, weight, moment).sum()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "int4_g32"])
+def test_the_loud_first_lose_less(name: str) -> None:
+    columns, losses = 128, torch.zeros(2)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        x = torch.randn(2048, columns) @ torch.randn(columns, columns) * torch.linspace(0.1, 3, columns)
+        moment, weight = x.t() @ x / 2048, torch.randn(64, columns) * 0.02
+        scale = weight.abs().amax() / (6 * 256) if FORMATS[name].global_scale else None
+        order = block_order(moment.diagonal(), FORMATS[name].block[1])
+        for i, given in enumerate((None, order)):
+            found = gptq(weight, factorize(moment, order=given), FORMATS[name], scale, sweeps=0).dequantize()
+            losses[i] += _loss(found, weight, moment).sum()
+    assert losses[1] < 0.9 * losses[0]
+
+
+def test_a_corrected_weight_does_not_depend_on_the_order() -> None:
+    moment, drift = _moment(48).double(), torch.randn(48, 48, dtype=torch.float64)
+    weight = torch.randn(5, 48, dtype=torch.float64)
+    order = torch.randperm(48)
+    plain, ordered = (corrected_weight(weight, drift, factorize(moment, order=o)) for o in (None, order))
+    torch.testing.assert_close(ordered, plain, rtol=1e-8, atol=1e-8)
 
 
 def test_descent_never_raises_the_loss() -> None:
