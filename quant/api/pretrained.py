@@ -30,7 +30,11 @@ _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model
 
 
 def attach(model: nn.Module, plan: Plan) -> None:
-    """Gives a quantized model of transformers its plan, as `quantization_plan`, and the methods that save by it."""
+    """Gives a quantized model of transformers its plan, as `quantization_plan`, and the methods that save by it.
+
+    Any model learns which buffers DDP need not send to all ranks at each step.
+    """
+    model._ddp_params_and_buffers_to_ignore = _packed_buffers(model)  # type: ignore[assignment]
     if not hasattr(model, "save_pretrained"):
         return
     if not hasattr(model, "quantization_plan"):
@@ -38,6 +42,21 @@ def attach(model: nn.Module, plan: Plan) -> None:
     model.quantization_plan = plan  # type: ignore[assignment]
     # Not a bound method, which pickle would look up in the class.
     model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
+
+
+def _packed_buffers(model: nn.Module) -> list[str]:
+    """Names of the buffers of quantized layers: they never change, and gloo knows no FP8.
+
+    DDP looks for them under the names that they have in the model that it gets, which may be a `PeftModel`.
+    """
+    return [
+        f"{outer}{name}{inner}.{buffer}"
+        for name, module in model.named_modules()
+        if hasattr(module, "quantized_weight")
+        for buffer, _ in module.named_buffers(recurse=False)
+        for outer in ("", "base_model.model.")
+        for inner in ("", ".base_layer")
+    ]
 
 
 def save_pretrained(
@@ -59,8 +78,8 @@ def save_pretrained(
     Args:
         model: quantized, of transformers; with adapters that transformers holds, these alone are written.
         save_directory: keeps its other files, such as the optimizer's state; weights of an earlier save go.
-        is_main_process: only that process writes. All must call, if parameters are sharded.
-        state_dict: tensors in the place of the model's, gathered from all ranks.
+        is_main_process: only that process writes.
+        state_dict: tensors in the place of the model's, such as those gathered from all ranks.
         push_to_hub: uploads what was written to `repo_id`, by default the directory's name.
         max_shard_size: bytes of the largest file, such as "2GB"; never more than 5 GB.
         variant, distributed_checkpoint: refused, for no quantized checkpoint is written so.
@@ -136,9 +155,12 @@ def _refuse_adapters(model: nn.Module) -> None:
 
 
 def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the model as one: a sharded parameter is gathered, for which all ranks must call."""
+    """The tensor, if it is there as one."""
     if hasattr(tensor, "full_tensor"):
-        tensor = tensor.full_tensor()
+        raise UserError(
+            f"{name}: is sharded (FSDP); gather the state with get_model_state_dict(…, full_state_dict=True), load it "
+            "into a model that was quantized or loaded in the same way, and save that"
+        )
     if tensor.is_meta:
         raise UserError(f"{name}: is not in memory, where it could be saved from; load the model without offloading")
     return tensor
