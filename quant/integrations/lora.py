@@ -69,7 +69,8 @@ def lora(config: Any, model: nn.Module) -> Any:
         )
     config._register_custom_module(LAYERS)
     if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        find_head: Any = getattr(model, "get_output_embeddings", None)
+        head = None if find_head is None else find_head()
         config.target_modules = {
             name
             for name, module in model.named_modules()

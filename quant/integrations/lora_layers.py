@@ -19,6 +19,8 @@ from quant.kernels.linear.stack import ExpertStack
 class LoraQuantLinear(Linear):  # type: ignore[misc]
     """PEFT's `lora.Linear`, its variants included, over a `QuantLinear`."""
 
+    base_layer: Any
+
     def _get_in_out_features(self, module: Any) -> tuple[int, int]:
         return module.in_features, module.out_features
 
@@ -44,6 +46,15 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
     """
 
     runs_grouped = True
+    # Of `LoraLayer`, which has no types.
+    base_layer: Any
+    get_base_layer: Any
+    lora_A: Any
+    lora_B: Any
+    r: Any
+    scaling: Any
+    active_adapters: Any
+    disable_adapters: Any
 
     def __init__(
         self, base_layer: QuantExperts, adapter_name: str, config: Any, r: int = 0, lora_alpha: int = 1, **kwargs: Any
