@@ -49,8 +49,8 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
     # Of `LoraLayer`, which has no types.
     base_layer: Any
     get_base_layer: Any
-    lora_A: Any
-    lora_B: Any
+    lora_A: Any  # noqa: N815
+    lora_B: Any  # noqa: N815
     r: Any
     scaling: Any
     active_adapters: Any
