@@ -1,6 +1,7 @@
 """Every step of the writing commands is a crash point here, and each is tried with SIGKILL, SIGTERM and a full disk.
 
     python tests/fuzz/crash_points.py --every 40 --jobs 2      # every fortieth step of each command
+    python tests/fuzz/crash_points.py --only "export aoti"     # every step of one
 
 A fault is a result that is neither the old nor the new one, an exit code that says something else, a run afterwards
 that ends with other bytes, or anything that it leaves beside its result.
@@ -26,7 +27,7 @@ import tempfile
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ class Job:
     Attributes:
         places: what it writes, in the order in which each appears, whole. Most commands write `out` alone.
         adds: whether it adds to what is there, so that the next run adds again.
+        exports: whether it traces the model, which takes seconds; `--quick` leaves it out.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Job:
     before: str | None = None
     places: tuple[str, ...] = ("out",)
     adds: bool = False
+    exports: bool = False
 
 
 def jobs() -> list[Job]:
@@ -69,8 +72,13 @@ def jobs() -> list[Job]:
         Job("export compressed-tensors", f"export in/ckpt --to compressed-tensors {to}"),
         Job("export modelopt --overwrite", f"export in/ckpt --to modelopt {to} --overwrite", old),
         Job("export onnx", f"export in/ckpt --to onnx {to}"),
-        Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",)),
-        Job("export torch-tensorrt", "export in/static --to torch-tensorrt --out out.pt2 --quiet", places=("out.pt2",)),
+        Job("export aoti", "export in/static --to aoti --out out.pt2 --quiet", places=("out.pt2",), exports=True),
+        Job(
+            "export torch-tensorrt",
+            "export in/static --to torch-tensorrt --out out.pt2 --quiet",
+            places=("out.pt2",),
+            exports=True,
+        ),
         *(_engines() if importlib.util.find_spec("tensorrt_rtx") else ()),
         Job("plan edit", changed),
         Job("plan edit --overwrite", f"{changed} --overwrite", f"{edit} --kv-cache keep"),
@@ -78,17 +86,26 @@ def jobs() -> list[Job]:
     ]
 
 
+def _packages() -> list[Job]:
+    command = "export in/static --out out.pt2 --quiet --to"
+    return [
+        Job(f"export {kind}", f"{command} {kind}", places=("out.pt2",), exports=True)
+        for kind in ("aoti", "torch-tensorrt")
+    ]
+
+
 def _engines() -> list[Job]:
     engine = "export in/static --to tensorrt --target sm89 --out out.engine --quiet --shapes batch=1,sequence="
     server = f"export in/static --to triton-server --target sm89 {corpus.TO} --shapes batch=1,sequence="
     in_two, in_repository = ("out.engine", "out.engine.json"), ("out/static", "out/serve.md")
-    return [
+    found = [
         Job("export tensorrt", f"{engine}8", places=in_two),
         Job("export tensorrt --overwrite", f"{engine}8 --overwrite", f"{engine}16", in_two),
         Job("export triton-server", f"{server}8"),
         Job("export triton-server, a version", f"{server}8", f"{server}8", in_repository, adds=True),
         Job("export triton-server --overwrite", f"{server}8 --overwrite", f"{server}16", in_repository),
     ]
+    return [replace(job, exports=True) for job in found]
 
 
 class StandIns:
@@ -230,7 +247,7 @@ def _wrong(case: Case, outcome: Outcome, old: list[Contents], new: list[Contents
         yield f"code {outcome.code}: {outcome.stderr[-600:]!r}"
 
 
-def run(every: int, workers: int, only: Sequence[str] = ()) -> Counter[str]:
+def run(every: int, workers: int, only: Sequence[str] = (), *, quick: bool = False) -> Counter[str]:
     """Stops every `every`-th step of each command in each way; prints faults, and gives counts."""
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as name:
@@ -239,7 +256,8 @@ def run(every: int, workers: int, only: Sequence[str] = ()) -> Counter[str]:
         (root / "corpus").mkdir()
         corpus.make_some(root / "corpus")
         stand_ins = StandIns(root / "stand-ins")
-        for number, job in enumerate(job for job in jobs() if not only or job.name in only):
+        chosen = [job for job in jobs() if (not only or job.name in only) and not (quick and job.exports)]
+        for number, job in enumerate(chosen):
             old = None
             if job.before is not None:
                 old = _folder(root, f"{number}-old", None)
@@ -303,8 +321,9 @@ def _main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", nargs="*", default=(), help="names of commands")
+    parser.add_argument("--quick", action="store_true", help="without exports that trace the model")
     given: Any = parser.parse_args()
-    print(json.dumps(run(given.every, given.jobs, given.only)))
+    print(json.dumps(run(given.every, given.jobs, given.only, quick=given.quick)))
 
 
 if __name__ == "__main__":
