@@ -449,6 +449,15 @@ def test_what_the_layout_cannot_say_is_refused_by_layer(change: dict[str, Any], 
     assert "deploy the compressed-tensors checkpoint" in str(error.value) and "\n" not in str(error.value)
 
 
+def test_an_excluded_name_that_vllm_takes_for_a_part_of_others_is_told() -> None:
+    """vLLM asks whether an excluded name is in the layer's."""
+    layer = LayerPlan("layers.0.output.dense", "linear", (64, 64), FORMATS["nvfp4"], FORMATS["nvfp4"])
+    other = dataclasses.replace(layer, name="layers.0.up")
+    assert modelopt.runtime_warnings(Plan((other, LayerPlan("output", "head", (64, 64))))) == []
+    (told,) = modelopt.runtime_warnings(Plan((layer, other, LayerPlan("output", "head", (64, 64)))))
+    assert told.startswith("layers.0.output.dense: vLLM takes 'output', which is excluded")
+
+
 def test_a_refused_plan_writes_nothing(quantized: Callable[..., Path], tmp_path: Path) -> None:
     result = export(quantized("int8"), "--to", "modelopt", "--out", tmp_path / "out")
     assert result.exit_code == 2

@@ -15,7 +15,7 @@ import quant
 from quant.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels.linear.modules import QuantExperts
+from quant.kernels.linear.modules import QuantExperts, experts_forward
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 pytest.importorskip("compressed_tensors", reason="the extra hf")
@@ -161,3 +161,19 @@ def test_experts_in_16_bit_beside_quantized_ones_are_refused(tmp_path: Path) -> 
     save_file({**tensors, name: torch.zeros(4, 128, 64)}, file, {"format": "pt"})
     with pytest.raises(UserError, match=rf"model\.safetensors: {re.escape(name)} is left over"):
         quant.load(tmp_path / "out")
+
+
+def test_experts_with_a_norm_behind_them() -> None:
+    """Muse Spark's: `experts_forward` does what the class itself does."""
+    modeling = pytest.importorskip("transformers.models.muse_spark.modeling_muse_spark", reason="transformers 5.23")
+    sizes = {"moe_hidden_size": 32, "moe_intermediate_size": 16, "num_local_experts": 4}
+    config = modeling.MuseSparkTextConfig(**sizes)
+    config._experts_implementation = "eager"
+    torch.manual_seed(0)
+    experts = modeling.MuseSparkExperts(config).float()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x, index, weights = torch.randn(6, 32), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    with torch.no_grad():
+        wanted = experts(x, index, weights)
+        torch.testing.assert_close(experts_forward(experts, x, index, weights), wanted)
