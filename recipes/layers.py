@@ -14,12 +14,13 @@ also where the parameter is stored with its input channels first (`transposed`).
 
 Layers that read the *same input tensor* (q/k/v, gate/up) are merged into one matmul by every serving runtime, and
 must then share their format and their second-level scales. They are found by watching one forward pass, not by
-their names: whatever receives the very same tensor object belongs together.
+their names: whatever receives the very same tensor object belongs together, within one numbered block.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ _HEADS = {"lm_head", "score", "classifier", "classification_head", "qa_outputs",
     "bbox_predictor", "box_predictor", "class_predictor", "class_embed", "bbox_embed", "distillation_classifier"
 }  # fmt: skip
 _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_proj", "generator_lm_head"}
+
+_NUMBERED = re.compile(r".*?\.\d+(?=\.)")
 
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
@@ -158,7 +161,7 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
     import torch
 
     linears = {layer.name for layer in layers if layer.kind == "linear"}
-    readers: dict[int, list[str]] = {}
+    readers: dict[tuple[int, str], list[str]] = {}
     dimensions: dict[str, int] = {}
     held = []
 
@@ -166,7 +169,8 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             if args and isinstance(args[0], torch.Tensor):
                 held.append(args[0])  # kept alive, so that no other tensor gets its id
-                readers.setdefault(id(args[0]), []).append(name)
+                # Every decoder block reads what the encoder gave, and no runtime merges blocks.
+                readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
                 dimensions[name] = args[0].dim()
 
         return hook
@@ -187,6 +191,12 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         replace(layer, group=group_of.get(layer.name, layer.group), input_dims=dimensions.get(layer.name))
         for layer in layers
     ]
+
+
+def _block_of(name: str) -> str:
+    """The first numbered module that a layer is in: `model.layers.0`; empty where it is in none."""
+    found = _NUMBERED.match(name)
+    return found[0] if found else ""
 
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:

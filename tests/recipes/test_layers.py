@@ -123,6 +123,13 @@ def test_names_say_nothing_and_inputs_everything() -> None:
     }
 
 
+def test_decoder_blocks_that_read_one_encoder_are_no_group() -> None:
+    plan = make_plan(tiny_models.t5(num_layers=2), "nvfp4")
+    across = {name for name in plan.groups() if "EncDecAttention" in name}
+    assert across >= {f"decoder.block.{block}.layer.1.EncDecAttention.(k|v)" for block in (0, 1)}
+    assert all(len(members) < 4 for members in plan.groups().values())
+
+
 def test_equal_inputs_that_are_not_the_same_tensor_are_no_group() -> None:
     class Copies(nn.Module):
         def __init__(self) -> None:
