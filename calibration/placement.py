@@ -240,7 +240,7 @@ class Loan:
                 module._parameters[name] = parameter
             for name, buffer in buffers.items():
                 now = module._buffers.get(name)
-                if now is copies[name] or now is None or buffer is None or hasattr(module, "quantized_weight"):
+                if now is copies[name] or now is None or buffer is None or hasattr(type(module), "quantized_weight"):
                     module._buffers[name] = buffer
                 else:  # the module has put another tensor there, such as frequencies of longer texts
                     module._buffers[name] = now.to(buffer.device)

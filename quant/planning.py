@@ -81,7 +81,7 @@ def make_plan(
     if odd := _odd_inputs(layers, plan):
         plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
     if not plan.quantized:
-        if isinstance(model, nn.Module) and any(hasattr(module, "quantized_weight") for module in model.modules()):
+        if isinstance(model, nn.Module) and any(hasattr(type(each), "quantized_weight") for each in model.modules()):
             raise UserError("the model is quantized already; start from the original one")
         raise UserError(
             f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"

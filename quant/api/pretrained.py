@@ -52,7 +52,7 @@ def _packed_buffers(model: nn.Module) -> list[str]:
     return [
         f"{outer}{name}{inner}.{buffer}"
         for name, module in model.named_modules()
-        if hasattr(module, "quantized_weight")
+        if hasattr(type(module), "quantized_weight")
         for buffer, _ in module.named_buffers(recurse=False)
         for outer in ("", "base_model.model.")
         for inner in ("", ".base_layer")

@@ -143,7 +143,7 @@ def test_a_checkpoint_that_lies(
     ids=["forward", "copy", "state_dict", "export", "weight", "quantized_weight"],
 )
 def test_codes_in_fp8_are_looked_at_before_they_are_used(use: Callable[[Any], object], tmp_path: Path) -> None:
-    model = quant.load(spoilt(CT + "FP8", tmp_path, put(f"{Q}.weight", -NAN, 3)))
+    model = quant.load(spoilt(CT + "FP8", tmp_path, put(f"{Q}.weight", -NAN, 3)))  # reads no codes
     for _ in range(2):
         with pytest.raises(ValueError, match=rf"model\.safetensors: {Q}\.weight holds 1 codes that are NaN"):
             use(model)
