@@ -137,8 +137,6 @@ def test_a_recipe_that_fits_nothing_says_why() -> None:
         UserError, match=r"1 layer, 0 first: in = 40 is not a multiple of nvfp4's block of 16.*int8 take"
     ):
         quant.make_plan(odd, "nvfp4")
-    with pytest.raises(UserError, match=r"4 layers, transformer.h.0.attn.c_attn first: not a linear layer"):
-        quant.make_plan(tiny_models.gpt2(n_layer=1), "fp8_channel")
 
 
 def test_weights_on_the_meta_device() -> None:
