@@ -52,20 +52,22 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
-def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) -> list[str]:
+def check_reload(directory: Path, model: Any, *, allow_missing: bool = False, trial: bool = True) -> list[str]:
     """What a user has to know before loading a checkpoint with transformers: one sentence, or nothing.
 
     Args:
         directory: with config.json, the plan and the weight files.
         model: of transformers, quantized; its class is the one that is tried.
         allow_missing: missing and unexpected tensors are a warning, and no error.
+        trial: loads it in transformers too. compressed-tensors then waits for all ranks, where there are several.
 
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
     plan = _read_back(directory, type(model))
     unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
-    if not hasattr(type(model), "from_pretrained") or importlib.util.find_spec("compressed_tensors") is None:
+    known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
+    if not (trial and known):
         return []
     version = require("transformers", "hf").__version__
     tensors = {name: tensor.to("meta") for name, tensor in TensorFiles(directory, meta=True).items()}
