@@ -47,6 +47,8 @@ from quant.calibration.walk.stand_in import RememberedModules, StandIn, weight_o
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
 
+_DATA_FREE = "mse"  # the solver of effort 1
+
 
 @dataclass(frozen=True)
 class _Rounded:
@@ -361,10 +363,8 @@ class BlockWork:
             if not group.pipeline.needs_moment:
                 continue
             if stats is None and others is None:
-                raise ValueError(
-                    f"{group.members[0].name}: no calibration token reached it; give more text, or exclude the layer"
-                )
-            if stats is None:
+                _look_at_no_data(group)
+            elif stats is None:
                 group.notes.append("no calibration token reached it: solved on the pooled statistics of its siblings")
             elif isinstance(group.pipeline.rounding, Gptq) and stats.tokens < group.members[0].shape[-1]:
                 found_in = f"{stats.tokens} tokens for {group.members[0].shape[-1]} inputs"
@@ -576,6 +576,19 @@ class BlockWork:
                 here = call.to(self.device)
                 with suppress(Stop):
                     self.block(*here.args, **here.kwargs)
+
+
+def _look_at_no_data(group: Group) -> None:
+    """Gives a group that no token reached, such as one of a vision tower under text, a solver that needs none.
+
+    Raises:
+        ValueError: its inputs need a static scale, which nothing gives.
+    """
+    if group.activation is not None and group.activation.is_static:
+        raise ValueError(f"{group.members[0].name}: no calibration token reached it; give more text, or exclude it")
+    group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
+    group.pipeline = get_pipeline(_DATA_FREE)
+    group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
 
 
 def _has_branch(group: Group) -> bool:

@@ -310,6 +310,29 @@ def test_an_expert_that_no_token_reached_gets_pooled_statistics_and_a_note() -> 
     assert float((given != wanted.dequantize()).float().mean()) < 0.02
 
 
+def _with_tower() -> nn.Module:
+    model = tiny_models.llama(seed=0)
+    model.tower = nn.Sequential(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    return model
+
+
+@pytest.mark.parametrize("solver", ["gptq", "local_hessian", "awq+gptq", "rotation:16+lowrank:2+gptq", "autoround:2"])
+def test_a_tower_that_text_does_not_reach_is_solved_without_data(solver: str) -> None:
+    model = _with_tower()
+    weight = model.tower[0].weight.detach().clone()
+    done = quantize(model, "nvfp4a16", IDS % 64, solver=solver)
+    layer = done.plan.by_name["tower.0"]
+    assert layer.reason.endswith("no calibration token reached it: solved with mse, which looks at none")
+    assert layer.solver == "mse" and done.plan.by_name["model.layers.0.mlp.up_proj"].solver == solver
+    wanted = solve_group({"w": weight}, {}, NVFP4, get_pipeline("mse").rounding)["w"].dequantize()
+    if solver in ("gptq", "local_hessian"):
+        assert torch.equal(model.tower[0].dequantize(), wanted)
+    error = (model.tower[0].weight.detach() - weight).norm() / weight.norm()
+    assert float(error) < 0.12
+    with pytest.raises(ValueError, match=r"tower\.0: no calibration token reached it; give more text, or exclude"):
+        quantize(_with_tower(), "fp8", IDS % 64, solver="gptq")
+
+
 def test_activations_of_experts_are_rounded_while_they_are_solved() -> None:
     """W4A4 experts: the static scale is that of the original inputs, and the second moment that of rounded ones."""
     base = _moe()
