@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from quant.api.checkpoint import with_fused_experts
@@ -111,7 +110,6 @@ def save_pretrained(
         made = Path(work) / "checkpoint"
         write_model(
             model, plan, made, stored_names(model), state=state, shard_bytes=_shard_bytes(max_shard_size),
-            trial=not (dist.is_available() and dist.is_initialized()),
             finish=lambda _directory, _hashes, messages: told.extend(messages),
         )  # fmt: skip
         files = sorted(file.name for file in made.iterdir())

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from quant.api.checkpoint import Checkpoint, fill, outline
 from quant.errors import UserError, counted, listed
@@ -52,14 +53,15 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
-def check_reload(directory: Path, model: Any, *, allow_missing: bool = False, trial: bool = True) -> list[str]:
+def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) -> list[str]:
     """What a user has to know before loading a checkpoint with transformers: one sentence, or nothing.
+
+    Inside a process group of a training script it is not tried: compressed-tensors would wait for all of its ranks.
 
     Args:
         directory: with config.json, the plan and the weight files.
         model: of transformers, quantized; its class is the one that is tried.
         allow_missing: missing and unexpected tensors are a warning, and no error.
-        trial: loads it in transformers too. compressed-tensors then waits for all ranks, where there are several.
 
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
@@ -67,7 +69,7 @@ def check_reload(directory: Path, model: Any, *, allow_missing: bool = False, tr
     plan = _read_back(directory, type(model))
     unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
     known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
-    if not (trial and known):
+    if not known or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
     tensors = {name: tensor.to("meta") for name, tensor in TensorFiles(directory, meta=True).items()}

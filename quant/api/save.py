@@ -89,13 +89,12 @@ def write_model(
     work: Path | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
-    trial: bool = True,
 ) -> dict[str, str]:
     """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
 
     `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`. `state` has the
     tensors that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
-    `shard_bytes`. `trial`: see `check_reload`.
+    `shard_bytes`.
     """
     if not allow_missing:
         check_experts(plan, names)
@@ -108,7 +107,7 @@ def write_model(
         messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             write_config(temporary, model, plan, names)
-            messages = check_reload(temporary, model, allow_missing=allow_missing, trial=trial)
+            messages = check_reload(temporary, model, allow_missing=allow_missing)
         if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
             model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if tokenizer is not None:

@@ -22,7 +22,7 @@ RATE = 0.05
 
 
 def quantized(format: str) -> Any:
-    return quant.quantize(tiny_models.llama(gain=2.0), format).model
+    return quant.quantize(tiny_models.llama(gain=2.0), format, effort=0).model
 
 
 def adapted(format: str) -> Any:
@@ -64,7 +64,10 @@ def joined(rank: int, folder: str, format: str) -> None:
     fully_shard(plain, mesh=mesh)
     with pytest.raises(quant.UserError, match=r"is sharded \(FSDP\); gather the state"):
         plain.save_pretrained(f"{folder}/plain", is_main_process=rank == 0)
-    if rank == 0:
+    if rank == 0:  # alone: nothing here may wait for the other
+        done = quant.quantize(tiny_models.llama(gain=2.0), format, effort=0)
+        done.model.save_pretrained(f"{folder}/by_model")
+        quant.save(done.model, done.plan, f"{folder}/by_us")
         torch.save({"ddp": ddp.module.state_dict(), "fsdp": whole}, f"{folder}/trained")
     dist.barrier()
     dist.destroy_process_group()
@@ -73,6 +76,9 @@ def joined(rank: int, folder: str, format: str) -> None:
 @pytest.mark.parametrize("format", ["nvfp4a16", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_two_processes_train_adapters_as_one_does(format: str, tmp_path: Path) -> None:
     mp.spawn(joined, (str(tmp_path), format), nprocs=2)
+    ids = ROWS[:1]
+    by_model, by_us = (quant.load(tmp_path / name)(ids).logits for name in ("by_model", "by_us"))
+    assert torch.equal(by_model, by_us)
     model = adapted(format)
     before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
     step(model, ROWS)
