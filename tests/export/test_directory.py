@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,19 @@ def test_a_signal_that_arrives_in_a_destructor_ends_the_command_too(tmp_path: Pa
     assert contents(target) == NEW
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; a process that a shell has started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_signal_ends_a_command_in_one_line(tmp_path: Path, number: signal.Signals, code: int, late: bool) -> None:
+def test_a_signal_ends_a_command_in_one_line(
+    tmp_path: Path, number: signal.Signals, code: int, late: bool, interruptible: None
+) -> None:
     target = tmp_path / "out"
     fill(target, OLD)
 
