@@ -27,6 +27,12 @@ _TOKENS = {"bos_token_id", "decoder_start_token_id", "eos_token_id", "pad_token_
 _BLOCKS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers", "depth")
 _SIZE = re.compile(r"(size|dims?|heads?|layers?|experts?|embd|embed|inner|channels?|blocks?|width|depth|rank|groups?)$")
 _USUAL = {True: 1000, False: 1 << 20}  # of blocks, and of other sizes: no reason to look into the files
+# What a processor may make of one image or sound: a hundred times what any that we know asks for would take minutes.
+_OF_PROCESSORS = {
+    "n_fft": 1 << 16, "fft_length": 1 << 16, "hop_length": 1 << 16, "win_length": 1 << 16, "feature_size": 1 << 14,
+    "num_mel_bins": 1 << 14, "chunk_length": 3600, "sampling_rate": 1 << 20, "n_samples": 1 << 26,
+    "nb_max_frames": 1 << 20, "height": 1 << 14, "width": 1 << 14, "shortest_edge": 1 << 14,
+}  # fmt: skip
 _LONGEST = 500  # characters of a message that is not ours
 
 
@@ -63,6 +69,24 @@ def check_numbers(file: Path) -> None:
         json.dumps(read_fields(file), allow_nan=False)
     except ValueError as error:
         raise UserError(f"{file}: {one_line(error)}; mend it, or download it again") from None
+
+
+def check_processor(file: Path) -> None:
+    """Refuses the config of a processor that would take all memory for one image or sound.
+
+    Raises:
+        UserError: NaN, infinity, or a size far beyond those of processors.
+    """
+    check_numbers(file)
+
+    def sizes(fields: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for name, value in fields.items():
+            yield from sizes(value) if isinstance(value, dict) else [(name, value)]
+
+    for name, value in sizes(read_fields(file)):
+        most = _OF_PROCESSORS.get(name)
+        if most is not None and isinstance(value, int | float) and value > most:
+            raise UserError(f"{file}: {name} is {reprlib.repr(value)}; more than {most} is taken for a mistake")
 
 
 def read_generation_config(model: Any, path: Path) -> None:

@@ -25,6 +25,7 @@ from quant.export.names import stored_names
 from quant.extras import require
 from quant.models.configs import (
     check_numbers,
+    check_processor,
     check_sizes,
     checked_fields,
     explained,
@@ -234,7 +235,7 @@ def load_processor(path: Path) -> Any:
     check_links(path)
     for name in ("tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):
         if (path / name).is_file():
-            check_numbers(path / name)
+            check_processor(path / name)
     reasons = []
     with quiet():
         for loader in ("AutoProcessor", "AutoImageProcessor", "AutoFeatureExtractor", "AutoTokenizer"):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -21,7 +22,7 @@ import quant
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.export.checkpoint_scan import Scan
-from quant.models.huggingface import load_tokenizer
+from quant.models.huggingface import load_processor, load_tokenizer
 from quant.models.open import open_model
 
 transformers = pytest.importorskip("transformers", reason="needs the extra hf")
@@ -250,3 +251,22 @@ def test_a_tokenizer_config_with_infinity_is_refused(tmp_path: Path) -> None:
     (source / "tokenizer_config.json").write_text('{"model_max_length": 1e999}')
     with pytest.raises(UserError, match=r"tokenizer_config\.json: Out of range float values are not JSON compliant"):
         load_tokenizer(source)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"feature_extractor_type": "WhisperFeatureExtractor", "n_fft": 10**9}, "n_fft is 1000000000"),
+        ({"feature_extractor_type": "WhisperFeatureExtractor", "chunk_length": 1e5}, "chunk_length is 100000.0"),
+        ({"image_processor_type": "ViTImageProcessor", "size": {"height": 32, "width": 10**7}}, "width is 10000000"),
+    ],
+)
+def test_a_processor_that_takes_all_memory_is_refused(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match=rf"preprocessor_config\.json: {named}; more than \d+ is taken for a mistake"):
+        load_processor(tmp_path)
+
+
+def test_processors_as_transformers_writes_them_are_taken(tmp_path: Path) -> None:
+    transformers.WhisperFeatureExtractor().save_pretrained(tmp_path)
+    assert load_processor(tmp_path).n_fft == 400
