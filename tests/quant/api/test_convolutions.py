@@ -76,6 +76,23 @@ def test_a_resnet_from_the_command_line(tmp_path: Path, format: str, kept: list[
 
 
 @LEAVES_OUT_TRANSFORMERS
+def test_the_shape_of_resnet_50(tmp_path: Path) -> None:
+    """Bottlenecks, strides and shortcuts at their real sizes: 53 convolutions, 23.5 million weights in them."""
+    sizes = {"depths": [3, 4, 6, 3], "hidden_sizes": [256, 512, 1024, 2048], "embedding_size": 64}
+    model = tiny_models.resnet(**sizes, layer_type="bottleneck", num_labels=1000)
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = model(images).logits
+        done = quant.quantize(model, "int8_static", [images])
+        convs = [layer for layer in done.plan.quantized if layer.kind == "conv"]
+        assert len(convs) == 53 and sum(layer.numel for layer in convs) == 23_454_912
+        found = done.model(images).logits
+        assert float((found - expected).norm() / expected.norm()) < 0.05
+        quant.save(done.model, done.plan, tmp_path / "out")
+        assert torch.equal(quant.load(tmp_path / "out")(images).logits, found)
+
+
+@LEAVES_OUT_TRANSFORMERS
 @pytest.mark.parametrize(("format", "layers", "largest"), [("fp8", 5, 448), ("int8_static", 6, 127)])
 def test_static_input_scales_are_calibrated_and_kept(tmp_path: Path, format: str, layers: int, largest: int) -> None:
     seen: dict[str, float] = {}
