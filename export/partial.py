@@ -20,8 +20,10 @@ the memory of finished steps belongs to the page cache and not to the process.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
+import os
 import re
 import shutil
 import time
@@ -340,9 +342,17 @@ class Partial:
 
 
 def _append(journal: Path, line: Mapping[str, Any]) -> None:
+    """Adds a line, or nothing where the disk does not take it whole: what follows half a line could not be read."""
     text = json_text(line).encode()
-    with journal.open("ab") as file:
-        file.write(b"%s %s\n" % (_digest(text), text))
+    whole = b"%s %s\n" % (_digest(text), text)
+    with journal.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            if file.write(whole) != len(whole):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(journal))
+        except OSError:
+            file.truncate(before)
+            raise
 
 
 def _lines(journal: Path) -> list[dict[str, Any]]:

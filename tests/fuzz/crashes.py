@@ -70,7 +70,8 @@ class Crash:
                     halve()
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         elif struck:
-            if halve is not None:
+            # The handler of SIGTERM runs in the main thread and cuts off what happens there, not other threads' writes.
+            if halve is not None and (self.kind == "KILL" or threading.current_thread() is threading.main_thread()):
                 halve()
             os.kill(os.getpid(), getattr(signal, f"SIG{self.kind}"))
 

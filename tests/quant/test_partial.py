@@ -381,3 +381,33 @@ def test_fifty_kills_at_random_moments(
         assert weights(out) == weights(tmp_path / "whole")
         results += 1
     assert results == 13
+
+
+@pytest.mark.parametrize("cut", [0, 5])
+def test_a_line_that_the_disk_did_not_take_whole_leaves_nothing_behind(
+    cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = tmp_path / "journal.jsonl"
+    partial_module._append(journal, {"depends": {"first": 1}})
+    before, plain = journal.read_bytes(), Path.open
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file, self.tell, self.truncate = file, file.tell, file.truncate
+
+        def write(self, content: bytes) -> int:
+            return int(self.file.write(content[:cut]))
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", lambda path, *rest, **options: Full(plain(path, *rest, **options)))
+        with pytest.raises(OSError, match="No space left"):
+            partial_module._append(journal, {"step": "a", "file": "00001.safetensors", "sha256": "", "record": 1})
+    assert journal.read_bytes() == before
+    partial_module._append(journal, {"step": "b", "file": "00002.safetensors", "sha256": "", "record": 1})
+    assert journal.read_bytes().startswith(before) and journal.read_bytes().count(b"\n") == 2
