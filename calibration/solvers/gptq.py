@@ -7,7 +7,8 @@ moves every later column k by -e_j U_jk, and Σ e_j² is exactly the loss at the
 
 Three things are done beyond that paper.
 
-**Order.** The columns that come first have the most others left to make up for their error, so the loud ones go first.
+**Order.** The columns that come first have the most others left to make up for their error, so the loud ones go first,
+where scales are coarser than E4M3's.
 A block that shares a scale stays whole: blocks are taken by falling power of their inputs, and so are the columns
 within one. Codes and scales are put back in their places, and nothing is stored of the order.
 
@@ -39,7 +40,7 @@ from quant.calibration.solvers.block_search import round_with_feedback, search_b
 from quant.calibration.solvers.rows import solve_by_rows
 from quant.calibration.statistics import LayerStats, diagonal_blocks
 from quant.formats.format import Format
-from quant.formats.number import Number
+from quant.formats.number import E4M3, Number
 from quant.formats.parallel import in_parts
 from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
@@ -78,7 +79,8 @@ class Gptq:
     ) -> BlockScaledTensor:
         stats = required_stats(stats, name, "gptq")
         assert stats.second_moment is not None
-        order = block_order(stats.second_moment.diagonal(), _width(format))
+        # E4M3 scales follow the weights so closely that the order gains nothing: SmolLM2 in NVFP4 lost 4% on WikiText.
+        order = None if format.scale is E4M3 else block_order(stats.second_moment.diagonal(), _width(format))
         try:
             factor = factorize(stats.second_moment, self.damping, order)
         except ValueError as error:
