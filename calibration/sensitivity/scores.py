@@ -96,6 +96,7 @@ def score_groups(
     made = digest_of(solutions) if solutions else None
     key = _key(model, groups, allowed, rows, method, solver, dtype, seed, ranges, *([made] if made else []))
     if path is not None and path.exists() and (found := Sensitivity.load(path)).key == key:
+        remove_parts(path)  # of a run that was stopped when its table was written
         return found
     candidates = {c.name: c for choices in allowed.values() for c in choices if c.name != KEPT.name}
     report = reporter(progress, "calibrate")
