@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.layout import is_prepacked
 from quant.kernels.linear.modules import QuantLinear
 
 
@@ -49,19 +50,20 @@ def _merged_plain(members: Sequence[nn.Linear]) -> nn.Linear | None:
 
 def _merged_quantized(members: Sequence[QuantLinear], dtype: torch.dtype) -> QuantLinear | None:
     first = members[0]
-    weights = [member.quantized_weight for member in members]
+    weights = [member.stored_weight for member in members]
+    if not all(map(is_prepacked, weights)) or not _share_scale(weights):
+        weights = [member.quantized_weight for member in members]
     alike = all(
         member.weight_format == first.weight_format
         and member.activation_format == first.activation_format
         and member.in_features == first.in_features
         and _are_equal(member.input_scale, first.input_scale)
-        and _are_equal(weight.global_scale, weights[0].global_scale)
         and weight.scale.dim() > 0
         and len(weight.scale) == len(weight.codes)
         and not member.parts
         for member, weight in zip(members, weights, strict=True)
     )
-    if not alike:
+    if not (alike and _share_scale(weights)):
         return None
     rows = [member.out_features for member in members]
     codes, scale = (torch.cat(parts) for parts in zip(*((w.codes, w.scale) for w in weights), strict=True))
@@ -88,6 +90,11 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
         present[0].new_zeros(member.out_features) if member.bias is None else member.bias.detach() for member in members
     ]
     return nn.Parameter(torch.cat(parts), requires_grad=False)
+
+
+def _share_scale(weights: Sequence[BlockScaledTensor]) -> bool:
+    """Whether the second-level scale is the same; MXFP4 has one in the layout of kernels alone."""
+    return all(_are_equal(weight.global_scale, weights[0].global_scale) for weight in weights)
 
 
 def _are_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:

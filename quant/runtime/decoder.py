@@ -26,7 +26,7 @@ from quant.kernels.pages import MAX_DIM, KVPages, write_reference
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
 """Classes of transformers whose layers are what `Decoder` computes."""
-_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+_LINEARS = (".q_proj", ".k_proj", ".v_proj", ".o_proj", ".gate_proj", ".up_proj", ".down_proj")
 _GATES = {"silu": False, "gelu_pytorch_tanh": True}
 _PAGE = 64
 _LOOK = 16  # tokens between two looks at what was written; looking waits for the GPU
@@ -63,7 +63,7 @@ def why_not(model: nn.Module) -> str:
         if wrong:
             return reason
     for name, module in model.named_modules():
-        if name.endswith(tuple(f".{leaf}" for part in _LINEARS for leaf in part)) and (
+        if name.endswith(_LINEARS) and (
             type(module) not in (nn.Linear, QuantLinear) or module._forward_hooks or module._forward_pre_hooks
         ):
             return f"{name} is a {type(module).__name__}, perhaps with hooks"

@@ -16,6 +16,7 @@ import tiny_models
 from interpreter import interpreted
 
 import quant
+from quant.kernels.layout import prepack
 from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear
 from quant.runtime import decoder as decoders
@@ -95,20 +96,28 @@ def test_quantized_layers_are_merged_or_run_side_by_side(preset: str) -> None:
     assert merged is (preset not in ("fp8", "fp8_block"))  # one scale a matrix, and one for 128 rows
 
 
-def test_merged_members_share_memory_and_give_the_same() -> None:
-    model = tiny("Llama")
-    quant.quantize(model, "nvfp4a16")
+@pytest.mark.parametrize(
+    ("preset", "prepacked"), [("nvfp4a16", False), ("nvfp4a16", True), ("mxfp4a16", True), ("mxfp6a16", True)]
+)
+def test_merged_members_share_memory_and_give_the_same(preset: str, prepacked: bool) -> None:
+    """Rows that are laid out for a kernel are merged as they lie there, or in the layout of a checkpoint."""
+    model = tiny("Llama", intermediate_size=128)
+    quant.quantize(model, preset)
     mlp = model.model.layers[0].mlp
     x = torch.randn(3, 64).bfloat16()
     before = [mlp.gate_proj(x), mlp.up_proj(x)]
+    if prepacked:
+        for member in (mlp.gate_proj, mlp.up_proj):
+            member.take(prepack(member.quantized_weight))
     merged = merge_rows([mlp.gate_proj, mlp.up_proj], torch.bfloat16)
     assert merged is not None and torch.equal(merged(x), torch.cat(before, -1))
     assert [torch.equal(mlp.gate_proj(x), before[0]), torch.equal(mlp.up_proj(x), before[1])] == [True, True]
     for member in (mlp.gate_proj, mlp.up_proj):
         assert member.codes.untyped_storage().data_ptr() == merged.codes.untyped_storage().data_ptr()
-    other = copy.deepcopy(mlp.up_proj)
-    other.global_scale *= 2
-    assert merge_rows([mlp.gate_proj, other], torch.bfloat16) is None
+    if preset == "nvfp4a16":
+        other = copy.deepcopy(mlp.up_proj)
+        other.global_scale *= 2
+        assert merge_rows([mlp.gate_proj, other], torch.bfloat16) is None
     assert merge_rows([mlp.gate_proj, nn.Linear(64, 8)], torch.bfloat16) is None
 
 
