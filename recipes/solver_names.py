@@ -85,3 +85,15 @@ def parse_solver(
         rounding=next((key for key in found if key in roundings), implied),
         autoround=found.get("autoround", 0),
     )
+
+
+def with_branch(name: str, rank: int) -> str:
+    """The solver `name` with a branch of `rank` taken off before its rounding, in place of one that it may name.
+
+    Raises:
+        ValueError: as `parse_solver`.
+    """
+    spec = parse_solver(name)
+    parts = [part for part in name.split("+") if part.partition(":")[0] not in ("lowrank", spec.rounding, "autoround")]
+    after = [part for part in name.split("+") if part.partition(":")[0] == "autoround"]
+    return "+".join([*parts, f"lowrank:{rank}", spec.rounding, *after])

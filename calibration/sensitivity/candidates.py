@@ -1,8 +1,9 @@
-"""A `Candidate` is a pair of formats that an allocator may choose, under the name that `--formats` takes.
+"""A `Candidate` is what an allocator may choose for a layer, under the name that `--formats` takes.
 
 nvfp4, mxfp8, fp8, …     a preset: its weights and its inputs
 nvfp4a16, fp8a16, …      the same weights, inputs in 16 bit
 nvfp4@fp8, fp8@16bit     a weight format and an input format, written out
+nvfp4+lowrank:32, …      any of these with a branch of this rank in 16 bit, whose bits are counted
 keep                     16 bit; always among them
 """
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan, Parts
 from quant.recipes.recipe import KEEP, presets
+from quant.recipes.solver_names import with_branch
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,13 @@ class Candidate:
         name: as the user wrote it.
         weight: weight format; None keeps 16 bit.
         activation: input format; None keeps 16 bit.
+        rank: of a branch in 16 bit beside the weight; 0 for none.
     """
 
     name: str
     weight: Format | None
     activation: Format | None
+    rank: int = 0
 
     @property
     def has_static_scale(self) -> bool:
@@ -36,8 +40,11 @@ class Candidate:
         return self.activation is not None and self.activation.is_static
 
     def applied(self, layer: LayerPlan) -> LayerPlan:
-        """The layer in these formats; nothing stands beside its weight."""
-        return replace(layer, weight=self.weight, activation=self.activation, parts=Parts(), cost=None)
+        """The layer in these formats, with the solver that takes the branch off; nothing else is beside its weight."""
+        rank = min(self.rank, *layer.shape[-2:]) if self.rank else 0
+        solver = with_branch(layer.solver, rank) if rank else layer.solver
+        planned = replace(layer, weight=self.weight, activation=self.activation)
+        return replace(planned, solver=solver, parts=Parts(rank=rank), cost=None)
 
 
 KEPT = Candidate(KEEP, None, None)
@@ -56,15 +63,21 @@ def parse_candidates(names: str | Iterable[str]) -> tuple[Candidate, ...]:
     found = [_parse(name.strip()) for name in names if name.strip() and not is_16bit(name.strip())]
     if not found:
         raise ValueError("no formats to choose from; name some, such as nvfp4,mxfp8,fp8")
-    pairs: dict[tuple[Format | None, Format | None], str] = {}
+    pairs: dict[tuple[Format | None, Format | None, int], str] = {}
     for candidate in found:
-        other = pairs.setdefault((candidate.weight, candidate.activation), candidate.name)
+        other = pairs.setdefault((candidate.weight, candidate.activation, candidate.rank), candidate.name)
         if other != candidate.name or [c.name for c in found].count(other) > 1:
             raise ValueError(f"formats {other!r} and {candidate.name!r} are the same; name each once")
     return (*found, KEPT)
 
 
 def _parse(name: str) -> Candidate:
+    if "+" in name:
+        stem, _, branch = name.partition("+")
+        rank = branch.removeprefix("lowrank:")
+        if rank == branch or not rank.isdecimal() or int(rank) < 1:
+            raise ValueError(f"format {name!r}: after '+' comes lowrank:RANK, such as {stem}+lowrank:32")
+        return replace(_parse(stem), name=name, rank=int(rank))
     if "@" in name:
         weight, activation = name.split("@", 1)
         return Candidate(name, get_format(weight), parse_format(activation))
@@ -73,7 +86,7 @@ def _parse(name: str) -> Candidate:
     if name not in known and (stem == name or stem not in known):
         raise ValueError(
             f"unknown format {name!r}; known formats: {', '.join(known)}, any of them with a16 at its end, "
-            "or WEIGHT@INPUT such as nvfp4@fp8"
+            "or WEIGHT@INPUT such as nvfp4@fp8; with +lowrank:RANK after it, a branch in 16 bit"
         )
     recipe = known.get(name) or known[stem]
     activation = recipe.activation if name in known else KEEP

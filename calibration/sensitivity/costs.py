@@ -208,7 +208,7 @@ class LatencyTable:
          "times": [{"weight": "nvfp4", "activation": null, "out": 4096, "in": 4096, "tokens": 8, "seconds": 9e-6}, …]}
 
     `weight` and `activation` are formats by name, null for 16 bit. Between two numbers of tokens times are
-    interpolated, beyond the last they grow with the tokens.
+    interpolated, beyond the last they grow with the tokens. A low-rank branch adds the time of reading it.
     """
 
     name: str
@@ -249,13 +249,14 @@ class LatencyTable:
         """
         names = [f.name if f is not None else None for f in (layer.weight, layer.activation)]
         count = math.prod(layer.shape[:-2])
+        branch = self.read(layer.parts.nbytes(layer.shape))
         points = self.times.get((names[0], names[1], layer.shape[-2], layer.shape[-1]))
         if points is None:
             pair = " with inputs in ".join(name or "16 bit" for name in names)
             raise ValueError(f"{layer.name} {list(layer.shape[-2:])}: table {self.name!r} has no time for {pair}")
         if tokens > points[-1][0]:
-            return count * points[-1][1] * tokens / points[-1][0]
-        return count * float(np.interp(tokens, [t for t, _ in points], [s for _, s in points]))
+            return branch + count * points[-1][1] * tokens / points[-1][0]
+        return branch + count * float(np.interp(tokens, [t for t, _ in points], [s for _, s in points]))
 
     def read(self, nbytes: int) -> float:
         """Seconds to read `nbytes`."""

@@ -7,8 +7,9 @@ quantization later solves it again, on the inputs that it really gets.
 
     y = Q(x / s) · Q(W diag(s))ᵀ        s from the solver's transforms, such as AWQ's; each format has its own
 
-Only scaling and rounding are done. A rotation, a low-rank branch or a reconstruction in the solver's name lowers the
-error of every format and is left out.
+Only scaling and rounding are done, and the low-rank branch of a candidate that has one:
+y = Q(x / s) · Q(W diag(s) − B A)ᵀ + (x / s) · (B A)ᵀ. A rotation, a reconstruction or a branch in the solver's own name
+lowers the error of every format and is left out.
 
 All second moments at once would be larger than the model, so groups are taken in parts that fit, each with a forward
 pass over the text that ends behind the last group of the part.
@@ -20,7 +21,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.group import solve_group
+from quant.calibration.solvers.lowrank import Branch, take_branches
 from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
@@ -52,17 +54,20 @@ class GroupSolution:
         weights: codes and scales by layer, of the weight times `divisor`.
         divisor: what the input is divided by, `[in]`; None for nothing.
         input_scale: static scale of the divided input, where its format has one.
+        branches: by layer, `[rank, in]` and `[out, rank]`, which the divided input goes through unrounded.
     """
 
     weights: Mapping[str, BlockScaledTensor]
     divisor: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
+    branches: Mapping[str, Branch] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> GroupSolution:
         """The same solution on `device`."""
         weights = {name: weight.to(device) for name, weight in self.weights.items()}
         divisor, scale = (None if t is None else t.to(device) for t in (self.divisor, self.input_scale))
-        return GroupSolution(weights, divisor, scale)
+        branches = {name: (down.to(device), up.to(device)) for name, (down, up) in self.branches.items()}
+        return GroupSolution(weights, divisor, scale, branches)
 
 
 def solve_each_group(
@@ -75,7 +80,7 @@ def solve_each_group(
     progress: Callable[[int, int], None] | None = None,
     home: torch.device | None = None,
 ) -> dict[Key, GroupSolution]:
-    """Solutions of every group in every format that is allowed for it.
+    """Solutions of every group in every format that is allowed for it, or with a branch if the solver needs no data.
 
     Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
 
@@ -92,7 +97,11 @@ def solve_each_group(
     pipeline = get_pipeline(solver)
     batches = rows.split(max(_BATCH_TOKENS // rows.shape[1], 1))
     wanted = {
-        group: [c for c in allowed[group] if c.weight is not None and supports(pipeline.rounding, c.weight)]
+        group: [
+            c
+            for c in allowed[group]
+            if c.weight is not None and supports(pipeline.rounding, c.weight) and (c.rank or pipeline.needs_data)
+        ]
         for group, members in groups.items()
         if all(layer.kind == "linear" for layer in members)
     }
@@ -108,7 +117,7 @@ def solve_each_group(
             group: [_Work(c, groups[group], model, pipeline, inputs, group, stored, rows.device) for c in choices]
             for group, choices in part.items()
         }
-        if pipeline.needs_moment:
+        if pipeline.needs_moment or any(c.rank for choices in part.values() for c in choices):
             _watch(model, watched, batches, partial(_add, works))
         for group, choices in works.items():
             for work in choices:
@@ -140,7 +149,7 @@ def _parts(
     parts: list[dict[str, Sequence[Candidate]]] = [{}]
     held = 0
     for group, choices in wanted.items():
-        size = 4 * groups[group][0].shape[-1] ** 2 * len(choices)
+        size = 4 * groups[group][0].shape[-1] ** 2 * sum(1 + (c.rank > 0) for c in choices)
         if parts[-1] and held + size > _MOMENTS.get(device, _MOMENTS["cpu"]):
             parts.append({})
             held = 0
@@ -224,8 +233,9 @@ class _Work:
         self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
+        self.unrounded = MomentSum()  # filled where the input is rounded, and a branch sees it as it is
         # A solver that works from one pass over the original inputs sees them as they are.
-        self.activation = None if pipeline.at_once else candidate.activation
+        self.activation = None if pipeline.at_once and not candidate.rank else candidate.activation
         assert candidate.weight is not None
         if pipeline.transforms and group in inputs.tokens:
             seen = inputs.of(group)
@@ -242,13 +252,18 @@ class _Work:
     def solve(self, pipeline: Pipeline, stored: torch.dtype) -> GroupSolution | None:
         """The group solved in the format; None without statistics of its input."""
         stats: LayerStats | None = self.moment.stats()
-        if stats is None and (pipeline.needs_moment or self.divisor is None):
+        if stats is None and (pipeline.needs_moment or self.divisor is None or self.candidate.rank):
             return None
         assert self.candidate.weight is not None
         weights = {name: w.to(self.there) for name, w in self.weights.items()}
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
+        branches: dict[str, Branch] = {}
+        if self.candidate.rank:
+            seen = stats if self.activation is None else self.unrounded.stats()
+            assert seen is not None
+            weights, branches = take_branches(weights, seen, self.candidate.rank, stored)
         solved = solve_group(weights, dict.fromkeys(weights, stats), self.candidate.weight, pipeline.rounding, stored)
-        return GroupSolution(solved, self.divisor, self.input_scale)
+        return GroupSolution(solved, self.divisor, self.input_scale, branches)
 
 
 def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows: int) -> None:
@@ -262,5 +277,7 @@ def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows
             work.moment = plain
             continue
         divided = x if work.divisor is None else x / work.divisor
+        if work.candidate.rank and work.activation is not None:
+            work.unrounded.add(divided, rows=rows)
         rounded = round_activation(divided, work.activation, work.input_scale)
         work.moment.add(rounded, rows=rows)

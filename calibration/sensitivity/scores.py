@@ -11,8 +11,9 @@ token's term is
 
     ∂L/∂Y · (Y_q − Y) = (∂L/∂Y · (W_q − W)) · x_q + (∂L/∂Y · W) · (x_q − x)
 
-so neither output is ever formed: a format costs one more product with the output gradient, while the backward pass
-is at that layer anyway. Members of a group are added up before the square, for they err together.
+and for a branch (see `switchable_model`) ∂L/∂Y · ((x − x_q) (B A)ᵀ) besides, so neither output is ever formed: a format
+costs one more product with the output gradient, while the backward pass is at that layer anyway. Members of a group are
+added up before the square, for they err together.
 
 `kl` runs the model from the group's block on, and multiplies only what changed; see `baseline`.
 """
@@ -211,6 +212,10 @@ class TokenProducts:
             change = switchable.change(layer, candidate, seen.index)
             if change is not None:
                 product = product + vecdot((seen.gradient.to(change.dtype) @ change).to(x.dtype), x)
+            for each, rounded, sign in ((candidate, x, 1), (now, x_now, -1)):
+                beside = switchable.beside(layer, each, seen.x, rounded)
+                if beside is not None:
+                    product = product + sign * vecdot(seen.gradient, beside)
             self.products[candidate.name] = self.products.get(candidate.name, 0.0) + product.flatten()
 
     def squares(self) -> Result:
@@ -252,6 +257,8 @@ class _Output(_Method):
                 weight = self.switchable.dense(module, candidate, which).to(out.dtype)
                 x = self.switchable.round_input(module.group, args[0], candidate)
                 error = torch.nn.functional.linear(x, weight, module.bias) - out
+                beside = self.switchable.beside(module, candidate, args[0], x)
+                error = error if beside is None else error + beside
                 square = finite(float(error.double().square().sum()), f"{layer} in {candidate.name}", "its output")
                 into[candidate.name] = into.get(candidate.name, 0.0) + square
 

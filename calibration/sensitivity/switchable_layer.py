@@ -107,14 +107,17 @@ class SwitchableLayer(nn.Module):
         """The output in the present format."""
         owner = self.owner
         candidate = owner.current(self.group)
-        x = owner.round_input(self.group, x, candidate)
-        cache = owner.cache if index is None else None  # how many tokens an expert gets differs from run to run
+        given, x = x, owner.round_input(self.group, x, candidate)
+        beside = owner.beside(self, candidate, given, x)
+        # How many tokens an expert gets differs from run to run; a branch sees more than what is kept of a call.
+        cache = owner.cache if index is None and beside is None else None
         if cache is not None and not cache.writing:
             known = cache.calls.get(self.plan.name)
             if known is not None and known.candidate == candidate.name and known.x.shape == x.shape:
                 weight = owner.narrow(self, candidate)
                 return known.y + linear((x - known.x).to(weight.dtype), weight).to(x.dtype)
         y = linear(x, owner.dense(self, candidate, index).to(x.dtype), self.bias)
+        y = y if beside is None else y + beside
         if cache is not None and cache.writing:
             cache.keep(self.plan.name, CachedCall(candidate.name, x, y))
         return y

@@ -7,7 +7,8 @@ exactly the codes, scales and rounded inputs of real quantization, because the s
 Quantized weights are kept packed (all candidates together take less than the 16-bit model) and dequantized when used;
 dense ones stay while they fit in a budget. Layers of one group share their input, so it is rounded once for all.
 For a solver that needs data the weights are solved beforehand (`group_solutions`); one whose input is divided by s is
-used as Q(x / s) s and Q(W s) / s, which is the same product, so that all candidates of a weight can be compared.
+used as Q(x / s) s and Q(W s) / s, which is the same product, so that all candidates of a weight can be compared. A
+branch that sees the input x unrounded is used as x_q (W_q + B A)ᵀ + (x − x_q) (B A)ᵀ, for the same reason.
 
 Where the inputs of all layers are too much for the backward pass, `recomputed` keeps those of blocks and runs each
 block again.
@@ -206,10 +207,25 @@ class SwitchableModel:
         return self._values(layer, candidate, index)
 
     def _restored(self, layer: SwitchableLayer, candidate: Candidate, quantized: BlockScaledTensor) -> torch.Tensor:
-        """Dense values for the input as the model gives it."""
+        """Dense values for the input as the model gives it, a branch included."""
         dense = quantized.to(self.device or quantized.codes.device).dequantize(self._dtype_of(layer.original))
         solution = self.solutions.get((layer.group, candidate.name))
+        if solution is not None and layer.plan.name in solution.branches:
+            down, up = solution.branches[layer.plan.name]
+            dense = torch.addmm(dense, up.to(dense), down.to(dense))
         return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense)
+
+    def beside(
+        self, layer: SwitchableLayer, candidate: Candidate, x: torch.Tensor, rounded: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What a branch adds for the part of the input `x` that rounding took away, `[..., out]`; None for nothing."""
+        solution = self.solutions.get((layer.group, candidate.name))
+        if candidate.activation is None or solution is None or layer.plan.name not in solution.branches:
+            return None
+        down, up = (part.to(x) for part in solution.branches[layer.plan.name])
+        lost = x - rounded
+        lost = lost if solution.divisor is None else lost / solution.divisor.to(lost)
+        return lost @ down.t() @ up.t()
 
     def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
         """The weight for products with small differences: BF16 where that is fast."""
@@ -218,7 +234,8 @@ class SwitchableModel:
     def change(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor | None:
         """What `candidate` would add to the weight as it is now, `[out, in]`, as `narrow`; None for nothing."""
         now = self.current(layer.group)
-        if candidate.weight == now.weight:
+        solved = {(layer.group, candidate.name), (layer.group, now.name)} & self.solutions.keys()
+        if candidate.weight == now.weight and not solved:
             return None
         if index is not None:
             return self.dense(layer, candidate, index) - self.dense(layer, now, index)

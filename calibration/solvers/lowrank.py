@@ -17,12 +17,40 @@ The branch is stored in the model's dtype, and Q is solved for what the *rounded
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+
+from quant.calibration.solvers.gptq import corrected_weight, factorize
+from quant.calibration.statistics import LayerStats
+
+Branch = tuple[torch.Tensor, torch.Tensor]
+
+
+def take_branches(
+    weights: Mapping[str, torch.Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, Branch]]:
+    """What is left of weights with one input once a branch is taken off each, and the branches, by layer name.
+
+    Args:
+        weights: `[out, in]`.
+        stats: of the input as the branch sees it, with its second moment; its drift is made up for by both together.
+        rank: of the branches; at most the smaller side of each weight is taken.
+        dtype: in which branches are stored.
+    """
+    assert stats.second_moment is not None
+    factor = factorize(stats.second_moment)
+    left, branches = {}, {}
+    for name, weight in weights.items():
+        wanted = corrected_weight(weight, stats.drift, factor)
+        branches[name] = lowrank_branch(wanted, factor.moment, min(rank, *weight.shape), dtype, name)
+        left[name] = residual_weight(wanted, branches[name])
+    return left, branches
 
 
 def lowrank_branch(
     weight: torch.Tensor, second_moment: torch.Tensor | None, rank: int, dtype: torch.dtype, name: str = "weight"
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Branch:
     """The best branch of rank `rank` under the norm of the inputs.
 
     Args:
@@ -55,7 +83,7 @@ def lowrank_branch(
     return (down / size[:, None]).to(dtype), (directions * size).to(dtype)
 
 
-def residual_weight(weight: torch.Tensor, branch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:
     """What a stored branch leaves of `weight`, in its dtype; the product is taken in float64."""
     down, up = branch
     return (weight.double() - up.double() @ down.double()).to(weight.dtype)

@@ -32,9 +32,9 @@ from quant.calibration.ranks import (
     sharing,
 )
 from quant.calibration.solvers.autoround import BlockLayer, Reconstructed, Reconstruction, reconstruct_block
-from quant.calibration.solvers.gptq import Gptq, corrected_weight, factorize
+from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.solvers.group import all_solved, solve_stacked
-from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
+from quant.calibration.solvers.lowrank import Branch, take_branches
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.solvers.solver import get_pipeline, with_supported_solver
 from quant.calibration.statistics import LayerStats, rows_of
@@ -55,7 +55,7 @@ class _Rounded:
     """A group's codes and scales by name, its branches, and what was rounded, `[out, in]`."""
 
     weights: Mapping[str, BlockScaledTensor]
-    branches: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    branches: Mapping[str, Branch]
     wanted: Mapping[str, torch.Tensor]
 
 
@@ -236,9 +236,7 @@ class BlockWork:
         for group in stage:
             group.kept.clear()
 
-    def _collect(
-        self, stage: list[Group], calls: Sequence[Call]
-    ) -> tuple[list[LayerStats | None], list[list[tuple[torch.Tensor, torch.Tensor]]]]:
+    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[LayerStats | None], list[list[Branch]]]:
         """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
         sums, unrounded = [Moments() for _ in stage], [Moments() for _ in stage]
         pairs: list[list[Entry]] = [[] for _ in stage]
@@ -302,9 +300,7 @@ class BlockWork:
             unrounded.add(self.clock[0], group.input(x), drift, rows)
         rounded.add(self.clock[0], group.round_input(x), drift, rows)
 
-    def _promote(
-        self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> bool:
+    def _promote(self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[Branch]) -> bool:
         """Asks the guard. True where the group has another format now and is to be solved again."""
         guard = self.settings.guard
         assert guard is not None
@@ -420,7 +416,7 @@ class BlockWork:
 
     def _solve_group(self, group: Group, stats: LayerStats | None) -> _Rounded:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
-        branches: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        branches: dict[str, Branch] = {}
         if group.pipeline.spec.rank:
             weights, branches, stats = self._take_branches(group, weights, stats)
         solved = solve_stacked(weights, stats, group.weight_format, group.pipeline.rounding, self.stored)
@@ -459,17 +455,11 @@ class BlockWork:
 
     def _take_branches(
         self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[torch.Tensor, torch.Tensor]], LayerStats | None]:
+    ) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats | None]:
         """Each weight's rest to be rounded, and its branch. Both together correct the inputs' drift."""
         seen = stats if group.unrounded is None else group.unrounded
-        assert stats is not None and seen is not None and seen.second_moment is not None
-        factor = factorize(seen.second_moment)
-        left, branches = {}, {}
-        for name, weight in weights.items():
-            wanted = corrected_weight(weight, seen.drift, factor)
-            rank = min(group.pipeline.spec.rank, *weight.shape)
-            branches[name] = lowrank_branch(wanted, factor.moment, rank, self.stored, name)
-            left[name] = residual_weight(wanted, branches[name])
+        assert stats is not None and seen is not None
+        left, branches = take_branches(weights, seen, group.pipeline.spec.rank, self.stored)
         return left, branches, replace(stats, drift=None) if group.unrounded is None else stats
 
     def _reconstruct(self, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
@@ -596,7 +586,7 @@ def _has_branch(group: Group) -> bool:
     return bool(group.pipeline.spec.rank and group.activation is not None)
 
 
-def _pair(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(tensors: Sequence[torch.Tensor | None]) -> Branch:
     first, second = tensors
     assert first is not None and second is not None
     return first, second

@@ -189,7 +189,7 @@ def allocate(
         return space.plan(choice, problem, scores, goal, loop.corrected)
 
     quantized = None
-    if stand_in != solver:
+    if stand_in != solver or solutions:
         real = RealSolver(model, loop, plan_of, rows, dtype, there, progress)
         found, quantized = real.within_loss(found) if goal.has_limit else real.within_budget(found)
         uniform = tuple(replace(each, kl=real.uniform.get(each.name, each.kl)) for each in uniform)
@@ -261,15 +261,17 @@ def _solutions(
     device: torch.device | None,
     progress: Progress | None,
 ) -> tuple[str, dict[Key, GroupSolution]]:
-    """The solver that a switchable model rounds with, and the solutions of one that needs data."""
-    if not get_pipeline(solver).needs_data:
-        return solver, {}
+    """The solver that a switchable model rounds with, and what takes data: a solver that does, or branches."""
+    needs_data = get_pipeline(solver).needs_data
+    stand_in = _STAND_IN if needs_data else solver
+    if not needs_data and not any(candidate.rank for candidate in space.candidates.values()):
+        return stand_in, {}
     stored = stored_dtype(model)
     report = reporter(progress, "alone")
     home = device_of(model)
     with prepared(model, dtype, device):
         rows = rows.to(device)
-        return _STAND_IN, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report, home)
+        return stand_in, solve_each_group(model, space.groups, space.allowed, rows, solver, stored, report, home)
 
 
 def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:

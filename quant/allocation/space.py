@@ -262,6 +262,7 @@ def _recipe_of(candidate: Candidate, solver: str, kv_cache: str | None) -> Recip
 def _fits(candidate: Candidate, layer: LayerPlan, plan: Plan | None, runtimes: Sequence[Target], mixed: bool) -> bool:
     """Whether a layer can take a candidate: its recipe's plan quantizes the layer, and every runtime has the result."""
     planned = candidate.weight is None or (plan is not None and plan.by_name[layer.name].weight is not None)
+    planned = planned and (layer.kind == "linear" or not candidate.rank)
     return planned and not any(runtime.problems(candidate.applied(layer), mixed=mixed) for runtime in runtimes)
 
 

@@ -79,7 +79,12 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
     metavar="NAME",
     help="Runtime, whose formats are offered, or GPU, for --latency: vllm, h100, FILE.json. Repeatable.",
 )
-@click.option("--formats", metavar="LIST", help="Formats to choose from, besides 16 bit.  [default: nvfp4,fp8]")
+@click.option(
+    "--formats",
+    metavar="LIST",
+    help="Formats to choose from, besides 16 bit; +lowrank:RANK after one adds a branch in 16 bit.  "
+    "[default: nvfp4,fp8]",
+)
 @click.option("--method", type=click.Choice(METHODS), help="How groups are scored.  [default: fisher]")
 @click.option("--pin", multiple=True, metavar="GLOB=FORMAT", help="Matching layers get FORMAT. Repeatable.")
 @click.option("--forbid", multiple=True, metavar="GLOB=FORMAT", help="Matching layers do not get FORMAT.")

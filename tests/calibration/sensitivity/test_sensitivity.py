@@ -22,6 +22,7 @@ from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
+from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
@@ -95,15 +96,17 @@ def test_kl_is_that_of_quantizing_one_group_for_real(make: Any) -> None:
             assert table.by_name[name].scores[preset] == pytest.approx(real, rel=2e-3, abs=1e-7)
 
 
-def test_fisher_is_what_plain_autograd_gives() -> None:
+@pytest.mark.parametrize("formats", ["nvfp4,fp8a16", "nvfp4+lowrank:8,nvfp4a16+lowrank:8"])
+def test_fisher_is_what_plain_autograd_gives(formats: str) -> None:
     model = _llama(torch.float32)
     rows = _rows(2)
     groups = _groups(model)
-    table = _score(model, "nvfp4,fp8a16", "fisher", rows, seed=5)
+    candidates = parse_candidates(formats)[:-1]
+    solutions = solve_each_group(model, groups, dict.fromkeys(groups, candidates), rows, "rtn", torch.float32)
+    table = _score(model, formats, "fisher", rows, seed=5, solutions=solutions)
     layers = {m.name: model.get_submodule(m.name) for members in groups.values() for m in members}
-    candidates = parse_candidates("nvfp4,fp8a16")[:-1]
     amax = measure_amax(model, groups, {c.name: c for c in candidates}, rows)
-    switchable = SwitchableModel(model, groups, {c.name: c for c in candidates}, amax)
+    switchable = SwitchableModel(model, groups, {c.name: c for c in candidates}, amax, solutions=solutions)
     sums = {(g, c.name): 0.0 for g in groups for c in candidates}
     with switchable:
         quantized = {
@@ -130,6 +133,9 @@ def test_fisher_is_what_plain_autograd_gives() -> None:
                     scale = scales[group, c.name]
                     x_q = fake_quantize(x, c.activation, global_scale=scale) if c.activation else x
                     error = (x_q @ quantized[m.name, c.name].T - out.detach()).double()
+                    if c.rank:
+                        down, up = solutions[group, c.name].branches[m.name]
+                        error += x.double() @ down.double().T @ up.double().T
                     product = product + (error * out.grad.double()).sum(-1)
                 sums[group, c.name] += float(product.square().sum())
     for (group, name), value in sums.items():

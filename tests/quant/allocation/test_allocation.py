@@ -64,6 +64,7 @@ def _stored_bits(model: nn.Module) -> float:
         if isinstance(module, QuantLinear):
             nbytes += module.codes.nbytes + module.scale.nbytes
             nbytes += 0 if module.global_scale is None else module.global_scale.nbytes
+            nbytes += sum(part.nbytes for part in module.parts.lowrank or ())
             numel += module.weight_shape[0] * module.weight_shape[1]
         elif isinstance(module, nn.Linear) and "lm_head" not in name:
             nbytes += module.weight.nbytes
@@ -347,6 +348,21 @@ def test_a_solver_with_data_is_measured_itself() -> None:
     assert limited.record.chosen.kl_measured <= 0.03
 
 
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_branches_are_chosen_layer_by_layer_and_counted(solver: str) -> None:
+    model = _llama()
+    formats = "nvfp4,nvfp4+lowrank:2"
+    found = _allocate(Goal(bits=5.0), model, solver=solver, formats=formats, effort=Effort(measurements=20))
+    ranks = {layer.name: layer.parts.rank for layer in found.plan.quantized}
+    assert set(ranks.values()) == {0, 2}
+    assert {layer.solver for layer in found.plan.quantized if layer.parts.rank} == {f"lowrank:2+{solver}"}
+    quantized = copy.deepcopy(model)
+    quantize(quantized, found.plan, _rows())
+    assert {n: m.parts.rank for n, m in quantized.named_modules() if isinstance(m, QuantLinear)} == ranks
+    assert _stored_bits(quantized) == pytest.approx(found.record.chosen.bits, rel=1e-3) and _stored_bits(quantized) <= 5
+    assert evaluate(quantized, _rows()[8:], model).kl == pytest.approx(found.record.chosen.kl_measured, rel=2e-3)
+
+
 def _score_of(table: Sensitivity, plan: Plan) -> float:
     """Sum of the scores of the formats in `plan`."""
     formats = {m.name: str(m.weight) if m.weight else "keep" for m in plan.layers}
@@ -423,6 +439,11 @@ def test_bad_requests() -> None:
         AllocationRequest(max_kl=0.1, max_ppl_increase="1%").goal()
     with pytest.raises(UserError, match="--at-least 'fp8': write it as GLOB=FORMAT"):
         AllocationRequest(bits=5.0, at_least=("fp8",)).options()
+    for formats in ("nvfp4+lowrank:0", "nvfp4+branch:8", "nvfp4+lowrank:8+lowrank:8"):
+        with pytest.raises(ValueError, match=r"after '\+' comes lowrank:RANK, such as nvfp4\+lowrank:32"):
+            _allocate(Goal(bits=6.0), formats=formats)
+    with pytest.raises(ValueError, match=r"'nvfp4\+lowrank:8' and 'nvfp4@nvfp4\+lowrank:8' are the same"):
+        _allocate(Goal(bits=6.0), formats="nvfp4+lowrank:8,nvfp4@nvfp4+lowrank:8")
     with pytest.raises(UserError, match="'mxfp8' is none of the formats nvfp4, fp8, keep"):
         _allocate(Goal(bits=6.0), constraints=[Constraint("pin", "*", "mxfp8")])
     with pytest.raises(UserError, match="no layer that a format is chosen for matches"):
