@@ -52,8 +52,9 @@ def main() -> None:
     count, added = options.context, options.tokens
     rows: list[dict[str, Any]] = []
     with torch.no_grad(), generation._wide_logits(model):
-        tokens, reason = generation._decode(model, ids, added)
-        assert tokens is not None, reason
+        tokens: list[int] = []
+        reason = generation._decode(model, ids, added, tokens.extend)
+        assert not reason, reason
         decoder = Decoder(model, count + added)
         seen = model(ids, use_cache=True, logits_to_keep=1)
         decoder.begin(seen.past_key_values, int(seen.logits.argmax()))
@@ -61,7 +62,8 @@ def main() -> None:
         decoder.capture()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        decoder.run(count, count + added, (), taken=1)
+        for _ in decoder.run(count, count + added, (), taken=1):
+            pass
         rows.append({"what": "quant generate", "ms a token": (time.perf_counter() - start) / (added - 2) * 1e3})
         few = min(added, 32)
         for _ in range(2):

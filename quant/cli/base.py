@@ -106,9 +106,9 @@ def print_json(value: Any) -> None:
     click.echo(json_text(value, indent=1).replace("\x7f", "\\u007f"))  # the one control character that JSON lets stand
 
 
-def echo(text: str, *, err: bool = False) -> None:
-    """Prints a line in which names from files are only shown, whatever they hold."""
-    click.echo(printable(text), err=err)
+def echo(text: str, *, err: bool = False, newline: bool = True) -> None:
+    """Prints a line, or part of one, in which names from files are only shown, whatever they hold."""
+    click.echo(printable(text), err=err, nl=newline)
 
 
 class Command(click.Command):

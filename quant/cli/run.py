@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from quant.cli.console import announce, announce_source, bar, page, stages, stat
 from quant.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from quant.evaluation import Evaluation
     from quant.integrations.tasks import TaskScore
@@ -208,14 +209,34 @@ def generate_command(
     if not source.is_causal_lm:
         raise UserError(f"{model} ({type(module).__name__}) is no causal language model; it cannot continue text")
     how = attention_options(source.path, attention, kv_cache)
-    written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, **how)
+    with nullcontext() if as_json else _line(prompt) as on_text:
+        written = generate(
+            module, source.load_tokenizer(), prompt, max_new_tokens, device=device, dtype=dtype, on_text=on_text, **how
+        )
     if as_json:
         print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
-        return
-    echo(prompt + written.text)
-    if not quiet:
+    elif not quiet:
         rate = f"{len(written.tokens)} tokens in {written.seconds:.2f} s, {written.tokens_per_second:.1f} a second"
         echo(f"{rate}, on {written.device}: {written.kernels}, {written.decoder}", err=True)
         if written.kv_cache_bytes is not None or written.attention != "16bit":
             size = f" ({written.kv_cache_bytes:,} bytes of pages)" if written.kv_cache_bytes is not None else ""
             echo(f"attention in {written.attention}, KV cache in {written.kv_cache}{size}", err=True)
+
+
+@contextmanager
+def _line(prompt: str) -> Iterator[Callable[[str], None]]:
+    """Prints `prompt` and the pieces behind it as they come; the line ends however the writing does."""
+    begun = False
+
+    def show(piece: str) -> None:
+        nonlocal begun
+        echo(piece if begun else prompt + piece, newline=False)
+        begun = True
+
+    try:
+        yield show
+        if not begun:
+            show("")
+    finally:
+        if begun:
+            echo("")

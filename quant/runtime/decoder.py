@@ -11,7 +11,7 @@ ways: a model whose logits differ is left to transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -149,8 +149,10 @@ class Decoder:
             self.step()
         self.replay = graph.replay
 
-    def run(self, start: int, end: int, stops: Sequence[int], *, taken: int = 0) -> list[int]:
-        """The tokens at positions `start` to `end`, or up to one of `stops`; positions behind it may be written, too.
+    def run(self, start: int, end: int, stops: Sequence[int], *, taken: int = 0) -> Iterator[list[int]]:
+        """The tokens at positions `start` to `end`, or up to one of `stops`, some at a time.
+
+        Positions behind a stop may be written, too.
 
         Args:
             start: position of the token that `begin` got.
@@ -158,18 +160,19 @@ class Decoder:
             stops: tokens that end a text.
             taken: steps that were made since `begin`.
         """
-        found: list[int] = []
         written = start + 1 + taken
-        while len(found) < end - start:
-            upto = min(max(start + len(found) + _LOOK, written), end)
+        while start < end:
+            upto = min(max(start + _LOOK, written), end)
             for _ in range(upto - written):
                 (self.replay or self.step)()
             written = upto
-            for token in self.written[start + len(found) : upto].tolist():
-                found.append(token)
-                if token in stops:
-                    return found
-        return found
+            found = self.written[start:upto].tolist()
+            last = next((i for i, token in enumerate(found) if token in stops), None)
+            if last is not None:
+                yield found[: last + 1]
+                return
+            yield found
+            start = upto
 
 
 class _Layer:

@@ -12,7 +12,7 @@ rounding moves their logits. On SmolLM2 that is, on average:
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head
 from quant.runtime.attention import quantized_attention
 from quant.runtime.decoder import Decoder, why_not
+from quant.runtime.text_stream import TextStream
 
 _HEAD_ROWS = 1 << 13  # of an output head, widened at a time on a CPU
 DTYPES = ("bfloat16", "float16", "float32")
@@ -82,6 +83,7 @@ def generate(
     dtype: str | None = None,
     attention: str | None = None,
     kv_cache: str | None = None,
+    on_text: Callable[[str], object] | None = None,
 ) -> Generation:
     """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
 
@@ -95,6 +97,8 @@ def generate(
         dtype: one of `DTYPES`, what is not quantized is computed in it; None leaves it as the model has it.
         attention: "fp8" or "16bit".
         kv_cache: "fp8", "nvfp4" or "16bit"; scales that were calibrated for the model are used.
+        on_text: called with each piece of the text as soon as no later token can change it; the pieces, joined, are
+            the text.
 
     Raises:
         UserError: an empty prompt, too many tokens for the model, a device that is not there, or NaN in the logits,
@@ -109,14 +113,14 @@ def generate(
     kernels = _multiplies(there)
     ids = ids.to(there)
     cache = _cache(model, kv_cache)
+    stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
     with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
         reason = "its attention or KV cache is quantized"
-        tokens = None
         if is_16bit(attention) and is_16bit(kv_cache):
-            tokens, reason = _decode(model, ids, max_new_tokens)
-        if tokens is None:
-            out = model.generate(  # type: ignore[operator]
+            reason = _decode(model, ids, max_new_tokens, stream.add)
+        if reason:
+            model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
@@ -128,15 +132,14 @@ def generate(
                 top_k=None,
                 pad_token_id=_pad_token(model, tokenizer),
                 logits_processor=[partial(_check_logits, model)],
+                streamer=stream,
             )
-            tokens = out[0, ids.shape[1] :].tolist()
     seconds = time.perf_counter() - started
-    text = tokenizer.decode(tokens, skip_special_tokens=True)
     return Generation(
         prompt,
-        text,
+        stream.finish(),
         tuple(ids[0].tolist()),
-        tuple(tokens),
+        tuple(stream.tokens),
         seconds,
         str(there),
         kernels,
@@ -147,28 +150,30 @@ def generate(
     )
 
 
-def _decode(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> tuple[list[int] | None, str]:
-    """The tokens behind `ids` `[1, tokens]` by `Decoder`, or None and the reason why transformers has to give them."""
+def _decode(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, tell: Callable[[list[int]], object]) -> str:
+    """Tells the tokens behind `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them."""
     if reason := why_not(model):
-        return None, reason
+        return reason
     count = ids.shape[1]
     seen = model(ids, use_cache=True, logits_to_keep=1)
     cache = seen.past_key_values
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
     stops = _ends(model)
     if max_new_tokens == 1 or first in stops:
-        return [first], ""
+        tell([first])
+        return ""
     decoder = Decoder(model, count + max_new_tokens)
     decoder.begin(cache, first)
     expected = model(ids.new_tensor([[first]]), past_key_values=cache).logits[:, -1]
     if not decoder.agrees(decoder.step(), expected):
-        return None, "the logits of its first token would be others"
+        return "the logits of its first token would be others"
     if max_new_tokens > 2:
         decoder.capture()
-    tokens = decoder.run(count, count + max_new_tokens, stops, taken=1)
-    if not decoder.finite:
-        _refuse_logits(model, count)
-    return tokens, ""
+    for tokens in decoder.run(count, count + max_new_tokens, stops, taken=1):
+        if not decoder.finite:
+            _refuse_logits(model, count)
+        tell(tokens)
+    return ""
 
 
 def _ends(model: nn.Module) -> tuple[int, ...]:
