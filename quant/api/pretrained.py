@@ -44,6 +44,23 @@ def attach(model: nn.Module, plan: Plan) -> None:
     model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
 
 
+def detach(model: nn.Module) -> None:
+    """Undoes `attach` for a model that goes on in training: transformers saves its weights, and a Trainer takes it.
+
+    A Trainer refuses what `from_pretrained` marked as quantized, and resumes by the names of the model's own tensors,
+    which transformers would otherwise change back to those of the files.
+    """
+    for name in ("quantization_method", "hf_quantizer"):
+        model.__dict__.pop(name, None)
+    if getattr(model, "is_quantized", False):
+        model.is_quantized = False  # type: ignore[assignment]
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = partial(type(model).save_pretrained, model, save_original_format=False)  # type: ignore
+
+
 def _packed_buffers(model: nn.Module) -> list[str]:
     """Names of the buffers of quantized layers: they never change, and gloo knows no FP8.
 

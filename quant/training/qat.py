@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.pretrained import attach
+from quant.api.pretrained import attach, detach
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
@@ -103,8 +103,7 @@ def prepare_qat(
         applied = solve_plan(model, plan, data, device=device, progress=progress).plan
     _check_plan(applied)
     _install(model, applied, originals, biases, scales, stored, dtype)
-    # Saving a model in training is saving its weights; transformers knows how.
-    model.__dict__.pop("save_pretrained", None)
+    detach(model)
     setattr(model, _PLAN, applied)
     _check_optimizers(model)
     return applied

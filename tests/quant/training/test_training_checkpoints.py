@@ -1,0 +1,77 @@
+"""A Trainer's checkpoints of a model in training resume to the bit; the converted model saves as `quant.save` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+import quant
+
+transformers = pytest.importorskip("transformers", reason="the extra hf")
+pytest.importorskip("accelerate", reason="the extra hf")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:You passed `quantization_config`"),
+    pytest.mark.filterwarnings("ignore:transformers will not:UserWarning"),
+]
+
+ROWS = torch.randint(0, 64, (8, 24), generator=torch.Generator().manual_seed(7))
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir() if file.name != "training_args.bin"}
+
+
+def trainer(model: Any, out: Path) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(out), max_steps=4, save_steps=2, per_device_train_batch_size=2, learning_rate=1e-3, report_to=[],
+        use_cpu=True, disable_tqdm=True, logging_strategy="no",
+    )  # fmt: skip
+    return transformers.Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in ROWS])
+
+
+def from_sixteen_bit(folder: Path) -> Any:
+    tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").requires_grad_(True)
+    quant.prepare_qat(model, "nvfp4", ROWS, solver="mse")
+    return model
+
+
+def from_experts(folder: Path) -> Any:
+    """Whose names in files are others than in the model."""
+    tiny_models.qwen3_moe(dtype=torch.bfloat16, gain=2.0).save_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").requires_grad_(True)
+    quant.prepare_qat(model, "mxfp8", ROWS)
+    return model
+
+
+def from_a_checkpoint(folder: Path) -> Any:
+    """As transformers loads it, which marks it as quantized."""
+    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16, gain=2.0), "nvfp4", ROWS, solver="mse")
+    quant.save(done.model, done.plan, folder / "ptq", overwrite=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "ptq", quantization_config=quant.QuantConfig())
+    quant.prepare_qat(model)
+    return model
+
+
+@pytest.mark.parametrize("start", [from_sixteen_bit, from_experts, from_a_checkpoint])
+def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, tmp_path: Path) -> None:
+    model, again = start(tmp_path), start(tmp_path)
+    trainer(model, tmp_path / "out").train()
+    assert not torch.equal(model.lm_head.weight, again.lm_head.weight)
+    trainer(again, tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
+    for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(one, other), name
+    # In training it is a model in full precision: its checkpoints do not say otherwise.
+    assert "quantization_config" not in (tmp_path / "out" / "checkpoint-4" / "config.json").read_text()
+    plan = quant.convert_qat(model)
+    quant.save(model, plan, tmp_path / "saved")
+    model.save_pretrained(tmp_path / "pretrained")
+    trainer(model, tmp_path / "out").save_model(str(tmp_path / "by_trainer"))
+    expected = files(tmp_path / "saved")
+    assert files(tmp_path / "pretrained") == expected and files(tmp_path / "by_trainer") == expected
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "saved")(ROWS).logits, model(ROWS).logits)
