@@ -1,37 +1,42 @@
 """LoRA adapters are trained on a model in NVFP4, merged back, and the result is saved as a quantized checkpoint.
 
-python examples/lora.py [MODEL [TEXT [STEPS [OUT]]]]
+python examples/lora.py mine.txt --steps 200 --out out/lora
 """
 
-import sys
+import argparse
 
 import torch
 from peft import LoraConfig, get_peft_model
 
 import quant
 
-DEFAULTS = ["smollm2-135m", "benchmarks/data/calibration.txt", "20", "out/lora"]
-name, text, steps, out = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 1 :]]
+options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+options.add_argument("text", nargs="?", default="benchmarks/data/calibration.txt", help="a text file")
+options.add_argument("--model", default="smollm2-135m")
+options.add_argument("--steps", type=int, default=20)
+options.add_argument("--out", default="out/lora")
+given = options.parse_args()
 
-source = quant.open_model(name)
+device = "cuda" if torch.cuda.is_available() else "cpu"
+source = quant.open_model(given.model)
 tokenizer = source.load_tokenizer()
-rows = quant.token_rows(text, tokenizer, samples=16, seqlen=128)
-base = quant.quantize(source.model, "nvfp4a16", rows)
-print("before:", quant.evaluate(base.model, rows).perplexity)
+rows = quant.token_rows(given.text, tokenizer, samples=16, seqlen=128).to(device)
+base = quant.quantize(source.model.to(device), "nvfp4a16", effort=1)  # 2 is GPTQ, which takes minutes on a CPU
+print("perplexity before:", quant.evaluate(base.model, rows).perplexity)
 
 config = quant.lora(LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"), base.model)
 model = get_peft_model(base.model, config).train()
 optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-4)
-for step in range(int(steps)):
+for step in range(given.steps):
     batch = rows[step % len(rows)][None]
     loss = model(input_ids=batch, labels=batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    print(f"step {step}: loss {loss.item():.3f}")
+    print(f"step {step + 1}: loss {loss.item():.3f}")
 
-model.save_pretrained(f"{out}-adapters")
-merged = quant.merge_lora(model.eval(), rows)
-print("merged:", quant.evaluate(merged.model, rows).perplexity)
-print("largest relative error of a merged layer:", max(layer.relative_error or 0 for layer in merged.layers))
-quant.save(merged.model, merged.plan, out, tokenizer=tokenizer, overwrite=True)
+model.save_pretrained(f"{given.out}-adapters")
+merged = quant.merge_lora(model.eval())
+print("perplexity merged and quantized again:", quant.evaluate(merged.model, rows).perplexity)
+quant.save(merged.model, merged.plan, given.out, tokenizer=tokenizer, overwrite=True)
+print(f"written to {given.out}, the adapters alone to {given.out}-adapters")

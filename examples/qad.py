@@ -1,6 +1,6 @@
 """Distillation: bring a model in NVFP4 nearer to its 16-bit original with a Trainer of transformers.
 
-    python examples/qad.py text.txt --steps 100 --out smollm2-qad
+    python examples/qad.py text.txt --steps 300 --out out/qad
 
 The text needs no labels: the student learns what the original says at each position.
 """
@@ -13,21 +13,22 @@ import transformers
 import quant
 
 options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-options.add_argument("text", help="a text file")
+options.add_argument("text", nargs="?", default="benchmarks/data/calibration.txt", help="a text file")
 options.add_argument("--model", default="smollm2-135m")
-options.add_argument("--out", default="smollm2-qad")
-options.add_argument("--steps", type=int, default=100)
+options.add_argument("--steps", type=int, default=20, help="20 are a look; training takes a few hundred")
 options.add_argument("--seqlen", type=int, default=256)
+options.add_argument("--out", default="out/qad")
 given = options.parse_args()
 
 teacher = quant.open_model(given.model)
 student, tokenizer = quant.open_model(given.model).model.requires_grad_(True), teacher.load_tokenizer()
 rows = quant.calibration_rows(given.text, tokenizer, samples=64, seqlen=given.seqlen)
 
+print("quantizing by GPTQ, which takes minutes on a CPU")
 quant.prepare_qat(student, "nvfp4", rows[:8], solver="gptq")
 arguments = transformers.TrainingArguments(
     f"{given.out}-trainer", max_steps=given.steps, per_device_train_batch_size=2, learning_rate=1e-4,
-    lr_scheduler_type="cosine", logging_steps=10, save_strategy="no", report_to=[], bf16=torch.cuda.is_available(),
+    lr_scheduler_type="cosine", logging_steps=1, save_strategy="no", report_to=[], bf16=torch.cuda.is_available(),
 )  # fmt: skip
 trainer = quant.DistillTrainer(
     model=student, teacher=teacher.model, args=arguments, train_dataset=[{"input_ids": row} for row in rows]

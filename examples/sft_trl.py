@@ -1,9 +1,10 @@
 """TRL's SFTTrainer trains LoRA adapters on a model in NVFP4, on a text that it tokenizes itself.
 
-python examples/sft_trl.py [MODEL [TEXT [STEPS [OUT]]]]
+pip install trl
+python examples/sft_trl.py mine.txt --steps 200 --out out/sft
 """
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -13,28 +14,28 @@ from trl import SFTConfig, SFTTrainer
 
 import quant
 
-DEFAULTS = ["smollm2-135m", "benchmarks/data/calibration.txt", "20", "out/sft"]
-name, text, steps, out = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 1 :]]
+options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+options.add_argument("text", nargs="?", default="benchmarks/data/calibration.txt", help="a text file")
+options.add_argument("--model", default="smollm2-135m")
+options.add_argument("--steps", type=int, default=20)
+options.add_argument("--out", default="out/sft")
+given = options.parse_args()
 
-source = quant.open_model(name)
+source = quant.open_model(given.model)
 tokenizer = source.load_tokenizer()
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-base = quant.quantize(source.model, "nvfp4a16")
+base = quant.quantize(source.model, "nvfp4a16", effort=1)  # 2 is GPTQ, which takes minutes on a CPU
+arguments = SFTConfig(
+    given.out, max_steps=given.steps, per_device_train_batch_size=2, max_length=128, logging_steps=1,
+    learning_rate=2e-4, bf16=torch.cuda.is_available(), report_to=[],
+)  # fmt: skip
+paragraphs = Dataset.from_dict({"text": Path(given.text).read_text().split("\n\n")})
 trainer = SFTTrainer(
-    base.model,
-    SFTConfig(
-        out,
-        max_steps=int(steps),
-        per_device_train_batch_size=2,
-        max_length=128,
-        bf16=torch.cuda.is_available(),
-        report_to=[],
-    ),
-    train_dataset=Dataset.from_dict({"text": Path(text).read_text().split("\n\n")}),
-    processing_class=tokenizer,
+    base.model, arguments, train_dataset=paragraphs, processing_class=tokenizer,
     peft_config=quant.lora(LoraConfig(r=8, target_modules="all-linear"), base.model),
-)
+)  # fmt: skip
 trainer.train()
-trainer.save_model(f"{out}/adapters")
-merged = quant.merge_lora(trainer.model.eval(), quant.token_rows(text, tokenizer, samples=8, seqlen=128))
-quant.save(merged.model, merged.plan, f"{out}/merged", tokenizer=tokenizer, overwrite=True)
+trainer.save_model(f"{given.out}/adapters")
+merged = quant.merge_lora(trainer.model.eval())
+quant.save(merged.model, merged.plan, f"{given.out}/merged", tokenizer=tokenizer, overwrite=True)
+print(f"adapters are in {given.out}/adapters, the merged model in {given.out}/merged")

@@ -1,29 +1,34 @@
 """transformers' Trainer fine-tunes what a quantized model has in 16 bit; its checkpoints are quantized checkpoints.
 
-python examples/trainer.py [MODEL [TEXT [STEPS [OUT]]]]
+python examples/trainer.py mine.txt --steps 200 --out out/trainer
 """
 
-import sys
+import argparse
 
 from transformers import Trainer, TrainingArguments
 
 import quant
 
-DEFAULTS = ["smollm2-135m", "benchmarks/data/calibration.txt", "20", "out/trainer"]
-name, text, steps, out = [*sys.argv[1:], *DEFAULTS[len(sys.argv) - 1 :]]
+options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+options.add_argument("text", nargs="?", default="benchmarks/data/calibration.txt", help="a text file")
+options.add_argument("--model", default="smollm2-135m")
+options.add_argument("--steps", type=int, default=20)
+options.add_argument("--out", default="out/trainer")
+given = options.parse_args()
 
-source = quant.open_model(name)
-rows = quant.token_rows(text, source.load_tokenizer(), samples=16, seqlen=128)
-model = quant.quantize(source.model, "nvfp4a16", rows).model
-for parameter_name, parameter in model.named_parameters():
-    parameter.requires_grad_("norm" in parameter_name)
+source = quant.open_model(given.model)
+rows = quant.token_rows(given.text, source.load_tokenizer(), samples=16, seqlen=128)
+model = quant.quantize(source.model, "nvfp4a16", effort=1).model  # 2 is GPTQ, which takes minutes on a CPU
+print("perplexity before:", quant.evaluate(model, rows).perplexity)
+for name, parameter in model.named_parameters():
+    parameter.requires_grad_("norm" in name)
 
 arguments = TrainingArguments(
-    out, max_steps=int(steps), save_steps=int(steps), per_device_train_batch_size=2, learning_rate=1e-3,
+    given.out, max_steps=given.steps, save_steps=given.steps, per_device_train_batch_size=2, learning_rate=1e-3,
     gradient_checkpointing=True, logging_steps=1, report_to=[],
 )  # fmt: skip
 dataset = [{"input_ids": row, "labels": row} for row in rows]
 Trainer(model, arguments, train_dataset=dataset).train()
 
-saved = quant.load(f"{out}/checkpoint-{steps}")
-print("perplexity of the checkpoint:", quant.evaluate(saved, rows).perplexity)
+checkpoint = f"{given.out}/checkpoint-{given.steps}"
+print(f"perplexity of {checkpoint}:", quant.evaluate(quant.load(checkpoint), rows).perplexity)

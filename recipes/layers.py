@@ -176,12 +176,16 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         return hook
 
     handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
+    modes = {module: module.training for module in model.modules()}
     try:
+        model.eval()  # in training, this row would move the statistics of batch norms
         with torch.no_grad():
             run(model)
     finally:
         for handle in handles:
             handle.remove()
+        for module, training in modes.items():
+            module.training = training
     group_of = {}
     for names in readers.values():
         names = list(dict.fromkeys(names))

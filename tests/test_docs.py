@@ -10,7 +10,8 @@ import pytest
 from samples import ROOT
 from test_layering import PARTS
 
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [*(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md"))]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
 # A path with a folder, and perhaps a function or method of it: `kernels/layout.py:prepack`.
 PLACE = re.compile(r"`((?:[\w.]+/)+[\w.]+\.\w+)(?::([\w.]+))?`")
 LINK = re.compile(r"\]\(([^)#:]+)\)")

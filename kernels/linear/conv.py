@@ -58,18 +58,9 @@ def weight_of_conv(conv: nn.Module) -> torch.Tensor:
     return conv_matrix(conv.weight.detach(), conv.groups, conv.transposed)
 
 
-class QuantConv(_QuantModule):
-    """A convolution with a quantized weight.
+class ConvGeometry:
+    """Sizes and paddings of a convolution, and its forward around the product, which a subclass gives as `convolve`."""
 
-    Args:
-        weight: `[out, in / groups · kernel]`.
-        conv: the convolution that it replaces; gives geometry, bias, and the dtype of `weight` for code that reads it.
-        activation: format the input is rounded to; None leaves it in 16 bit.
-        input_scale: static scale of the activation format, float32 scalar, where the format has one.
-    """
-
-    has_kernel_layout = False
-    bias: nn.Parameter | None
     in_channels: int
     kernel_size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -82,6 +73,59 @@ class QuantConv(_QuantModule):
     _reversed_padding_repeated_twice: list[int]
     _output_padding = nn.modules.conv._ConvTransposeNd._output_padding
 
+    def take_geometry(self, conv: nn.Module | ConvGeometry) -> None:
+        """Has the sizes and paddings of `conv`."""
+        for name in _GEOMETRY:
+            setattr(self, name, getattr(conv, name, None))
+
+    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+        """The product with an input `[batch, in, size…]` that `padded` gave."""
+        raise NotImplementedError
+
+    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
+        """`[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
+
+        Args:
+            x: the input.
+            output_size: of a transposed convolution, as `nn.ConvTranspose2d` takes it.
+        """
+        dims = len(self.kernel_size)
+        if x.dim() == dims + 1:
+            return self.forward(x[None], output_size)[0]
+        output_padding: Sequence[int] = self.output_padding
+        if output_size is not None:
+            given = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
+            output_padding = self._output_padding(x, output_size, *given)  # type: ignore[misc, arg-type]
+        return self.convolve(self.padded(x), output_padding)
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """The input with the padding that the op does not do, which pads both sides with as many zeros."""
+        if self.op_padding is self.padding:
+            return x
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
+
+    @property
+    def op_padding(self) -> tuple[int, ...]:
+        """Zeros that the op adds on both sides of each axis."""
+        if isinstance(self.padding, str) or self.padding_mode != "zeros":
+            return (0,) * len(self.kernel_size)
+        return self.padding
+
+
+class QuantConv(ConvGeometry, _QuantModule):
+    """A convolution with a quantized weight.
+
+    Args:
+        weight: `[out, in / groups · kernel]`.
+        conv: the convolution that it replaces; gives geometry, bias, and the dtype of `weight` for code that reads it.
+        activation: format the input is rounded to; None leaves it in 16 bit.
+        input_scale: static scale of the activation format, float32 scalar, where the format has one.
+    """
+
+    has_kernel_layout = False
+    bias: nn.Parameter | None
+
     def __init__(
         self,
         weight: BlockScaledTensor,
@@ -92,8 +136,7 @@ class QuantConv(_QuantModule):
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
         super().__init__(replace(weight, codes=codes.contiguous()), activation, input_scale)
-        for name in _GEOMETRY:
-            setattr(self, name, getattr(conv, name, None))
+        self.take_geometry(conv)
         bias = None if conv.bias is None else nn.Parameter(conv.bias.detach(), requires_grad=False)
         self.register_parameter("bias", bias)
         self.dtype = conv.weight.dtype
@@ -117,37 +160,6 @@ class QuantConv(_QuantModule):
         super()._apply(fn, recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
-
-    def forward(self, x: torch.Tensor, output_size: list[int] | None = None) -> torch.Tensor:
-        """`[batch, in, size…]` to `[batch, out, size…]`, in the dtype of `x`; the batch may be left out.
-
-        Args:
-            x: the input.
-            output_size: of a transposed convolution, as `nn.ConvTranspose2d` takes it.
-        """
-        dims = len(self.kernel_size)
-        if x.dim() == dims + 1:
-            out: torch.Tensor = self(x[None], output_size)[0]
-            return out
-        output_padding: Sequence[int] = self.output_padding
-        if output_size is not None:
-            given = (self.stride, self.padding, self.kernel_size, dims, self.dilation)
-            output_padding = self._output_padding(x, output_size, *given)  # type: ignore[misc, arg-type]
-        return self.convolve(self.padded(x), output_padding)
-
-    def padded(self, x: torch.Tensor) -> torch.Tensor:
-        """The input with the padding that the op does not do, which pads both sides with as many zeros."""
-        if self.op_padding is self.padding:
-            return x
-        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-        return nn.functional.pad(x, self._reversed_padding_repeated_twice, mode=mode)
-
-    @property
-    def op_padding(self) -> tuple[int, ...]:
-        """Zeros that the op adds on both sides of each axis."""
-        if isinstance(self.padding, str) or self.padding_mode != "zeros":
-            return (0,) * len(self.kernel_size)
-        return self.padding
 
     def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
         """The op on an input `[batch, in, size…]` that `padded` gave."""

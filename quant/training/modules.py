@@ -1,9 +1,9 @@
 """Layers in training hold a weight in full precision, and multiply by what it will be when it is packed.
 
-`QATLinear`, `QATExperts` and `QATEmbedding` stand where `QuantLinear`, `QuantExperts` and `QuantEmbedding` will: with
-the same formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer
-with the rounding of weight and input as differentiable ops (`kernels/linear/fake_rounding.py`). Each keeps its block
-scales in one of three ways:
+`QATLinear`, `QATConv`, `QATExperts` and `QATEmbedding` stand where `QuantLinear` and its like will: with the same
+formats, input scale, rotation, branch and bias. Their forward is the reference arithmetic of the packed layer with the
+rounding of weight and input as differentiable ops (`kernels/linear/fake_rounding.py`). Each keeps its block scales in
+one of three ways:
 
     recomputed    measured from the weight at each forward, by the `max` rule; fused layers share their second level
     frozen        those that the layer started with
@@ -26,6 +26,7 @@ from quant.formats.format import Format
 from quant.formats.number import E4M3, E8M0
 from quant.formats.rounding import decode, decode_power_of_two, round_to
 from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_scale
+from quant.kernels.linear.conv import ConvGeometry, QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.fake_rounding import (
     as_stored_scale,
@@ -45,7 +46,7 @@ class RoundedWeight(nn.Module):
     """A weight in full precision, and the scales that it is rounded by.
 
     Args:
-        weight: `[..., out, in]`; trained.
+        weight: trained; `matrix` is the `[..., out, in]` that formats see of it.
         start: what `weight` is rounded to at the start.
         scales: one of `SCALES`.
         stored: dtype of the checkpoint, to which float scales are rounded.
@@ -60,6 +61,7 @@ class RoundedWeight(nn.Module):
     block_scale: torch.Tensor | None
     global_scale: torch.Tensor | None
     siblings: Sequence[RoundedWeight]
+    activation_format: Format | None = None
 
     def __init__(
         self, weight: nn.Parameter, start: BlockScaledTensor, scales: str, stored: torch.dtype, dtype: torch.dtype
@@ -76,19 +78,24 @@ class RoundedWeight(nn.Module):
         self.register_buffer("block_scale", values.clone() if scales == "frozen" else None)
         self.register_buffer("global_scale", None if second is None or scales == "recomputed" else second.clone())
 
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight as formats see it, `[..., out, in]`."""
+        return self.weight
+
     def trained(self) -> list[nn.Parameter]:
         """The weight, and its scales where they are learned."""
         return [self.weight, *([] if self.block_step is None else [self.block_step])]
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Block scale values, or None where rounding measures them, and the second level."""
-        format, weight = self.weight_format, self.weight
+        format, weight = self.weight_format, self.matrix
         if self.block_step is not None:
             return _nearest_scale(self.block_step, format, self.global_scale, self.stored), self.global_scale
         if self.block_scale is not None or not format.is_static:
             return self.block_scale, self.global_scale
         with torch.no_grad():
-            amax = torch.stack([_amax(each.weight) for each in self.siblings]).amax(dim=0)
+            amax = torch.stack([_amax(each.matrix) for each in self.siblings]).amax(dim=0)
             if format.global_scale:
                 return None, group_global_scale(amax, format, "max")
             return as_stored_scale(choose_scale(weight, format, "max", amax, None), format, self.stored), None
@@ -96,7 +103,7 @@ class RoundedWeight(nn.Module):
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight that the packed layer multiplies by, in `dtype`; it has gradients."""
         scale, second = self.current_scales()
-        return self._round(self.weight, dtype, scale, second)
+        return self._round(self.matrix, dtype, scale, second)
 
     def _round(
         self, weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, second: torch.Tensor | None
@@ -110,7 +117,7 @@ class RoundedWeight(nn.Module):
     def packed_weight(self) -> BlockScaledTensor:
         """Codes and scales of the weight as it is now."""
         scale, second = self.current_scales()
-        weight, format = self.weight.detach(), self.weight_format
+        weight, format = self.matrix.detach(), self.weight_format
         if scale is None:
             scale = measured_scale(weight, format, "max", second, self.stored)
         return quantize_with_scale(weight, format, scale.detach(), second)
@@ -128,7 +135,8 @@ class RoundedWeight(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        return f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
+        told = f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
+        return told if self.activation_format is None else f"{told}, activation={self.activation_format}"
 
 
 class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
@@ -175,8 +183,41 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
             dtype=self.dtype, **vars(self.parts),
         )  # fmt: skip
 
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation_format or '16 bit'}"
+
+class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ignore[misc]
+    """A convolution in training; arguments are those of `QATLinear`, with `weight` in the shape of the original one."""
+
+    def __init__(
+        self, weight: nn.Parameter, packed: QuantConv, bias: nn.Parameter | None, scales: str, stored: torch.dtype
+    ) -> None:
+        super().__init__(weight, packed.stored_weight, scales, stored, packed.dtype)
+        self.take_geometry(packed)
+        self.register_parameter("bias", bias)
+        self.activation_format = packed.activation_format
+        self.register_buffer("input_scale", packed.input_scale)
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The weight `[out, in / groups · kernel]`."""
+        return conv_matrix(self.weight, self.groups, self.transposed)
+
+    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+        """As the packed layer computes it."""
+        x = x.to(_computed_dtype(x))
+        if self.activation_format is not None:
+            samples = x.contiguous().flatten(1)
+            x = round_input(samples, self.activation_format, self.input_scale).view(x.shape)  # type: ignore[arg-type]
+        weight = conv_parameter(self.rounded(x.dtype), self.weight.shape, self.groups, self.transposed)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return torch.convolution(
+            x, weight, bias, self.stride, self.op_padding, self.dilation, self.transposed, output_padding, self.groups
+        )
+
+    def packed(self) -> QuantConv:
+        """The packed convolution."""
+        made = QuantConv(self.packed_weight(), self, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        made.dtype = self.dtype
+        return made
 
 
 class QATExperts(RoundedWeight, ExpertStack):

@@ -19,12 +19,14 @@ from torch import nn
 
 from quant.api.pretrained import attach, detach
 from quant.calibration.blocks import stored_dtype
+from quant.calibration.inputs import Inputs, inputs_of, on_first
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration_data import by_input
 from quant.errors import UserError, counted
 from quant.export.checkpoint import plan_of_model
+from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.plan_check import check_plan_fits
@@ -33,11 +35,11 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.solve import solve_plan
-from quant.training.modules import SCALES, QATEmbedding, QATExperts, QATLinear, RoundedWeight
+from quant.training.modules import SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
 from quant.training.start import starting_weight
 
 _PLAN = "_qat_plan"  # attribute of a prepared model
-_Packed = QuantLinear | QuantExperts | QuantEmbedding
+_Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 
 
 def prepare_qat(
@@ -88,10 +90,13 @@ def prepare_qat(
     if any(isinstance(module, _Packed) for module in model.modules()):
         applied = _plan_of_quantized(model, plan, solver, include, exclude)
     else:
+        if data is not None and not isinstance(data, torch.Tensor | Inputs):
+            data = inputs_of(data, model)
         if plan is None:
             raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
         if not isinstance(plan, Plan):
-            plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver)
+            run = on_first(data) if data is not None and data.is_floating_point() else None
+            plan = make_plan(model, plan, include=include, exclude=exclude, solver=solver, run=run)
         elif solver or include or exclude:
             raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
         check_plan_fits(plan, find_layers(model))
@@ -189,12 +194,6 @@ def _check_trainable(plan: Plan, originals: Mapping[str, nn.Parameter]) -> None:
 
 
 def _check_plan(plan: Plan) -> None:
-    for layer in plan.quantized:
-        if layer.kind == "conv":
-            raise UserError(
-                f"{layer.name}: a convolution; QAT trains linear layers, experts and embeddings, so leave "
-                "it in 16 bit with exclude="
-            )
     if plan.attention is not None:
         raise UserError(
             f"the plan has attention in {plan.attention}, which has no gradient; train with a plan without "
@@ -229,7 +228,8 @@ def _install(
         original = originals.get(layer.name)
         how = scales or ("recomputed" if layer.solver == "rtn" and original is not None else "frozen")
         values = None if original is None else _matrix(layer, packed, original.detach())
-        is_same = original is not None and values is not None and _is_whole(values, original)
+        is_conv = isinstance(packed, QuantConv)  # whose parameter is trained in its own shape
+        is_same = original is not None and values is not None and (is_conv or _is_whole(values, original))
         values = values if as_rounded else None
         wide = dtype or (stored if original is None else original.dtype)
         with torch.no_grad():
@@ -237,6 +237,8 @@ def _install(
                 start = values.to(wide)
             else:
                 start = starting_weight(packed.quantized_weight, values, wide)
+        if is_conv:
+            start = conv_parameter(start, packed.codes.shape, packed.groups, packed.transposed)
         if original is None or id(original) in kept or not is_same:
             # Another layer has this parameter and keeps it as it is, or it holds the matrix transposed.
             weight = nn.Parameter(start.contiguous())
@@ -257,6 +259,8 @@ def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Ten
     """The matrices `[..., out, in]` of a parameter of the 16-bit model."""
     if isinstance(packed, QuantExperts):
         return packed.stacking.matrices(parameter)
+    if isinstance(packed, QuantConv):
+        return conv_matrix(parameter, packed.groups, packed.transposed)
     return parameter.t() if layer.transposed else parameter
 
 
@@ -273,11 +277,13 @@ def _in_training(
         return QATExperts(weight, packed, scales, stored)
     if isinstance(packed, QuantEmbedding):
         return QATEmbedding(weight, packed, scales, stored)
-    assert isinstance(packed, QuantLinear)
+    assert isinstance(packed, QuantLinear | QuantConv)
     if packed.bias is not None and bias is not None:
         bias.data = packed.bias.data
     elif packed.bias is not None:
         bias = nn.Parameter(packed.bias.detach())
+    if isinstance(packed, QuantConv):
+        return QATConv(weight, packed, bias, scales, stored)
     return QATLinear(weight, packed, bias, scales, stored)
 
 

@@ -156,6 +156,15 @@ def test_a_layer_called_twice_on_one_input_is_not_its_own_group() -> None:
     assert groups(find_groups(model, find_layers(model), lambda m: m(torch.zeros(1, 8)))) == {}
 
 
+def test_looking_for_groups_moves_no_statistics() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+    model[1].eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    find_groups(model, find_layers(model), lambda m: m(torch.ones(1, 4)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [module.training for module in model] == [True, False, True]
+
+
 def test_looking_for_groups_leaves_no_hook_behind_even_when_the_model_fails() -> None:
     model = Odd()
     with pytest.raises(RuntimeError, match="normalized_shape"):
