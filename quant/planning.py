@@ -57,7 +57,7 @@ def make_plan(
         recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
     recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
     if isinstance(model, nn.Module):
-        layers, unknown = _with_groups(model, run)
+        layers, unknown = grouped_layers(model, run)
     else:
         layers, unknown = layers_of_state_dict(model), NOT_RUN
     if recipe.solver is None:
@@ -141,8 +141,8 @@ def _why_none(plan: Plan) -> str:
     return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
 
 
-def _with_groups(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
-    """The layers with their fusion groups, and why those are not known if so."""
+def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
+    """The layers of a model with their fusion groups, and why those are not known if so; `run` as in `make_plan`."""
     layers = group_experts(find_layers(model))
     why = None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.

@@ -3,7 +3,8 @@
 Same formats, same `max` rule; the difference is in how intermediate results are rounded.
 
 ModelOpt divides by the FP32 scale of a per-tensor FP8 weight in the weight's own dtype, so that a BF16 quotient is
-rounded twice, and rounds the ties of MXFP4 toward zero. Its NVFP4, MXFP8 and per-channel FP8 are ours.
+rounded twice, and rounds the ties of MXFP4 toward zero. In NVFP4 a block of zeros has the scale 1, and integers use
+their lowest code, -8 or -128. Everything else of NVFP4, MXFP8 and FP8 in channels is ours.
 
 compressed-tensors (llm-compressor) computes everything in the weight's dtype: scales, quotients, and NVFP4's
 global scale, which it keeps as a reciprocal. It picks MX exponents by the `even` rule.
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import Format
-from quant.formats.number import E4M3, E8M0, FP32
+from quant.formats.number import E2M1, E4M3, E8M0, FP32
+from quant.formats.packing import pack
 from quant.formats.rounding import round_to
 from quant.formats.scaling import amax_over_blocks, global_scale_of
-from quant.formats.tensor import BlockScaledTensor, checked_amax, quantize, quantize_with_scale
+from quant.formats.tensor import BlockScaledTensor, checked_amax, choose_scale, quantize, quantize_with_scale
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,44 @@ def quantize_like_modelopt(weight: Tensor, format: Format, amax: Tensor | None) 
         format: the target.
         amax: largest magnitude of the fusion group, for formats with a global scale.
     """
-    ours = quantize(weight.float(), format, global_scale=None if amax is None else global_scale_of(amax, format))
+    second = None
+    if format.global_scale:
+        second = global_scale_of(checked_amax(weight, "weight") if amax is None else amax, format)
+    scale = choose_scale(weight.float(), format, "max", checked_amax(weight, "weight"), second)
+    if second is not None:
+        blocks = weight.unflatten(-1, (-1, format.block[1]))
+        scale = torch.where(blocks.abs().amax(-1) == 0, 1.0, scale)
+    return round_like_modelopt(weight, format, scale, second)
+
+
+def round_like_modelopt(
+    weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None = None
+) -> BlockScaledTensor:
+    """`weight` as nvidia-modelopt 0.47 rounds it under scales that are chosen.
+
+    Args:
+        weight: `[..., out, in]`.
+        format: the target.
+        scale: block scale values, float32 of shape `format.scale_shape(weight.shape)`.
+        global_scale: float32 `weight.shape[:-2]`, for formats that have one.
+    """
+    values = weight.float()
+    if format.element is E2M1:
+        # A zero has the sign + in NVFP4, whatever it was, and - in MXFP4.
+        values = torch.where(values == 0, 0.0 if format.global_scale else -0.0, values)
+    ours = quantize_with_scale(values, format, scale, global_scale)
+    if format.element.is_integer:
+        # The lowest code of two's complement is used: -8 and -128.
+        lowest = -format.element.max - 1
+        codes = _quotient(weight, ours).round_().clamp_(lowest, format.element.max).to(torch.int8)
+        return replace(ours, codes=codes if format.element.bits == 8 else pack(codes.view(torch.uint8) & 0x0F, 4))
     if format.per_tensor:
         return _requantize(ours, _quotient(weight, ours).to(weight.dtype))
     if format.name == "mxfp4":
-        quotient = _quotient(weight, ours)
+        quotient = _quotient(values, ours)
         # One step toward zero turns every tie and nothing else: block scales are powers of two, quotients exact.
-        return _requantize(ours, torch.nextafter(quotient, torch.zeros_like(quotient)))
+        towards = torch.nextafter(quotient, torch.zeros_like(quotient))
+        return _requantize(ours, torch.where(quotient == 0, quotient, towards))
     return ours
 
 

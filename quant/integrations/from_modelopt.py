@@ -1,0 +1,291 @@
+"""`from_modelopt` takes over a live model that ModelOpt has quantized (`mtq.quantize`).
+
+    mtq.quantize(model, mtq.NVFP4_DEFAULT_CFG, forward_loop)
+    plan = quant.from_modelopt(model)          QuantLinear, with the codes that ModelOpt's export would write
+    quant.save(model, plan, "out")             and every other exporter
+
+Codes and scales are those of `export_hf_checkpoint`, byte for byte. As there, layers that a runtime fuses share one
+largest magnitude in NVFP4, and one of their inputs. ModelOpt's own simulation differs from its export where it divides
+by other intermediate results, which moves the few weights that lie between two codes; and in fused layers, where it
+simulates each with its own.
+
+What AWQ, SmoothQuant and SVDQuant leave for run time stays there: a scale of the inputs, a branch in 16 bit. ModelOpt's
+export averages the scales of fused layers, moves them into norms and quantizes again; here each layer keeps its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError, counted, listed
+from quant.formats.format import Format, get_format
+from quant.install import install_kv_scales
+from quant.integrations.modelopt_quantizers import (
+    format_of,
+    input_scale_of,
+    is_enabled,
+    is_quantizer,
+    stacked,
+    tensor_amax,
+    weight_of,
+)
+from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, ungrouped
+from quant.kernels.linear.conv import weight_of_conv
+from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.layers import expert_matrices, is_conv1d
+from quant.recipes.plan import LayerPlan, Plan
+
+_TOOLKIT = "ModelOpt"
+# Of the KV cache's scale, for each of its formats: ModelOpt's export divides by FP8's largest value for both.
+_KV_MAX = 448.0
+_REMOVED = ("_dm_attribute_manager", "_modelopt_state")
+
+
+@dataclass(frozen=True, eq=False)
+class _Quantizers:
+    """The quantizers of one weight: one, or one for each expert; `input` rounds what the layer reads."""
+
+    weight: tuple[Any, ...]
+    input: Any
+
+    def tensor_amax(self) -> torch.Tensor | None:
+        """Largest magnitude of the weight; None where its quantizers hold none of the whole tensor."""
+        found = [tensor_amax(quantizer) for quantizer in self.weight]
+        return found[0] if len(found) == 1 else None
+
+    def pre_scale(self) -> torch.Tensor | None:
+        """Factor of the inputs, `[in]`."""
+        found = getattr(self.input, "pre_quant_scale", None)
+        return None if found is None else found.detach().reshape(-1)
+
+    def lowrank(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """SVDQuant's branch: `[rank, in]` and `[out, rank]`."""
+        down, up = (getattr(self.weight[0], f"svdquant_lora_{side}", None) for side in "ab")
+        return None if down is None or up is None else (down.detach(), up.detach())
+
+
+def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = None) -> Plan:
+    """Makes of a model that ModelOpt simulates one that is quantized; changes it in place.
+
+    Args:
+        model: as `mtq.quantize` left it, calibrated. Its 16-bit weights go, layer by layer.
+        run: calls the model on any valid input, which is how fused layers are found; needed where the model does not
+            run on token ids.
+
+    Returns:
+        The plan, for `quant.save`, `quant.export` and `quant.modelopt_config`.
+
+    Raises:
+        UserError: nothing is quantized; a layer is in a format that there is none of here, or lacks its calibration;
+            quantizers of outputs, attention or else. The model is then as it was.
+    """
+    found, caches = _read(model)
+    taken = {name: _taken(name, quantizers) for name, quantizers in found.items()}
+    kv_cache, kv_scales = _kv_cache(caches)
+    with _original(model) as stack:
+        plan = plan_taken(model, taken, toolkit=_TOOLKIT, solver="modelopt", run=run)
+        plan = ungrouped(plan, lambda members: _differ([found[member.name] for member in members], members[0]))
+        amaxes = {layer.name: _amaxes(plan, layer, found) for layer in plan.quantized}
+        for name in taken:
+            _check_parts(name, plan.by_name[name], found[name])
+        stack.pop_all()
+    _remove_quantizers(model)
+    plan = replace(plan, kv_cache=kv_cache)
+    install_kv_scales(model, kv_scales)
+    return install_taken(model, plan, lambda layer: _solved(model, layer, found[layer.name], *amaxes[layer.name]))
+
+
+def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str, Any]]]:
+    """Enabled quantizers of weights by layer, and those of keys and values by attention module."""
+    layers: dict[str, _Quantizers] = {}
+    caches: dict[str, dict[str, Any]] = {}
+    others, dropped = [], []
+    seen = False
+    for name, module in model.named_modules():
+        if _members(module):
+            continue
+        found = {child: _members(part) for child, part in module.named_children() if _members(part)}
+        seen |= bool(found)
+        enabled = {child: members for child, members in found.items() if any(map(is_enabled, members))}
+        for child, members in enabled.items():
+            layer, role = _role(child)
+            path, before = f"{name}.{layer}".strip("."), f"{layer}_".lstrip("_")
+            weights = {f"{before}weight_quantizer", f"{before}weight_quantizers"} & enabled.keys()
+            if role == "weight":
+                if not all(map(is_enabled, members)):
+                    raise UserError(f"{path}: ModelOpt quantizes some of its experts; here all are, or none")
+                layers[path] = _Quantizers(members, found.get(f"{before}input_quantizer", (None,))[0])
+            elif child in ("k_bmm_quantizer", "v_bmm_quantizer"):
+                caches.setdefault(name, {})[child[0]] = members[0]
+            elif role == "other":
+                others.append(f"{name}.{child}".strip("."))
+            elif not weights:
+                dropped.append(f"{name}.{child}".strip("."))
+    if others:
+        raise UserError(
+            f"{listed(others, 3)}: enabled in ModelOpt, and here weights, their inputs and the KV cache are quantized; "
+            f"turn them off: mtq.disable_quantizer(model, {others[0]!r})"
+        )
+    if not layers:
+        why = "all its weight quantizers are disabled" if seen else "it has no quantizers"
+        raise UserError(f"the model is not quantized by ModelOpt: {why}; call mtq.quantize(model, config) first")
+    if dropped:
+        warnings.warn(
+            f"ModelOpt also simulates rounded inputs of {counted(len(dropped), 'module')} without a quantized weight "
+            f"({listed(dropped, 2)}), which its export leaves out, and so is done here",
+            stacklevel=3,
+        )
+    return layers, caches
+
+
+def _members(part: nn.Module) -> tuple[nn.Module, ...]:
+    """The quantizers that a child of a module is, or holds one for each expert; none where it is something else."""
+    if is_quantizer(part):
+        return (part,)
+    inside = tuple(part.children()) if isinstance(part, nn.ModuleList) else ()
+    return inside if inside and all(is_quantizer(each) for each in inside) else ()
+
+
+def _role(child: str) -> tuple[str, str]:
+    """Which parameter a quantizer is for, empty for the module's weight, and what it rounds."""
+    for role in ("weight", "input"):
+        for end in (f"{role}_quantizer", f"{role}_quantizers"):
+            if child == end or child.endswith(f"_{end}"):
+                return child.removesuffix(end).rstrip("_"), role
+    return "", "other"
+
+
+def _taken(name: str, quantizers: _Quantizers) -> Taken:
+    formats = {format_of(quantizer, name) for quantizer in quantizers.weight}
+    if len(formats) > 1:
+        raise UserError(f"{name}: ModelOpt has its experts in {listed(sorted(map(str, formats)))}; here all have one")
+    activation = None
+    if quantizers.input is not None and is_enabled(quantizers.input):
+        activation = format_of(quantizers.input, name, inputs=True)
+    return Taken(formats.pop(), activation, f"as {_TOOLKIT} quantized it")
+
+
+def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, dict[str, torch.Tensor]]:
+    """Format of the KV cache, and its scales by name."""
+    scales, formats = {}, set()
+    for name, pair in caches.items():
+        for operand in "kv":
+            quantizer = pair.get(operand)
+            if quantizer is None:
+                raise UserError(f"{name}: ModelOpt quantizes its keys or its values; here both are, or none")
+            formats.add(format_of(quantizer, f"{name}, {operand} of the KV cache", inputs=True).name)
+            amax = tensor_amax(quantizer)
+            assert amax is not None
+            scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1)
+    if not formats:
+        return None, {}
+    if len(formats) > 1 or not formats <= {"fp8", "nvfp4"}:
+        raise UserError(f"the KV cache is in {listed(sorted(formats))} in ModelOpt; here all of it is in fp8 or nvfp4")
+    return get_format(formats.pop()), scales
+
+
+@contextmanager
+def _original(model: nn.Module) -> Iterator[ExitStack]:
+    """The model with its original classes and parameters; on leaving, what is still on the stack puts ModelOpt's back.
+
+    ModelOpt changes the class of a module, and of GPT-2's `Conv1D` the weight too, which it transposes.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if not hasattr(type(module), "get_original_cls_by_level"):
+                continue
+            theirs: Any = type(module)
+            stack.callback(setattr, module, "__class__", theirs)
+            module.__class__ = module.get_original_cls_by_level(0)  # type: ignore[operator]
+            if "_forward_pre_dm" in vars(module):
+                stack.callback(setattr, module, "forward", module.forward)
+                module.forward = vars(module)["_forward_pre_dm"]
+            if is_conv1d(module):
+                weight: Any = module.weight
+                stack.callback(setattr, module, "weight", weight)
+                module.weight = nn.Parameter(weight.detach().t(), requires_grad=weight.requires_grad)
+        yield stack
+
+
+def _remove_quantizers(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        for child, part in list(module.named_children()):
+            if _members(part):
+                delattr(module, child)
+        for name in _REMOVED:
+            vars(module).pop(name, None)
+
+
+def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
+    """Whether fused layers keep scales of their own, as they do in ModelOpt's export.
+
+    That gives them one in NVFP4. In FP8 it leaves them as they are, and with a factor of the inputs they have no one
+    input here.
+    """
+    if any(member.pre_scale() is not None for member in members):
+        return True
+    if layer.weight is None or not layer.weight.per_tensor:
+        return False
+    found = [[member.tensor_amax(), tensor_amax(member.input) if layer.has_static_scale else None] for member in members]
+    return any(str(each) != str(found[0]) for each in found)
+
+
+def _amaxes(
+    plan: Plan, layer: LayerPlan, found: Mapping[str, _Quantizers]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Largest magnitudes of the weight and of the input of a layer, or of those that are fused with it."""
+    members = [layer.name]
+    if layer.group is not None and layer.kind == "linear":
+        members = [member.name for member in plan.groups()[layer.group]]
+    weights = [amax for name in members if (amax := found[name].tensor_amax()) is not None]
+    inputs = [amax for name in members if layer.has_static_scale and (amax := tensor_amax(found[name].input)) is not None]
+    return (torch.stack(weights).amax() if weights else None), (torch.stack(inputs).amax() if inputs else None)
+
+
+def _check_parts(name: str, layer: LayerPlan, quantizers: _Quantizers) -> None:
+    if layer.kind != "linear" and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
+        raise UserError(
+            f"{name}: ModelOpt scales the inputs of this layer of kind {layer.kind!r}, or has a branch beside it (AWQ, "
+            "SmoothQuant, SVDQuant), which here linear layers do; quantize it with the algorithm 'max'"
+        )
+
+
+def _solved(
+    model: nn.Module,
+    layer: LayerPlan,
+    quantizers: _Quantizers,
+    amax: torch.Tensor | None,
+    input_amax: torch.Tensor | None,
+) -> Solved:
+    assert layer.weight is not None
+    if layer.kind == "experts":
+        matrices = expert_matrices(model, layer.name)
+        each = quantizers.weight if len(quantizers.weight) > 1 else quantizers.weight * len(matrices)
+        weight = stacked(
+            [
+                weight_of(quantizer, matrix, layer.weight, tensor_amax(quantizer))
+                for quantizer, matrix in zip(each, matrices, strict=True)
+            ]
+        )
+    else:
+        weight = weight_of(quantizers.weight[0], _matrix(model, layer), layer.weight, amax)
+    input_scale = None
+    if layer.has_static_scale:
+        assert layer.activation is not None and input_amax is not None
+        input_scale = input_scale_of(input_amax, layer.activation).to(weight.codes.device)
+    return weight, input_scale, RunTimeParts(quantizers.pre_scale(), lowrank=quantizers.lowrank())
+
+
+def _matrix(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+    module = model.get_submodule(layer.name)
+    if layer.kind == "conv":
+        return weight_of_conv(module)
+    weight = model.get_parameter(layer.tensor_name).detach()
+    return weight.t() if layer.transposed else weight

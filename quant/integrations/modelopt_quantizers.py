@@ -1,0 +1,231 @@
+"""ModelOpt's quantizers, read: the formats they simulate, and the codes and scales that ModelOpt's export writes.
+
+A `TensorQuantizer` says a format in fields, and keeps what calibration found in buffers:
+
+    num_bits      (2, 1), (4, 3) … exponent and mantissa bits of a float; 8, 4 an integer
+    block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says what shares a scale
+    axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
+    _amax         largest magnitudes: of the tensor, its rows or its blocks; NVFP4's second level is made of the tensor's
+    _global_amax  the tensor's, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
+
+Everything is read by name: nothing here imports ModelOpt, and states that were recorded elsewhere do as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.solvers.peers import quantize_like_modelopt, round_like_modelopt
+from quant.errors import UserError
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import E4M3, E8M0, Number
+from quant.formats.rounding import round_to
+from quant.formats.scaling import divided, nonzero
+from quant.formats.tensor import BlockScaledTensor
+
+_CLASSES = {"TensorQuantizer", "SequentialQuantizer"}
+_HEADROOM = 256.0  # block scales of four-over-six end there instead of at 448
+
+
+def is_quantizer(module: nn.Module) -> bool:
+    """Whether a module is one of ModelOpt's quantizers."""
+    return any(kind.__name__ in _CLASSES for kind in type(module).__mro__)
+
+
+def is_enabled(quantizer: nn.Module) -> bool:
+    """Whether a quantizer rounds."""
+    parts = list(quantizer.children()) if _is_sequence(quantizer) else [quantizer]
+    return any(getattr(part, "is_enabled", False) for part in parts)
+
+
+def _is_sequence(quantizer: nn.Module) -> bool:
+    return isinstance(quantizer, nn.Sequential)
+
+
+def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
+    """The format that a quantizer simulates.
+
+    Args:
+        quantizer: of a weight, or of inputs.
+        name: of the layer, for errors.
+        inputs: which of them.
+
+    Raises:
+        UserError: there is no such format here, or something in addition to it; the message names the setting.
+    """
+    what = "inputs" if inputs else "weight"
+    if _is_sequence(quantizer):
+        raise UserError(
+            f"{name}: ModelOpt rounds its {what} in several formats, one after the other (SequentialQuantizer), as "
+            "W4A8_AWQ does, and a layer has one here; quantize it in one, such as INT4_AWQ_CFG"
+        )
+    _check_extras(quantizer, name, what)
+    block, scale = _block(quantizer, inputs), _scale(quantizer)
+    fitting = [
+        format
+        for format in FORMATS.values()
+        if format.block == block and format.global_scale == (scale is E4M3) and _is_element(format.element, quantizer)
+        if (format.scale.is_wide if scale is None else format.scale is scale)
+    ]
+    if not fitting:
+        raise UserError(
+            f"{name}: no format here for its {what} in ModelOpt's {described(quantizer)}; quantize it with one of "
+            "NVFP4, FP8, MXFP8, MXFP4, INT8 or INT4 in groups of 128, or leave it out with an entry "
+            f"{{'quantizer_name': '{name}*', 'enable': False}} of quant_cfg"
+        )
+    # Of two formats that differ in name alone, that of inputs comes last.
+    format = fitting[-1 if inputs else 0]
+    if inputs:
+        _check_inputs(quantizer, format, name)
+    return format
+
+
+def described(quantizer: Any) -> str:
+    """The fields that say the format."""
+    blocks = quantizer.block_sizes
+    return f"num_bits={quantizer.num_bits}, " + (
+        f"block_sizes={dict(blocks)}" if blocks else f"axis={quantizer.axis}"
+    )
+
+
+def _check_extras(quantizer: Any, name: str, what: str) -> None:
+    rotate = getattr(quantizer, "_rotate", False)
+    rotates = rotate.get("enable", False) if isinstance(rotate, dict) else getattr(rotate, "enable", rotate)
+    problems = {
+        "rotate": bool(rotates),
+        "bias (affine quantization)": bool(getattr(quantizer, "_bias", None)),
+        "unsigned": bool(getattr(quantizer, "_unsigned", False)),
+        f"backend={getattr(quantizer, 'backend', None)!r}": getattr(quantizer, "backend", None) is not None,
+        "LSQ (learned amax)": bool(getattr(quantizer, "_lsq", False)),
+    }
+    for problem in (problem for problem, there in problems.items() if there):
+        raise UserError(
+            f"{name}: the ModelOpt quantizer of its {what} has {problem}, for which there is nothing here; quantize "
+            "the layer without it"
+        )
+    if not getattr(quantizer, "_fake_quant", True):
+        raise UserError(
+            f"{name}: its weight was compressed by ModelOpt (mtq.compress); take the model over before that, as "
+            "mtq.quantize leaves it"
+        )
+
+
+def _is_element(number: Number, quantizer: Any) -> bool:
+    bits = quantizer.num_bits
+    if isinstance(bits, int):
+        return number.is_integer and number.bits == bits
+    return not number.is_integer and (number.exponent, number.mantissa) == tuple(bits)
+
+
+def _scale(quantizer: Any) -> Number | None:
+    """Number of the block scales; None where they are not coded."""
+    bits = (quantizer.block_sizes or {}).get("scale_bits")
+    return None if bits is None else {(4, 3): E4M3, (8, 0): E8M0}.get(tuple(bits) if isinstance(bits, list) else bits)
+
+
+def _block(quantizer: Any, inputs: bool) -> tuple[int, int] | None:
+    """(rows, columns) that share a scale, 0 for the whole axis, as formats say it; None for another division."""
+    sizes = {axis: size for axis, size in (quantizer.block_sizes or {}).items() if isinstance(axis, int)}
+    if sizes == {-1: None}:
+        return 1, 0
+    if sizes:
+        if set(sizes) == {-1}:
+            return 1, sizes[-1]
+        return (sizes[-2], sizes[-1]) if set(sizes) == {-1, -2} else None
+    axis = quantizer.axis
+    if axis is None:
+        return 0, 0
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    is_rows = axes == tuple(range(len(axes))) if inputs else axes == (0,)
+    return (1, 0) if is_rows else None
+
+
+def _check_inputs(quantizer: Any, format: Format, name: str) -> None:
+    """Raises UserError where inputs have no scale that calibration found, and need one, or the other way round."""
+    is_static = not getattr(quantizer, "_dynamic", False) and (quantizer.block_sizes or {}).get("type") != "dynamic"
+    if format.is_static:
+        if getattr(quantizer, "_dynamic", False):
+            raise UserError(
+                f"{name}: the tensor scale of its inputs is found at run time in ModelOpt ('type': 'dynamic'), and by "
+                "calibration here: set 'type': 'static', and give mtq.quantize a forward_loop"
+            )
+        if _amax(quantizer) is None and not getattr(quantizer, "_use_constant_amax", False):
+            raise UserError(
+                f"{name}: the ModelOpt quantizer of its inputs has no amax; calibrate it: mtq.quantize(model, config, "
+                "forward_loop)"
+            )
+        if format.global_scale and is_static:
+            raise UserError(f"{name}: its inputs have static block scales in ModelOpt; those here are dynamic")
+    elif is_static:
+        raise UserError(
+            f"{name}: its inputs have static scales in ModelOpt ({described(quantizer)}); those of {format} are found "
+            "at run time here: set 'type': 'dynamic'"
+        )
+
+
+def _amax(quantizer: Any) -> torch.Tensor | None:
+    found = getattr(quantizer, "_amax", None)
+    return None if found is None else found.detach().float()
+
+
+def tensor_amax(quantizer: Any) -> torch.Tensor | None:
+    """Largest magnitude of the tensor, float32 scalar, where the format has one scale for all of it.
+
+    Of inputs that calibration never saw (zero or NaN) it is the largest element, as ModelOpt's export has it.
+    """
+    if getattr(quantizer, "_use_constant_amax", False):
+        return torch.tensor(E4M3.max)
+    found = getattr(quantizer, "_global_amax", None)
+    found = _amax(quantizer) if found is None else found.detach().float()
+    return found.reshape(()) if found is not None and found.numel() == 1 else None
+
+
+def input_scale_of(amax: torch.Tensor, format: Format) -> torch.Tensor:
+    """The static input scale, float32 scalar, as ModelOpt's export makes it of the largest magnitude."""
+    amax = torch.where((amax == 0) | amax.isnan(), format.element.max, amax)
+    return divided(amax, format.element.max * (E4M3.max if format.global_scale else 1.0))
+
+
+def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.Tensor | None) -> BlockScaledTensor:
+    """The codes and scales that ModelOpt's export writes of a weight.
+
+    Args:
+        quantizer: of the weight.
+        weight: the matrix `[out, in]`, in the model's dtype.
+        format: as `format_of` gives it.
+        amax: largest magnitude of the fusion group, where its members have one scale each, or a second level.
+    """
+    if format.global_scale:
+        assert amax is not None
+        if getattr(quantizer, "_global_amax", None) is None:
+            return quantize_like_modelopt(weight, format, amax)
+        return _with_block_amax(quantizer, weight, format, amax)
+    found = _amax(quantizer) if amax is None else amax
+    if format.scale is E8M0 or found is None:
+        return quantize_like_modelopt(weight, format, None)
+    scale = nonzero(divided(found, format.element.max)).reshape(format.scale_shape(weight.shape))
+    return round_like_modelopt(weight, format, scale.to(weight.device))
+
+
+def _with_block_amax(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.Tensor) -> BlockScaledTensor:
+    """NVFP4 under block scales that a search chose, as `NVFP4QTensor.get_weights_scaling_factor_from_quantizer`."""
+    blocks = _amax(quantizer)
+    assert blocks is not None
+    largest = _HEADROOM if quantizer.block_sizes.get("four_over_six") else E4M3.max
+    step = nonzero(divided(blocks, format.element.max)).reshape(format.scale_shape(weight.shape))
+    scale = (step * largest / divided(amax, format.element.max)).clamp_(E4M3.min_subnormal, E4M3.max)
+    return round_like_modelopt(weight, format, round_to(scale, E4M3), divided(amax, format.element.max * largest))
+
+
+def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
+    """The matrices of experts as one tensor `[experts, out, in]`."""
+    first = matrices[0]
+    second = None
+    if first.global_scale is not None:
+        second = torch.stack([m.global_scale for m in matrices if m.global_scale is not None])
+    codes, scale = torch.stack([m.codes for m in matrices]), torch.stack([m.scale for m in matrices])
+    return BlockScaledTensor(codes, scale, first.format, (len(matrices), *first.shape), second)
