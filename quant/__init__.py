@@ -25,6 +25,7 @@ _PUBLIC = {
     "quant.errors": ("UserError",),
     "quant.integrations.from_modelopt": ("from_modelopt",),
     "quant.integrations.from_pretrained": ("QuantConfig",),
+    "quant.integrations.from_torchao": ("from_torchao",),
     "quant.integrations.modelopt_config": ("modelopt_config",),
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),

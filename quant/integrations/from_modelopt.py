@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from types import MethodType
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ from quant.recipes.plan import LayerPlan, Plan
 _TOOLKIT = "ModelOpt"
 # Of the KV cache's scale, for each of its formats: ModelOpt's export divides by FP8's largest value for both.
 _KV_MAX = 448.0
-_REMOVED = ("_dm_attribute_manager", "_modelopt_state")
+_REMOVED = (
+    "_dm_attribute_manager", "_modelopt_state", "_forward_pre_dm", "_enable_weight_quantization", "_parallel_state",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,10 +179,9 @@ def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, d
     """Format of the KV cache, and its scales by name."""
     scales, formats = {}, set()
     for name, pair in caches.items():
-        for operand in "kv":
-            quantizer = pair.get(operand)
-            if quantizer is None:
-                raise UserError(f"{name}: ModelOpt quantizes its keys or its values; here both are, or none")
+        if len(pair) == 1:
+            raise UserError(f"{name}: ModelOpt quantizes its keys or its values; here both are, or none")
+        for operand, quantizer in pair.items():
             formats.add(format_of(quantizer, f"{name}, {operand} of the KV cache", inputs=True).name)
             amax = tensor_amax(quantizer)
             assert amax is not None
@@ -204,14 +206,29 @@ def _original(model: nn.Module) -> Iterator[ExitStack]:
             theirs: Any = type(module)
             stack.callback(setattr, module, "__class__", theirs)
             module.__class__ = module.get_original_cls_by_level(0)  # type: ignore[operator]
-            if "_forward_pre_dm" in vars(module):
-                stack.callback(setattr, module, "forward", module.forward)
-                module.forward = vars(module)["_forward_pre_dm"]
+            _unbind(module, theirs, stack)
             if is_conv1d(module):
                 weight: Any = module.weight
                 stack.callback(setattr, module, "weight", weight)
                 module.weight = nn.Parameter(weight.detach().t(), requires_grad=weight.requires_grad)
         yield stack
+
+
+def _unbind(module: Any, theirs: type[nn.Module], stack: ExitStack) -> None:
+    """Gives a module the forward of its class where ModelOpt has bound one of its own to it, as its AWQ does.
+
+    accelerate keeps that which it wraps as `_old_forward`.
+    """
+    own = vars(module)
+    functions = [vars(kind).get("forward") for kind in theirs.__mro__]
+    for name in ("forward", "_old_forward"):
+        if name not in own or getattr(own[name], "__func__", None) not in functions:
+            continue
+        stack.callback(setattr, module, name, own[name])
+        before = own.get("_forward_pre_dm", MethodType(type(module).forward, module))
+        setattr(module, name, before)
+        if name == "forward" and "_forward_pre_dm" not in own:
+            delattr(module, name)
 
 
 def _remove_quantizers(model: nn.Module) -> None:

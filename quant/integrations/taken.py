@@ -90,9 +90,8 @@ def _without_kept(plan: Plan) -> Plan:
     for members in plan.groups().values():
         quantized = [member for member in members if member.weight is not None]
         whole = len(quantized) > 1 and len({member.formats for member in quantized}) == 1
-        name = group_name([member.name for member in quantized]) if whole else None
-        if whole and quantized[0].kind == "experts":
-            name = quantized[0].group
+        kept = len(quantized) == len(members) or members[0].kind == "experts"
+        name = None if not whole else members[0].group if kept else group_name([member.name for member in quantized])
         regrouped += [replace(member, group=name if member.weight is not None else None) for member in members]
     return plan.replace_layers(regrouped)
 
