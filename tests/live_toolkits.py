@@ -1,9 +1,9 @@
 """A small module that ModelOpt and torchao quantize in every way that is taken over, and the record of what they made.
 
 `python tests/live_toolkits.py` runs the real packages (nvidia-modelopt 0.47, torchao 0.18) and writes
-`tests/data/goldens/live/*.safetensors`: for each configuration the state of the live module, and what the toolkit itself
-makes of it: the tensors of ModelOpt's export, the weights that torchao dequantizes. Tests replay the record where the
-packages are not installed, in stand-ins that have the fields and class names of the real objects.
+`tests/data/goldens/live/*.safetensors`: for each configuration the state of the live module, and what the toolkit
+itself makes of it: the tensors of ModelOpt's export, the weights that torchao dequantizes. Tests replay the record
+where the packages are not installed, in stand-ins that have the fields and class names of the real objects.
 
 ModelOpt's NVFP4 and MX kernels need a GPU; `benchmarks/_peers.py` replaces their simulation on a CPU. Its export, which
 makes the codes, is ModelOpt's own.

@@ -250,8 +250,13 @@ def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
         return True
     if layer.weight is None or not layer.weight.per_tensor:
         return False
-    found = [[member.tensor_amax(), tensor_amax(member.input) if layer.has_static_scale else None] for member in members]
-    return any(str(each) != str(found[0]) for each in found)
+    scales = {_number(member.tensor_amax()) for member in members}
+    inputs = {_number(tensor_amax(member.input)) for member in members if layer.has_static_scale}
+    return len(scales) > 1 or len(inputs) > 1
+
+
+def _number(amax: torch.Tensor | None) -> float | None:
+    return None if amax is None else float(amax)
 
 
 def _amaxes(
@@ -261,9 +266,13 @@ def _amaxes(
     members = [layer.name]
     if layer.group is not None and layer.kind == "linear":
         members = [member.name for member in plan.groups()[layer.group]]
-    weights = [amax for name in members if (amax := found[name].tensor_amax()) is not None]
-    inputs = [amax for name in members if layer.has_static_scale and (amax := tensor_amax(found[name].input)) is not None]
-    return (torch.stack(weights).amax() if weights else None), (torch.stack(inputs).amax() if inputs else None)
+    weights = _largest([found[name].tensor_amax() for name in members])
+    return weights, _largest([tensor_amax(found[name].input) for name in members] if layer.has_static_scale else [])
+
+
+def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [amax for amax in amaxes if amax is not None]
+    return torch.stack(known).amax() if known else None
 
 
 def _check_parts(name: str, layer: LayerPlan, quantizers: _Quantizers) -> None:

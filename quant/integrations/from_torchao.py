@@ -30,7 +30,7 @@ from torch import nn
 from quant.calibration_data import calibrate
 from quant.errors import UserError
 from quant.formats.format import FORMATS, Format, get_format
-from quant.formats.number import E4M3, E8M0, INT4, INT8
+from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor
 from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, ungrouped
@@ -69,7 +69,7 @@ def from_torchao(
         UserError: no weight is of torchao; one is of a class or in a layout that cannot be taken over, or has zero
             points; `data` is missing. The model is then as it was.
     """
-    held = {name: tensor for name, tensor in model.named_parameters() if _is_theirs(tensor)}
+    held = {name: tensor for name, tensor in model.named_parameters(remove_duplicate=False) if _is_theirs(tensor)}
     if not held:
         raise UserError("no weight of the model is quantized by torchao; call quantize_(model, config) first")
     found = {name.removesuffix(".weight"): _read(name, tensor) for name, tensor in held.items()}
@@ -83,14 +83,12 @@ def from_torchao(
         for layer in plan.quantized:
             _check_shape(layer, found[layer.name].weight)
         unscaled = [
-            layer
-            for layer in plan.quantized
-            if layer.has_static_scale and found[layer.name].input_scale is None
+            layer for layer in plan.quantized if layer.has_static_scale and found[layer.name].input_scale is None
         ]
         if unscaled and data is None:
             raise UserError(
-                f"{unscaled[0].name}: torchao finds one scale for all of its inputs at run time, and here it is static; "
-                "pass calibration rows: quant.from_torchao(model, data)"
+                f"{unscaled[0].name}: torchao finds one scale for all of its inputs at run time, and here that is "
+                "static; pass calibration rows: quant.from_torchao(model, data)"
             )
         stack.pop_all()
     plan = install_taken(model, plan, lambda layer: _solved(found.pop(layer.name)))
@@ -112,14 +110,16 @@ def _solved(read: _Read) -> Solved:
 
 @contextmanager
 def _stand_ins(model: nn.Module, held: Mapping[str, torch.Tensor]) -> Iterator[ExitStack]:
-    """The model with plain tensors, which take no memory, in place of torchao's; what is left on the stack puts back."""
+    """The model with plain tensors, which take no memory, in place of torchao's; on leaving, the stack puts these back."""
+    made: dict[int, nn.Parameter] = {}
     with ExitStack() as stack:
         for name, tensor in held.items():
             path, _, last = name.rpartition(".")
-            parameters = model.get_submodule(path)._parameters
+            parameters: dict[str, Any] = model.get_submodule(path)._parameters
             stack.callback(parameters.__setitem__, last, tensor)
             zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-            parameters[last] = nn.Parameter(zero.expand(tensor.shape), requires_grad=False)
+            plain = nn.Parameter(zero.expand(tensor.shape), requires_grad=False)
+            parameters[last] = made.setdefault(id(tensor), plain)  # tied weights stay tied
         yield stack
 
 
@@ -167,7 +167,8 @@ def _float8(name: str, tensor: Any) -> _Read:
     kwargs = tensor.act_quant_kwargs
     if kwargs is None:
         return _Read(_weight(tensor.qdata, tensor.scale, format))
-    if kwargs.float8_dtype is not torch.float8_e4m3fn or kwargs.hp_value_lb is not None or kwargs.hp_value_ub is not None:
+    clamps = (kwargs.hp_value_lb, kwargs.hp_value_ub)
+    if kwargs.float8_dtype is not torch.float8_e4m3fn or clamps != (None, None):
         raise UserError(f"{name}: its inputs are in {kwargs.float8_dtype} or clamped; E4M3 without can be taken over")
     return _Read(_weight(tensor.qdata, tensor.scale, format), _inputs(name, kwargs.granularity, "fp8"))
 
@@ -184,7 +185,9 @@ def _int8(name: str, tensor: Any) -> _Read:
         raise UserError(f"{name}: its inputs have zero points ({kwargs.mapping_type.name}); use MappingType.SYMMETRIC")
     activation = _inputs(name, kwargs.granularity, "int8")
     if scale is not None and (scale.numel() != 1 or not activation.per_tensor):
-        raise UserError(f"{name}: its inputs have {scale.numel()} static scales; one, or one for each token at run time")
+        raise UserError(
+            f"{name}: its inputs have {scale.numel()} static scales; one, or one for each token at run time"
+        )
     return _Read(weight, activation, None if scale is None else scale.float().reshape(()), pre_scale)
 
 
@@ -294,13 +297,14 @@ def _check_symmetric(name: str, zero_point: torch.Tensor | None) -> None:
         )
 
 
-def _contiguous(name: str, codes: torch.Tensor) -> torch.Tensor:
+def _contiguous(name: str, codes: Any) -> Any:
+    """Packed codes, whose last axis is that of the inputs."""
     if codes.stride(-1) != 1:
         raise UserError(f"{name}: torchao holds it transposed; take the model over before its weights are transposed")
     return codes.contiguous()
 
 
-def _block_scale(tensor: Any, format: Format) -> torch.Tensor:
+def _block_scale(tensor: Any, format: Format) -> Any:
     """The block scales `[..., out, blocks]`, which torchao may hold in tiles, as cuBLAS reads them."""
     shape = format.scale_shape(tensor.shape)
     if not tensor.is_swizzled_scales:

@@ -70,7 +70,7 @@ def _check(layer: LayerPlan) -> None:
     if parts := layer.parts.to_dict():
         raise UserError(
             f"{layer.name}: has {', '.join(f'{name}={value}' for name, value in parts.items())} in the plan, which a "
-            "config of ModelOpt cannot name; plan the layer with a solver that leaves nothing for run time, such as gptq"
+            "config of ModelOpt cannot name; plan it with a solver that leaves nothing for run time, such as gptq"
         )
 
 
@@ -86,7 +86,8 @@ def _input(name: str, format: Format) -> dict[str, Any]:
         return {"num_bits": _bits(format), "type": "dynamic", "block_sizes": {-1: None}}
     if format.scale.is_wide and not format.per_tensor:
         raise UserError(
-            f"{name}: ModelOpt has no inputs in {format}; plan it in fp8_block with inputs in 16 bit, or in another format"
+            f"{name}: ModelOpt has no inputs in {format}; plan it in fp8_block with inputs in 16 bit, or in another "
+            "format"
         )
     return _attributes(name, format)
 

@@ -5,7 +5,7 @@ A `TensorQuantizer` says a format in fields, and keeps what calibration found in
     num_bits      (2, 1), (4, 3) … exponent and mantissa bits of a float; 8, 4 an integer
     block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says what shares a scale
     axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
-    _amax         largest magnitudes: of the tensor, its rows or its blocks; NVFP4's second level is made of the tensor's
+    _amax         largest magnitudes of the tensor, its rows or its blocks; of the tensor's, NVFP4's second level is made
     _global_amax  the tensor's, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
 
 Everything is read by name: nothing here imports ModelOpt, and states that were recorded elsewhere do as well.
@@ -87,9 +87,7 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
 def described(quantizer: Any) -> str:
     """The fields that say the format."""
     blocks = quantizer.block_sizes
-    return f"num_bits={quantizer.num_bits}, " + (
-        f"block_sizes={dict(blocks)}" if blocks else f"axis={quantizer.axis}"
-    )
+    return f"num_bits={quantizer.num_bits}, " + (f"block_sizes={dict(blocks)}" if blocks else f"axis={quantizer.axis}")
 
 
 def _check_extras(quantizer: Any, name: str, what: str) -> None:

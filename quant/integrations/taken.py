@@ -68,7 +68,9 @@ def plan_taken(
         found = taken.get(layer.name)
         planned.append(
             LayerPlan(
-                layer.name, layer.kind, layer.shape,
+                layer.name,
+                layer.kind,
+                layer.shape,
                 None if found is None else found.weight,
                 None if found is None else found.activation,
                 solver=solver,
@@ -76,7 +78,7 @@ def plan_taken(
                 group=layer.group,
                 tied_to=layer.tied_to,
                 transposed=layer.transposed,
-            )  # fmt: skip
+            )
         )
     provenance = {"taken_from": toolkit, **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
     plan = _without_kept(Plan(tuple(planned), provenance=provenance))
@@ -98,8 +100,8 @@ def _without_kept(plan: Plan) -> Plan:
 
 def ungrouped(plan: Plan, differ: Callable[[list[LayerPlan]], bool]) -> Plan:
     """`plan` without the groups of linear layers for whose members `differ` is true: their scales are not shared."""
-    apart = [m for members in plan.groups().values() if members[0].kind == "linear" and differ(members) for m in members]
-    return plan.replace_layers(replace(member, group=None) for member in apart)
+    groups = [members for members in plan.groups().values() if members[0].kind == "linear" and differ(members)]
+    return plan.replace_layers(replace(member, group=None) for members in groups for member in members)
 
 
 def install_taken(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], Solved]) -> Plan:
@@ -108,6 +110,9 @@ def install_taken(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], So
         for layer in plan.quantized:
             weight, input_scale, parts = solved(layer)
             install_weight(model, layer, weight, input_scale, parts)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False) and any(layer.kind == "head" for layer in plan.quantized):
+        config.tie_word_embeddings = False  # the toolkit gave the head a weight of its own
     use_expert_modules(model, plan)
     mark_quantized(model)
     plan = plan_of_model(model, plan)

@@ -53,7 +53,9 @@ def assert_exported(net: nn.Module, expected: dict[str, torch.Tensor]) -> None:
     for name in live.LAYERS:
         linear: Any = net.get_submodule(name)
         ours = layout.compress(linear.quantized_weight, linear.input_scale)
-        theirs = {key.removeprefix(f"{name}."): tensor for key, tensor in expected.items() if key.startswith(f"{name}.")}
+        theirs = {
+            key.removeprefix(f"{name}."): tensor for key, tensor in expected.items() if key.startswith(f"{name}.")
+        }
         assert ours.keys() == theirs.keys(), name
         for key, tensor in theirs.items():
             assert (ours[key].dtype, ours[key].numel()) == (tensor.dtype, tensor.numel()), f"{name}.{key}"
@@ -231,7 +233,10 @@ def layer_error(ours: torch.Tensor, original: torch.Tensor) -> float:
 
 E4M3_INPUTS = {"num_bits": [4, 3]}
 BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "six bits": (lambda net: setattr(net.o.weight_quantizer, "num_bits", 6), r"o: no format here .*num_bits=6, axis=None"),
+    "six bits": (
+        lambda net: setattr(net.o.weight_quantizer, "num_bits", 6),
+        r"o: no format here .*num_bits=6, axis=None",
+    ),
     "blocks": (lambda net: setattr(net.o.weight_quantizer, "block_sizes", {-1: 48}), r"block_sizes=\{-1: 48\}"),
     "axis": (lambda net: setattr(net.o.weight_quantizer, "axis", 1), "axis=1"),
     "sequence": (
@@ -246,14 +251,17 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "not calibrated": (lambda net: delattr(net.o.input_quantizer, "_amax"), "o: .* has no amax; calibrate it"),
     "one scale at run time": (lambda net: setattr(net.o.input_quantizer, "_dynamic", True), "set 'type': 'static'"),
     "static scales of tokens": (lambda net: setattr(net.o.input_quantizer, "axis", (0, 1)), "set 'type': 'dynamic'"),
-    "outputs": (lambda net: net.o.add_module("output_quantizer", _quantizer()), r"disable_quantizer\(model, 'o.output_"),
+    "outputs": (
+        lambda net: net.o.add_module("output_quantizer", _quantizer()),
+        r"disable_quantizer\(model, 'o.output_",
+    ),
     "half a cache": (lambda net: net.o.add_module("k_bmm_quantizer", _quantizer(**E4M3_INPUTS)), "keys or its values"),
     "no layer": (
         lambda net: net.add_module("norm", _with_quantizer(nn.LayerNorm(8))),
         "norm: quantized by ModelOpt, and|plan does not fit",
     ),
     "a shape that the format cannot have": (
-        lambda net: (net.add_module("odd", _with_quantizer(nn.Linear(100, 4), block_sizes=[[-1, 32]], num_bits=4))),
+        lambda net: net.add_module("odd", _with_quantizer(nn.Linear(100, 4), block_sizes=[[-1, 32]], num_bits=4)),
         "in = 100 is not a multiple",
     ),
 }
@@ -296,7 +304,9 @@ def test_rounded_inputs_of_norms_are_left_out_with_a_word() -> None:
     net = live.replayed_modelopt("FP8_DEFAULT_CFG")
     net.add_module("norm", nn.LayerNorm(8))
     net.norm.add_module("input_quantizer", _quantizer(_amax(torch.tensor(1.0))))
-    with pytest.warns(UserWarning, match=re.escape("inputs of 1 module without a quantized weight (norm.input_quantizer)")):
+    with pytest.warns(
+        UserWarning, match=re.escape("inputs of 1 module without a quantized weight (norm.input_quantizer)")
+    ):
         plan = quant.from_modelopt(net, run=live.run)
     assert len(plan.quantized) == 3 and not list(net.norm.children())
 
