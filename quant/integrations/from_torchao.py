@@ -110,7 +110,7 @@ def _solved(read: _Read) -> Solved:
 
 @contextmanager
 def _stand_ins(model: nn.Module, held: Mapping[str, torch.Tensor]) -> Iterator[ExitStack]:
-    """The model with plain tensors, which take no memory, in place of torchao's; on leaving, the stack puts these back."""
+    """The model with plain tensors, which take no memory, in the place of torchao's; the stack puts these back."""
     made: dict[int, nn.Parameter] = {}
     with ExitStack() as stack:
         for name, tensor in held.items():

@@ -5,8 +5,8 @@ A `TensorQuantizer` says a format in fields, and keeps what calibration found in
     num_bits      (2, 1), (4, 3) … exponent and mantissa bits of a float; 8, 4 an integer
     block_sizes   {-1: 16, "scale_bits": (4, 3), "type": "dynamic"}; None where `axis` says what shares a scale
     axis          None: the whole tensor; 0: each row; all axes but the last one of an input: each token
-    _amax         largest magnitudes of the tensor, its rows or its blocks; of the tensor's, NVFP4's second level is made
-    _global_amax  the tensor's, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
+    _amax         largest magnitudes of the tensor, its rows or its blocks
+    _global_amax  that of the tensor, where `_amax` holds blocks that a search chose (MSE, four-over-six, local Hessian)
 
 Everything is read by name: nothing here imports ModelOpt, and states that were recorded elsewhere do as well.
 """

@@ -8,6 +8,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import live_toolkits as live
@@ -84,6 +85,34 @@ def test_fused_layers_share_their_scales_or_are_no_group(config: str) -> None:
         assert torch.equal(q.global_scale, k.global_scale) == shared
 
 
+def test_fused_layers_take_the_largest_magnitude() -> None:
+    net: Any = live.replayed_modelopt("NVFP4_DEFAULT_CFG")
+    net.k.weight_quantizer._amax = net.q.weight_quantizer._amax * 2
+    net.k.input_quantizer._amax = net.q.input_quantizer._amax * 2
+    expected = {
+        name: float(getattr(net.k, f"{name}_quantizer")._amax.float() / (6 * 448)) for name in ("weight", "input")
+    }
+    quant.from_modelopt(net, run=live.run)
+    for layer in (net.q, net.k):
+        assert float(layer.global_scale) == expected["weight"]
+        assert float(layer.input_scale) == expected["input"]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_integers_beyond_a_searched_amax(bits: int) -> None:
+    """AWQ's clipping chooses one below the largest weight; ModelOpt's export then uses the lowest code."""
+    linear = nn.Linear(128, 4)
+    amax = linear.weight.detach().abs().amax(1, keepdim=True) / 2
+    where: dict[str, Any] = {"axis": 0} if bits == 8 else {"block_sizes": [[-1, 128]]}
+    linear.add_module("weight_quantizer", _quantizer(_amax(amax), num_bits=bits, **where))
+    largest = 2 ** (bits - 1) - 1
+    codes = (linear.weight.detach() / (amax / largest)).round().clamp(-largest - 1, largest)
+    model = nn.ModuleDict({"linear": linear})
+    quant.from_modelopt(model)
+    assert int(codes.min()) == -largest - 1
+    assert torch.equal(model["linear"].quantized_weight.element_values(), codes)
+
+
 @pytest.mark.parametrize("config", SCALED)
 def test_what_awq_smoothquant_and_svdquant_do_at_run_time(config: str) -> None:
     """Recorded with the state: the factor of the inputs, and the branch, which gets them unrounded."""
@@ -120,11 +149,14 @@ def test_the_model_saves_loads_and_converts_back(tmp_path: Path) -> None:
 
 
 def test_nothing_of_modelopt_is_left() -> None:
-    net = live.replayed_modelopt("FP8_DEFAULT_CFG")
+    net = live.replayed_modelopt("MXFP8_DEFAULT_CFG")
     net.extra = live.QuantLinear(4, 4)  # type: ignore[assignment]  # of which no quantizer is enabled
     net.extra.add_module("weight_quantizer", _quantizer(is_enabled=False))
     net._modelopt_state = [("quantize", {})]  # type: ignore[assignment]
+    for name in ("q", "extra"):  # as AWQ leaves them
+        net.get_submodule(name).forward = MethodType(live.QuantLinear.forward, net.get_submodule(name))  # type: ignore
     plan = quant.from_modelopt(net, run=live.run)
+    assert list(plan.groups()) == ["(q|k)"] and "forward" not in vars(net.extra)
     assert type(net.extra) is nn.Linear and not list(net.extra.children())
     assert not hasattr(net, "_modelopt_state")
     assert plan.by_name["extra"].weight is None and "ModelOpt" in plan.by_name["extra"].reason
@@ -181,6 +213,7 @@ def test_experts_have_a_scale_each() -> None:
             expected[f"{name}.{part}"] = scale, (stack.float() / scale).to(torch.bfloat16).to(torch.float8_e4m3fn)
     plan = quant.from_modelopt(model)
     assert {layer.name for layer in plan.quantized} == expected.keys()
+    assert list(plan.groups()) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
     for name, (scale, codes) in expected.items():
         module = model.get_submodule(name)
         assert torch.equal(module.quantized_weight.scale, scale)
