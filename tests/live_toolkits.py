@@ -37,11 +37,19 @@ MODELOPT = (
     "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "MXFP8_DEFAULT_CFG", "MXFP4_DEFAULT_CFG", "INT8_DEFAULT_CFG",
     "INT8_WEIGHT_ONLY_CFG", "INT8_SMOOTHQUANT_CFG", "INT4_BLOCKWISE_WEIGHT_ONLY_CFG", "INT4_AWQ_CFG",
 )  # fmt: skip
+# Those of the above that `mtq.compress` packs: not the exports but the weights that ModelOpt decodes are recorded.
+COMPRESSED = (
+    "NVFP4_DEFAULT_CFG", "NVFP4_AWQ_LITE_CFG", "FP8_DEFAULT_CFG", "FP8_PER_CHANNEL_PER_TOKEN_CFG",
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG", "MXFP8_DEFAULT_CFG", "MXFP4_DEFAULT_CFG", "INT8_WEIGHT_ONLY_CFG",
+    "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+)  # fmt: skip
 _QUANTIZER_FIELDS = (
     "num_bits", "block_sizes", "axis", "is_enabled", "_dynamic", "_fake_quant", "_rotate", "_unsigned", "_bias",
     "backend", "_use_constant_amax",
 )  # fmt: skip
-_QUANTIZER_BUFFERS = ("_amax", "_global_amax", "_pre_quant_scale", "_svdquant_lora_a", "_svdquant_lora_b")
+_QUANTIZER_BUFFERS = (
+    "_amax", "_global_amax", "_pre_quant_scale", "_svdquant_lora_a", "_svdquant_lora_b", "_scale", "_double_scale",
+)  # fmt: skip
 
 
 class Net(nn.Module):
@@ -82,13 +90,15 @@ def modelopt_on_cpu() -> None:
     modelopt_on_cpu()
 
 
-def modelopt_net(config: str) -> Net:
-    """`Net`, quantized by the real ModelOpt."""
+def modelopt_net(config: str, *, compressed: bool = False) -> Net:
+    """`Net`, quantized by the real ModelOpt, and perhaps compressed."""
     import modelopt.torch.quantization as mtq
 
     modelopt_on_cpu()
     net = Net()
     mtq.quantize(net, copy.deepcopy(getattr(mtq, config)), run)
+    if compressed:
+        mtq.compress(net)
     return net
 
 
@@ -113,12 +123,15 @@ def modelopt_export(net: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def modelopt_state(net: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Fields and buffers of the quantizers of `Net`, by name, and the weights that ModelOpt changed."""
-    fields, tensors = {}, {}
+    """Fields and buffers of the quantizers of `Net`, by name, and the weights that ModelOpt changed or packed."""
+    fields: dict[str, Any] = {}
+    tensors = {}
     plain = Net().state_dict()
     for name in LAYERS:
-        weight = net.get_submodule(name).weight
-        if not torch.equal(weight, plain[f"{name}.weight"]):
+        weight: Any = net.get_submodule(name).weight
+        if hasattr(weight, "metadata"):
+            tensors[f"{name}.weight"] = weight.data.clone()
+        elif not torch.equal(weight, plain[f"{name}.weight"]):
             tensors[f"{name}.weight"] = weight.detach().clone()
     for name, module in net.named_modules():
         if not hasattr(module, "num_bits"):
@@ -131,6 +144,12 @@ def modelopt_state(net: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tens
         found = {b: getattr(module, b).detach().clone() for b in _QUANTIZER_BUFFERS if hasattr(module, b)}
         tensors |= {f"{name}.{buffer}": tensor for buffer, tensor in found.items()}
     return fields, tensors
+
+
+def decoded(net: Net) -> dict[str, torch.Tensor]:
+    """The weights of a compressed `Net` as ModelOpt decodes them, by layer."""
+    layers: dict[str, Any] = {name: net.get_submodule(name) for name in LAYERS}
+    return {name: layer.weight_quantizer(layer.weight).detach() for name, layer in layers.items()}
 
 
 class TensorQuantizer(nn.Module):
@@ -156,6 +175,12 @@ class TensorQuantizer(nn.Module):
     @property
     def svdquant_lora_b(self) -> torch.Tensor | None:
         return getattr(self, "_svdquant_lora_b", None)
+
+
+class QTensorWrapper(nn.Parameter):
+    """Stands for ModelOpt's class of this name."""
+
+    metadata: dict[str, Any]
 
 
 class DynamicModule(nn.Module):
@@ -187,7 +212,12 @@ def replayed_modelopt(config: str) -> Net:
     net = Net()
     fields, tensors = record("modelopt")[config]
     for name in LAYERS:
-        if (changed := tensors.get(f"state.{name}.weight")) is not None:
+        changed = tensors.get(f"state.{name}.weight")
+        if changed is not None and config.startswith("compressed"):
+            packed = QTensorWrapper(changed.clone(), requires_grad=False)
+            packed.metadata = {"shape": torch.Size((OUT, IN)), "dtype": torch.bfloat16}
+            net.get_submodule(name).weight = packed
+        elif changed is not None:
             net.get_submodule(name).weight.data = changed.clone()  # type: ignore[union-attr]
     for name, own in fields.items():
         layer, _, child = name.partition(".")
@@ -386,6 +416,11 @@ def _modelopt_record() -> Iterator[tuple[str, Any, dict[str, torch.Tensor]]]:
         fields, tensors = modelopt_state(net)
         found = {f"state.{name}": tensor for name, tensor in tensors.items()}
         yield config, fields, found | {f"expected.{n}": t for n, t in modelopt_export(net).items()}
+    for config in COMPRESSED:
+        net = modelopt_net(config, compressed=True)
+        fields, tensors = modelopt_state(net)
+        found = {f"state.{name}": tensor for name, tensor in tensors.items()}
+        yield f"compressed {config}", fields, found | {f"expected.{n}": t for n, t in decoded(net).items()}
 
 
 def _torchao_record() -> Iterator[tuple[str, Any, dict[str, torch.Tensor]]]:

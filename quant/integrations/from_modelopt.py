@@ -26,18 +26,22 @@ import torch
 from torch import nn
 
 from quant.errors import UserError, counted, listed
+from quant.export.checkpoint_check import value_problem
 from quant.formats.format import Format, get_format
 from quant.install import install_kv_scales
 from quant.integrations.modelopt_quantizers import (
+    check_compressed,
+    compressed_weight,
     format_of,
     input_scale_of,
+    is_compressed,
     is_enabled,
     is_quantizer,
     stacked,
     tensor_amax,
     weight_of,
 )
-from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, ungrouped
+from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layers import expert_matrices, is_conv1d
@@ -53,10 +57,14 @@ _REMOVED = (
 
 @dataclass(frozen=True, eq=False)
 class _Quantizers:
-    """The quantizers of one weight: one, or one for each expert; `input` rounds what the layer reads."""
+    """The quantizers of one weight: one, or one for each expert; `input` rounds what the layer reads.
+
+    `packed` is the parameter, where it holds codes already.
+    """
 
     weight: tuple[Any, ...]
     input: Any
+    packed: Any = None
 
     def tensor_amax(self) -> torch.Tensor | None:
         """Largest magnitude of the weight; None where its quantizers hold none of the whole tensor."""
@@ -78,12 +86,12 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
     """Makes of a model that ModelOpt simulates one that is quantized; changes it in place.
 
     Args:
-        model: as `mtq.quantize` left it, calibrated. Its 16-bit weights go, layer by layer.
+        model: as `mtq.quantize` left it, calibrated, or `mtq.compress`. Its 16-bit weights go, layer by layer.
         run: calls the model on any valid input, which is how fused layers are found; needed where the model does not
             run on token ids.
 
     Returns:
-        The plan, for `quant.save`, `quant.export` and `quant.modelopt_config`.
+        The plan, for `quant.save`, every exporter and `quant.modelopt_config`.
 
     Raises:
         UserError: nothing is quantized; a layer is in a format that there is none of here, or lacks its calibration;
@@ -91,13 +99,23 @@ def from_modelopt(model: nn.Module, *, run: Callable[[nn.Module], Any] | None = 
     """
     found, caches = _read(model)
     taken = {name: _taken(name, quantizers) for name, quantizers in found.items()}
-    kv_cache, kv_scales = _kv_cache(caches)
+    kv_cache, kv_scales = _kv_cache(caches, next(model.parameters()).device)
+    for name, quantizers in found.items():
+        if quantizers.packed is not None:
+            check_compressed(quantizers.weight[0], taken[name].weight, name)
     with _original(model) as stack:
+        for name, quantizers in found.items():
+            if quantizers.packed is not None:
+                of = quantizers.packed.metadata
+                stand_in(model, f"{name}.weight", of["shape"], of["dtype"], stack)
         plan = plan_taken(model, taken, toolkit=_TOOLKIT, solver="modelopt", run=run)
         plan = ungrouped(plan, lambda members: _differ([found[member.name] for member in members], members[0]))
         amaxes = {layer.name: _amaxes(plan, layer, found) for layer in plan.quantized}
-        for name in taken:
-            _check_parts(name, plan.by_name[name], found[name])
+        for layer in plan.quantized:
+            _check_parts(layer, found[layer.name])
+            weight = model.get_parameter(layer.tensor_name).detach()
+            if found[layer.name].packed is None and (problem := value_problem(weight)):
+                raise UserError(f"{layer.name} {list(layer.shape)} {problem}; repair the model, or calibrate it again")
         stack.pop_all()
     _remove_quantizers(model)
     plan = replace(plan, kv_cache=kv_cache)
@@ -124,7 +142,13 @@ def _read(model: nn.Module) -> tuple[dict[str, _Quantizers], dict[str, dict[str,
             if role == "weight":
                 if not all(map(is_enabled, members)):
                     raise UserError(f"{path}: ModelOpt quantizes some of its experts; here all are, or none")
-                layers[path] = _Quantizers(members, found.get(f"{before}input_quantizer", (None,))[0])
+                parameter = module._parameters.get(layer or "weight")
+                packed = parameter if is_compressed(parameter) else None
+                if packed is not None and layer:
+                    raise UserError(
+                        f"{path}: experts that ModelOpt has compressed; take the model over before mtq.compress"
+                    )
+                layers[path] = _Quantizers(members, found.get(f"{before}input_quantizer", (None,))[0], packed)
             elif child in ("k_bmm_quantizer", "v_bmm_quantizer"):
                 caches.setdefault(name, {})[child[0]] = members[0]
             elif role == "other":
@@ -175,8 +199,10 @@ def _taken(name: str, quantizers: _Quantizers) -> Taken:
     return Taken(formats.pop(), activation, f"as {_TOOLKIT} quantized it")
 
 
-def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, dict[str, torch.Tensor]]:
-    """Format of the KV cache, and its scales by name."""
+def _kv_cache(
+    caches: Mapping[str, Mapping[str, Any]], device: torch.device
+) -> tuple[Format | None, dict[str, torch.Tensor]]:
+    """Format of the KV cache, and its scales by name, on `device`."""
     scales, formats = {}, set()
     for name, pair in caches.items():
         if len(pair) == 1:
@@ -185,7 +211,7 @@ def _kv_cache(caches: Mapping[str, Mapping[str, Any]]) -> tuple[Format | None, d
             formats.add(format_of(quantizer, f"{name}, {operand} of the KV cache", inputs=True).name)
             amax = tensor_amax(quantizer)
             assert amax is not None
-            scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1)
+            scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1).to(device)
     if not formats:
         return None, {}
     if len(formats) > 1 or not formats <= {"fp8", "nvfp4"}:
@@ -221,14 +247,21 @@ def _unbind(module: Any, theirs: type[nn.Module], stack: ExitStack) -> None:
     """
     own = vars(module)
     functions = [vars(kind).get("forward") for kind in theirs.__mro__]
+
+    def is_theirs(forward: Any) -> bool:
+        return getattr(forward, "__func__", None) in functions
+
+    # What was bound before ModelOpt came, if that was another's.
+    before = own.get("_forward_pre_dm")
+    before = None if before is None or is_theirs(before) else before
     for name in ("forward", "_old_forward"):
-        if name not in own or getattr(own[name], "__func__", None) not in functions:
+        if name not in own or not is_theirs(own[name]):
             continue
         stack.callback(setattr, module, name, own[name])
-        before = own.get("_forward_pre_dm", MethodType(type(module).forward, module))
-        setattr(module, name, before)
-        if name == "forward" and "_forward_pre_dm" not in own:
+        if name == "forward" and before is None:
             delattr(module, name)
+        else:
+            setattr(module, name, before or MethodType(type(module).forward, module))
 
 
 def _remove_quantizers(model: nn.Module) -> None:
@@ -244,9 +277,11 @@ def _differ(members: list[_Quantizers], layer: LayerPlan) -> bool:
     """Whether fused layers keep scales of their own, as they do in ModelOpt's export.
 
     That gives them one in NVFP4. In FP8 it leaves them as they are, and with a factor of the inputs they have no one
-    input here.
+    input here. Codes that are packed have their scales.
     """
     if any(member.pre_scale() is not None for member in members):
+        return True
+    if layer.weight is not None and layer.weight.is_static and any(member.packed is not None for member in members):
         return True
     if layer.weight is None or not layer.weight.per_tensor:
         return False
@@ -275,7 +310,8 @@ def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.stack(known).amax() if known else None
 
 
-def _check_parts(name: str, layer: LayerPlan, quantizers: _Quantizers) -> None:
+def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
+    name = layer.name
     if layer.kind != "linear" and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
         raise UserError(
             f"{name}: ModelOpt scales the inputs of this layer of kind {layer.kind!r}, or has a branch beside it (AWQ, "
@@ -300,6 +336,8 @@ def _solved(
                 for quantizer, matrix in zip(each, matrices, strict=True)
             ]
         )
+    elif quantizers.packed is not None:
+        weight = compressed_weight(quantizers.weight[0], quantizers.packed, layer.weight)
     else:
         weight = weight_of(quantizers.weight[0], _matrix(model, layer), layer.weight, amax)
     input_scale = None

@@ -19,8 +19,8 @@ Everything is read by name: nothing here imports torchao.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from quant.formats.format import FORMATS, Format, get_format
 from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor
-from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, ungrouped
+from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -77,7 +77,11 @@ def from_torchao(
         name: Taken(read.weight.format, read.activation, f"as torchao quantized it ({type(tensor).__name__})")
         for (name, read), tensor in zip(found.items(), held.values(), strict=True)
     }
-    with _stand_ins(model, held) as stack:
+    plain: dict[int, nn.Parameter] = {}
+    with ExitStack() as stack:
+        for name, tensor in held.items():
+            made = stand_in(model, name, tensor.shape, tensor.dtype, stack, plain.get(id(tensor)))
+            plain[id(tensor)] = made  # tied weights stay tied
         plan = plan_taken(model, taken, toolkit="torchao", solver="rtn", run=run)
         plan = ungrouped(plan, lambda members: _differ([found[member.name] for member in members]))
         for layer in plan.quantized:
@@ -106,21 +110,6 @@ def _is_theirs(tensor: torch.Tensor) -> bool:
 
 def _solved(read: _Read) -> Solved:
     return read.weight, read.input_scale, RunTimeParts(read.pre_scale)
-
-
-@contextmanager
-def _stand_ins(model: nn.Module, held: Mapping[str, torch.Tensor]) -> Iterator[ExitStack]:
-    """The model with plain tensors, which take no memory, in the place of torchao's; the stack puts these back."""
-    made: dict[int, nn.Parameter] = {}
-    with ExitStack() as stack:
-        for name, tensor in held.items():
-            path, _, last = name.rpartition(".")
-            parameters: dict[str, Any] = model.get_submodule(path)._parameters
-            stack.callback(parameters.__setitem__, last, tensor)
-            zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
-            plain = nn.Parameter(zero.expand(tensor.shape), requires_grad=False)
-            parameters[last] = made.setdefault(id(tensor), plain)  # tied weights stay tied
-        yield stack
 
 
 def _check_shape(layer: LayerPlan, weight: BlockScaledTensor) -> None:

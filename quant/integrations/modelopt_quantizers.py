@@ -22,7 +22,8 @@ from torch import nn
 from quant.calibration.solvers.peers import quantize_like_modelopt, round_like_modelopt
 from quant.errors import UserError
 from quant.formats.format import FORMATS, Format
-from quant.formats.number import E4M3, E8M0, Number
+from quant.formats.number import E4M3, E8M0, INT4, Number
+from quant.formats.packing import pack
 from quant.formats.rounding import round_to
 from quant.formats.scaling import divided, nonzero
 from quant.formats.tensor import BlockScaledTensor
@@ -104,11 +105,6 @@ def _check_extras(quantizer: Any, name: str, what: str) -> None:
         raise UserError(
             f"{name}: the ModelOpt quantizer of its {what} has {problem}, for which there is nothing here; quantize "
             "the layer without it"
-        )
-    if not getattr(quantizer, "_fake_quant", True):
-        raise UserError(
-            f"{name}: its weight was compressed by ModelOpt (mtq.compress); take the model over before that, as "
-            "mtq.quantize leaves it"
         )
 
 
@@ -197,6 +193,7 @@ def weight_of(quantizer: Any, weight: torch.Tensor, format: Format, amax: torch.
         format: as `format_of` gives it.
         amax: largest magnitude of the fusion group, where its members have one scale each, or a second level.
     """
+    amax = None if amax is None else amax.to(weight.device)
     if format.global_scale:
         assert amax is not None
         if getattr(quantizer, "_global_amax", None) is None:
@@ -214,9 +211,41 @@ def _with_block_amax(quantizer: Any, weight: torch.Tensor, format: Format, amax:
     blocks = _amax(quantizer)
     assert blocks is not None
     largest = _HEADROOM if quantizer.block_sizes.get("four_over_six") else E4M3.max
-    step = nonzero(divided(blocks, format.element.max)).reshape(format.scale_shape(weight.shape))
+    step = nonzero(divided(blocks.to(weight.device), format.element.max)).reshape(format.scale_shape(weight.shape))
     scale = (step * largest / divided(amax, format.element.max)).clamp_(E4M3.min_subnormal, E4M3.max)
     return round_like_modelopt(weight, format, round_to(scale, E4M3), divided(amax, format.element.max * largest))
+
+
+def is_compressed(weight: Any) -> bool:
+    """Whether a parameter holds the codes of a weight, as `mtq.compress` leaves it."""
+    return type(weight).__name__ == "QTensorWrapper"
+
+
+def check_compressed(quantizer: Any, format: Format, name: str) -> None:
+    """Raises UserError where a compressed weight has scales in tiles, as TensorRT-LLM gives it."""
+    if format.global_scale and quantizer._scale.dtype is not torch.float8_e4m3fn:
+        raise UserError(
+            f"{name}: compressed by TensorRT-LLM, with scales in tiles; take the model over before mtq.compress"
+        )
+
+
+def compressed_weight(quantizer: Any, packed: Any, format: Format) -> BlockScaledTensor:
+    """The codes and scales of a weight that `mtq.compress` has packed, as they are.
+
+    Args:
+        quantizer: of the weight, which keeps its scales.
+        packed: the parameter.
+        format: as `format_of` gives it.
+    """
+    shape, data, scale = tuple(packed.metadata["shape"]), packed.data, quantizer._scale.detach()
+    if format.element is INT4:
+        # Two to a byte, the first in the high half, as numbers from 0 to 15; the scale is a factor of the weight.
+        codes = torch.stack([data >> 4, data & 0x0F], dim=-1).reshape(shape)
+        data, scale = pack((codes - 8) & 0x0F, 4), 1 / scale.float()
+    codes = data.view(format.element.torch_dtype or torch.uint8).reshape(format.codes_shape(shape))
+    scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
+    second = quantizer._double_scale.detach().float().reshape(()) if format.global_scale else None
+    return BlockScaledTensor(codes.contiguous(), scale.contiguous(), format, shape, second)
 
 
 def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:

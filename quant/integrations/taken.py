@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,35 @@ class Taken:
 
 Solved = tuple[BlockScaledTensor, torch.Tensor | None, RunTimeParts]
 """A quantized weight, its static input scale, and what is done at run time."""
+
+
+def stand_in(
+    model: nn.Module,
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stack: ExitStack,
+    plain: nn.Parameter | None = None,
+) -> nn.Parameter:
+    """Puts a plain parameter, which takes no memory, in the place of a toolkit's; `stack` puts that back.
+
+    Args:
+        model: holds it.
+        name: of the parameter.
+        shape, dtype: of the matrix that it stands for.
+        stack: undoes the exchange.
+        plain: what to put there; by default a new one.
+    """
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    held: dict[str, Any] = module._parameters
+    if plain is None:
+        zero = torch.zeros((), dtype=dtype, device=held[last].device)
+        plain = nn.Parameter(zero.expand(tuple(shape)), requires_grad=False)
+    # Another dict: that of a weight that ModelOpt has compressed packs what is put into it.
+    stack.callback(setattr, module, "_parameters", held)
+    module._parameters = {**held, last: plain}
+    return plain
 
 
 def plan_taken(

@@ -73,6 +73,17 @@ def test_codes_and_scales_are_those_of_modelopts_export(config: str) -> None:
     assert [type(net.get_submodule(name)) for name in live.LAYERS] == [quant.QuantLinear] * 3
 
 
+@pytest.mark.parametrize("config", live.COMPRESSED)
+def test_compressed_weights_decode_to_what_modelopt_decodes_them_to(config: str) -> None:
+    net = live.replayed_modelopt(f"compressed {config}")
+    plan = quant.from_modelopt(net, run=live.run)
+    assert {layer.formats for layer in plan.quantized} == {FORMATS_OF[config]}
+    # Tensor scales were made before anything was fused, and codes with them.
+    assert bool(plan.groups()) == (config not in SCALED and not config.startswith(("NVFP4", "FP8_DEFAULT")))
+    for name, values in live.expected("modelopt", f"compressed {config}").items():
+        assert torch.equal(net.get_submodule(name).dequantize(torch.bfloat16), values), name
+
+
 @pytest.mark.parametrize("config", live.MODELOPT)
 def test_fused_layers_share_their_scales_or_are_no_group(config: str) -> None:
     """ModelOpt's export gives q and k one second level in NVFP4, leaves FP8 as it is, and AWQ's inputs differ."""
@@ -280,10 +291,10 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "affine": (lambda net: setattr(net.o.input_quantizer, "_bias", {-1: None}), r"its inputs has bias \(affine"),
     "backend": (lambda net: setattr(net.o.input_quantizer, "backend", "mine"), "has backend='mine'"),
     "unsigned": (lambda net: setattr(net.o.input_quantizer, "_unsigned", True), "has unsigned"),
-    "compressed": (lambda net: setattr(net.o.weight_quantizer, "_fake_quant", False), "compressed by ModelOpt"),
     "not calibrated": (lambda net: delattr(net.o.input_quantizer, "_amax"), "o: .* has no amax; calibrate it"),
     "one scale at run time": (lambda net: setattr(net.o.input_quantizer, "_dynamic", True), "set 'type': 'static'"),
     "static scales of tokens": (lambda net: setattr(net.o.input_quantizer, "axis", (0, 1)), "set 'type': 'dynamic'"),
+    "not finite": (lambda net: net.o.weight.data.__setitem__((0, 0), torch.inf), r"o \[16, 128\] .*infin"),
     "outputs": (
         lambda net: net.o.add_module("output_quantizer", _quantizer()),
         r"disable_quantizer\(model, 'o.output_",
@@ -306,6 +317,22 @@ def _with_quantizer(module: Any, **fields: Any) -> Any:
     else:
         _quantize(module, **fields)
     return module
+
+
+def test_compressed_weights_that_cannot_be_taken_over() -> None:
+    net: Any = live.replayed_modelopt("compressed NVFP4_DEFAULT_CFG")
+    net.o.weight_quantizer._scale = torch.zeros(512, dtype=torch.uint8)  # in tiles
+    with pytest.raises(quant.UserError, match="o: compressed by TensorRT-LLM"):
+        quant.from_modelopt(net, run=live.run)
+    assert type(net.o) is live.QuantLinear
+    model = tiny_models.mixtral(dtype=torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    packed = live.QTensorWrapper(experts.down_proj.data, requires_grad=False)
+    packed.metadata = {"shape": packed.shape, "dtype": packed.dtype}
+    experts.down_proj = packed
+    experts.add_module("down_proj_weight_quantizer", _quantizer(_amax(torch.tensor(1.0)), num_bits=[4, 3]))
+    with pytest.raises(quant.UserError, match=r"experts\.down_proj: experts that ModelOpt has compressed"):
+        quant.from_modelopt(model)
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -368,6 +395,19 @@ def test_the_record_is_what_modelopt_makes(config: str) -> None:
         assert all(torch.equal(bytes_of(expected[name]), bytes_of(theirs[name])) for name in theirs)
     quant.from_modelopt(net, run=live.run)
     assert_exported(net, expected)
+
+
+@pytest.mark.parametrize("config", live.COMPRESSED)
+def test_the_record_of_compressed_weights_is_what_modelopt_makes(config: str) -> None:
+    real()
+    net = live.modelopt_net(config, compressed=True)
+    tensors, values, before = live.modelopt_state(net)[1], live.decoded(net), live.run(net)
+    recorded = live.record("modelopt")[f"compressed {config}"][1]
+    assert all(torch.equal(bytes_of(tensor), bytes_of(recorded[f"state.{name}"])) for name, tensor in tensors.items())
+    quant.from_modelopt(net, run=live.run)
+    assert all(torch.equal(net.get_submodule(name).dequantize(torch.bfloat16), value) for name, value in values.items())
+    # In MXFP4 and FP8 inputs are simulated with other quotients than those of the format.
+    assert (live.run(net).double() - before.double()).norm() < 1e-3 * before.double().norm()
 
 
 # Configurations whose simulation divides as their export does; others differ where a weight is between two codes.

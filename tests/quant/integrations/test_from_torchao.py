@@ -112,6 +112,18 @@ def test_the_lowest_code_is_multiplied_too(config: str) -> None:
     assert (layer(x).double() - reference).norm() < 2**-8 * reference.norm()
 
 
+def test_training_starts_from_what_was_taken_over_but_from_the_lowest_code() -> None:
+    net, plan = taken("nvfp4_static")
+    before = live.run(net)
+    quant.prepare_qat(net, plan)
+    assert torch.equal(live.run(net), before)
+    net, plan = taken("intx_int4")
+    with pytest.raises(
+        quant.UserError, match="q: holds the code -8, as other toolkits write it, and training rounds to ±7"
+    ):
+        quant.prepare_qat(net, plan)
+
+
 @pytest.mark.parametrize(
     ("config", "shared"),
     [("float8_rows", True), ("int4", True), ("float8_tensor", False), ("nvfp4_weight_only", False)],
