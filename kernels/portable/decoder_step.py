@@ -64,8 +64,9 @@ def swiglu_kernel(both, out, K, in_turns: tl.constexpr, gelu: tl.constexpr, widt
     if overlap:
         start_next()
         wait_for_previous()
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * width + tl.arange(0, width)
+    pieces = tl.cdiv(K, width)
+    row = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * width + tl.arange(0, width)
     inside = column < K
     dtype: tl.constexpr = both.dtype.element_ty
     start = both + row * 2 * K
@@ -219,9 +220,8 @@ def swiglu(both: torch.Tensor, in_turns: bool = False, *, gelu: bool = False) ->
     tokens, columns = both.shape[0], both.shape[1] // 2
     out = both.new_empty(tokens, columns)
     if out.numel():
-        grid = (triton.cdiv(columns, 1024), tokens)
         options = {"width": 1024, "num_warps": 4, **overlap_options(both)}
-        swiglu_kernel[grid](both, out, columns, in_turns=in_turns, gelu=gelu, **options)
+        swiglu_kernel[tokens * triton.cdiv(columns, 1024),](both, out, columns, in_turns=in_turns, gelu=gelu, **options)
     return out
 
 

@@ -17,11 +17,12 @@ def look_up_kernel(
     has_global: tl.constexpr, width: tl.constexpr,
 ):  # fmt: skip
     """`rows` and `columns` of a block are 0 where it spans the axis."""
-    place = tl.program_id(1).to(tl.int64)
+    pieces = tl.cdiv(K, width)
+    place = (tl.program_id(0) // pieces).to(tl.int64)
     row = tl.load(ids + place).to(tl.int64)
     tl.device_assert((row >= 0) & (row < N), "an id is beyond the last row of the embedding")
     known = (row >= 0) & (row < N)
-    k = tl.program_id(0) * width + tl.arange(0, width)
+    k = tl.program_id(0) % pieces * width + tl.arange(0, width)
     inside = (k < K) & known
     byte = k * bits // 8 if bits < 8 else k
     first = tl.load(codes + row * codes_width + byte, mask=inside, other=0.0)
@@ -57,7 +58,7 @@ def look_up(ids: torch.Tensor, weight: BlockScaledTensor, dtype: torch.dtype) ->
     flat = ids.contiguous().view(-1)
     out = torch.empty(*ids.shape, shape[1], dtype=dtype, device=ids.device)
     width = 1024
-    look_up_kernel[triton.cdiv(shape[1], width), len(flat)](
+    look_up_kernel[len(flat) * triton.cdiv(shape[1], width),](
         flat, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale, out,
         shape[0], shape[1], weight.codes.shape[1], weight.scale.shape[1], **layout(weight.format),
         has_global=weight.global_scale is not None, width=width, num_warps=4,

@@ -172,8 +172,9 @@ def weigh_kernel(
     if overlap:
         start_next()
         wait_for_previous()
-    token = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * width + tl.arange(0, width)
+    pieces = tl.cdiv(K, width)
+    token = (tl.program_id(0) // pieces).to(tl.int64)
+    column = tl.program_id(0) % pieces * width + tl.arange(0, width)
     total = tl.zeros((width,), dtype=tl.float32)
     for slot in tl.static_range(per_token):
         place = tl.load(places + token * per_token + slot).to(tl.int64)
@@ -235,7 +236,7 @@ def weigh(y: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, o
     if not fits or not contiguous or (weights is not None and weights.shape != places.shape):
         raise ValueError(f"weigh: y {list(y.shape)}, places {list(places.shape)} and out {list(out.shape)} do not fit")
     if out.numel():
-        weigh_kernel[triton.cdiv(y.shape[1], 1024), tokens](
+        weigh_kernel[tokens * triton.cdiv(y.shape[1], 1024),](
             y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
             per_token=per_token, width=1024, num_warps=4, **overlap_options(y),
         )  # fmt: skip

@@ -1,0 +1,72 @@
+"""A GPU takes at most 65,535 programs along the second and third axis of a grid; tokens may be more than that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from triton.runtime.jit import JITFunction
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.hardware import TARGETS
+from quant.kernels.linear import dispatch
+from quant.kernels.portable import casts, decoder_step, embedding, matmul_grouped
+from quant.kernels.tiles import guess
+
+TOKENS, LIMIT = 140_000, 65_535
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def look_up() -> None:
+    embedding.look_up(
+        torch.zeros(TOKENS, dtype=torch.int64), quantize(torch.ones(4, 32), FORMATS["fp8_channel"]), torch.bfloat16
+    )
+
+
+def weigh() -> None:
+    places = torch.zeros(TOKENS, 2, dtype=torch.int32)
+    matmul_grouped.weigh(half(2 * TOKENS, 32), places, None, half(TOKENS, 32))
+
+
+def route() -> None:
+    matmul_grouped.route(half(TOKENS, 32), torch.zeros(TOKENS, 2, dtype=torch.int64), 4)
+
+
+def grouped() -> None:
+    weight = quantize(torch.ones(4, 64, 32), FORMATS["mxfp4"])
+    matmul_grouped.grouped_linear(half(TOKENS, 32), weight, torch.zeros(5, dtype=torch.int32))
+
+
+def linear() -> None:
+    weight, x = quantize(torch.ones(64, 32), FORMATS["fp8_channel"]), half(TOKENS, 32)
+    tiles = guess(weight.format, TOKENS, (64, 32), TARGETS["l40s"], False)
+    dispatch.run(x, weight, None, tiles)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    "look_up": look_up,
+    "swiglu": lambda: decoder_step.swiglu(half(TOKENS, 64)),
+    "add_rmsnorm": lambda: decoder_step.add_rmsnorm(half(TOKENS, 32), None, half(32), 1e-5),
+    "quantize": lambda: casts.quantize(half(TOKENS, 32), FORMATS["fp8_token"]),
+    "weigh": weigh,
+    "route": route,
+    "grouped": grouped,
+    "linear": linear,
+}
+
+
+@pytest.mark.parametrize("call", CASES.values(), ids=CASES)
+def test_tokens_are_along_the_first_axis(call: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    grids = []
+    monkeypatch.setattr(JITFunction, "run", lambda *args, grid, **rest: grids.append((*grid, 1, 1)[:3]))
+    call()
+    assert grids and all(max(grid[1:]) <= LIMIT and grid[0] < 2**31 for grid in grids)
