@@ -24,6 +24,15 @@ scores and cuts the KL of rounding them to E4M3 by two thirds. Scales are one a 
 from the model's `v_scale`, which `quantize --kv-cache fp8` calibrates and a checkpoint keeps; scales of turned keys,
 and of values without calibration, come from the first tokens. Where attention itself stays in 16 bit, a checkpoint
 with calibrated FP8 scales is not turned and `k_scale` is used as well, as other runtimes will read it.
+
+A long text is spread over the processes of a group, each of which runs the model on its share of the tokens:
+
+    rank, world = group.rank(), group.size()
+    with quantized_attention(model, kv_cache="nvfp4", group=group):
+        model(shard(ids, rank, world, dim=1), position_ids=shard(positions, rank, world, dim=1), use_cache=False)
+
+Keys and values go around the ring of `quant.kernels.attention.ring` in the format of the KV cache. They are not turned,
+since a turn would have to be found on all tokens.
 """
 
 from __future__ import annotations
@@ -34,19 +43,20 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
 from quant.errors import UserError
 from quant.extras import require
-from quant.formats.format import Format, is_16bit
+from quant.formats.format import FORMATS, Format, is_16bit
 from quant.formats.number import E4M3
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
 from quant.kernels.attention.forward import attention
 from quant.kernels.attention.quantize import quantize_attention
-from quant.kernels.attention.ring import quantize_blocks
+from quant.kernels.attention.ring import quantize_blocks, ring_attention
 from quant.kernels.attention_operands import SCALE_BLOCK
 from quant.kernels.attention_reference import reference
 from quant.kernels.attention_tiles import DIMS
@@ -56,6 +66,7 @@ from quant.runtime.rotation import turning
 FP8, SIXTEEN_BIT = "quant_fp8", "quant_16bit"
 IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
 """Names under which transformers finds our attention."""
+_RING = "quant_ring"
 ATTENTIONS = ("fp8", "16bit")
 """Values of --attention."""
 KV_CACHES = ("fp8", "nvfp4", "16bit")
@@ -85,7 +96,11 @@ def _interfaces() -> list[tuple[Any, dict[str, Callable[..., Any]]]]:
 
 @contextmanager
 def quantized_attention(
-    model: nn.Module, *, attention: str | None = None, kv_cache: str | None = None
+    model: nn.Module,
+    *,
+    attention: str | None = None,
+    kv_cache: str | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
     """While open, `model` attends in FP8, or over keys and values rounded to a cache format, or both.
 
@@ -93,12 +108,15 @@ def quantized_attention(
         model: of transformers.
         attention: one of `ATTENTIONS`; None is "16bit".
         kv_cache: one of `KV_CACHES`; None is "16bit".
+        group: processes that each run the model on their share of a text, as `quant.kernels.attention.ring.shard`
+            cuts the ids and positions, causally and without padding. FP8 attention passes E4M3 keys and values on,
+            attention in 16 bit those of an NVFP4 cache or of 16 bit. None is no group.
 
     Raises:
-        UserError: an unknown name, or a model whose attention cannot be replaced.
+        UserError: an unknown name, a model whose attention cannot be replaced, or what a group does not compute.
     """
     attention, format = _named(attention, kv_cache)
-    if attention == "16bit" and format is None:
+    if attention == "16bit" and format is None and group is None:
         yield
         return
     if getattr(model, "config", None) is None or not hasattr(model, "set_attn_implementation"):
@@ -108,12 +126,17 @@ def quantized_attention(
         )
     config = text_config(model.config)
     functions, masks = (own for _, own in _interfaces())
+    name = FP8 if attention == "fp8" else SIXTEEN_BIT
+    if group is not None:
+        name, passed = _RING, _passed_on(attention, format)
+        functions, masks = {name: partial(_attend_ring, format=passed, group=group)}, {name: _no_mask}
     with implementations_kept(model), names_registered(functions, masks):
         try:
-            model.set_attn_implementation(FP8 if attention == "fp8" else SIXTEEN_BIT)  # type: ignore[operator]
-            if config._attn_implementation not in IMPLEMENTATIONS:
-                name = type(model).__name__
-                raise UserError(f"{name}: its attention is its own and cannot be replaced (--attention 16bit)")
+            model.set_attn_implementation(name)  # type: ignore[operator]
+            if config._attn_implementation != name:
+                raise UserError(
+                    f"{type(model).__name__}: its attention is its own and cannot be replaced (--attention 16bit)"
+                )
             config.quant_kv_cache = None if format is None else format.name
             yield
         finally:
@@ -128,6 +151,53 @@ def _named(attention: str | None, kv_cache: str | None) -> tuple[str, Format | N
         return attention, kv_format(kv_cache)
     except ValueError:
         raise UserError(f"--kv-cache {kv_cache}: unknown; known: {', '.join(KV_CACHES)}") from None
+
+
+def _passed_on(attention: str, format: Format | None) -> Format | None:
+    """The format in which keys and values go around a ring."""
+    kv_cache = "16bit" if format is None else format.name
+    if attention == "fp8" and kv_cache in ("16bit", "fp8"):
+        return FORMATS["fp8"]
+    if attention == "16bit" and kv_cache in ("16bit", "nvfp4"):
+        return format
+    raise UserError(
+        f"attention in {attention} over a group takes no KV cache in {kv_cache}: FP8 attention passes FP8 on, "
+        "attention in 16 bit passes NVFP4 or 16 bit on"
+    )
+
+
+def _no_mask(*, attention_mask: torch.Tensor | None = None, **_: Any) -> None:
+    """Nothing, since a ring's attention is causal by the places of the shares; padding has no place there."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise UserError("attention over a group takes no padding; give it texts of one length")
+
+
+def _attend_ring(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    format: Format | None,
+    group: dist.ProcessGroup,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same as `_attend`, where each process of a group has a share of the tokens."""
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    window = None if sliding_window is None or sliding_window >= q.shape[2] * group.size() else sliding_window
+    given = {"a sliding window": window, "a soft cap": softcap, "attention sinks": s_aux, "a mask": mask}
+    if named := [what for what, value in given.items() if value is not None] + ["no causal mask"] * (not causal):
+        raise UserError(f"{type(module).__name__} has {', '.join(named)}, which attention over a group does not take")
+    out = ring_attention(
+        q, k, v, format=format, softmax_scale=scaling, group=group, check=getattr(module, "layer_idx", 0) == 0
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
