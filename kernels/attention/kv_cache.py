@@ -210,6 +210,16 @@ class PagedKVCache:
         for sequence, start in zip(sequences, starts, strict=True):
             self._lengths[sequence][layer] = start + k.shape[2]
 
+    def reserve(self, sequences: Sequence[int], room: int) -> None:
+        """Gives sequences pages for `room` tokens each, those that are written included.
+
+        Raises:
+            ValueError: an unknown sequence, or no page is left.
+        """
+        starts = [self.length(sequence) for sequence in sequences]
+        for sequence, start in zip(sequences, starts, strict=True):
+            self._reserve([sequence], [start], max(room - start, 0))
+
     def attend(
         self, layer: int, sequences: Sequence[int], q: torch.Tensor, **given: Unpack[ScoreKeywords]
     ) -> torch.Tensor:

@@ -5,13 +5,15 @@ be told than to do. Here a layer is ten launches: the matmuls, of which q, k and
 the steps of `quant.kernels.portable.decoder_step` between them. They read and write tensors that stay where they are,
 so a token is the replay of a graph.
 
-The prompt runs through transformers, whose keys and values are then put into pages. The first token is computed both
-ways: a model whose logits differ is left to transformers.
+The prompt runs through transformers, whose keys and values are then put into pages; the pages of a `QuantizedKVCache`
+are written on where they are. The first token is computed both ways: a model whose logits differ is left to
+transformers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from quant.kernels.hardware import has_triton
 from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import MAX_DIM, KVPages, write_reference
+from quant.runtime.rotation import Turn
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
 """Classes of transformers whose layers are what `Decoder` computes."""
@@ -78,14 +81,17 @@ class Decoder:
     Args:
         model: one for which `why_not` gives nothing.
         room: positions of the sequence.
+        has_quantized_cache: whether `begin` gets a `QuantizedKVCache`.
     """
 
-    def __init__(self, model: nn.Module, room: int) -> None:
+    def __init__(self, model: nn.Module, room: int, *, has_quantized_cache: bool = False) -> None:
         body: Any = model.model
         device, dtype, self.room = _device(model), _dtype(model), room
         self.embed, self.head, self.norm = body.embed_tokens, model.get_output_embeddings(), _of_norm(body.norm)  # type: ignore[operator]
         pages = -(-room // _PAGE)
-        self.layers = [_Layer(model.config, layer, index, pages, dtype) for index, layer in enumerate(body.layers)]
+        self.has_quantized_cache = has_quantized_cache
+        kept = 1 if has_quantized_cache else pages
+        self.layers = [_Layer(model.config, layer, index, kept, dtype) for index, layer in enumerate(body.layers)]
         probe = torch.empty(1, 1, 1, device=device, dtype=dtype)  # tells the dtype and the device
         places = torch.arange(room, device=device)[None]
         kinds = getattr(body.rotary_emb, "layer_types", None)  # Gemma 3 turns sliding layers by other angles
@@ -106,6 +112,10 @@ class Decoder:
         count = cache.get_seq_length()
         start = torch.zeros(1, dtype=torch.int32, device=self.table.device)
         for layer, held in zip(self.layers, cache.layers, strict=True):
+            if self.has_quantized_cache:
+                pages, table = held.reserve(self.room)
+                layer.quantized = _Quantized(pages, table, held.turn, torch.ones_like(start))
+                continue
             # A sliding layer of the cache has the last keys alone; no query will see the others.
             write_reference(layer.pages, self.table, start + (count - held.keys.shape[2]), held.keys, held.values)
         self.lengths.fill_(count)
@@ -116,15 +126,16 @@ class Decoder:
         """Takes the token in, and chooses the next one; gives its logits `[1, vocabulary]`."""
         from quant.kernels.portable.decoder_step import add_rmsnorm
 
-        place = self.lengths.long()
+        before = self.lengths.clone()
         self.lengths += 1
+        place = before.long()
         angles = {
             kind: (cos.index_select(0, place), sin.index_select(0, place)) for kind, (cos, sin) in self.angles.items()
         }
         x, residual = self.embed(self.token), None
         for layer in self.layers:
             angle = angles[layer.kind if layer.kind in angles else None]
-            x, residual = layer(x, residual, angle, self.table, self.lengths, self.room)
+            x, residual = layer(x, residual, angle, self.table, before, self.lengths, self.room)
         logits: torch.Tensor = self.head(add_rmsnorm(x, residual, **self.norm)[0])
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
@@ -175,8 +186,31 @@ class Decoder:
             start = upto
 
 
+@dataclass(frozen=True)
+class _Quantized:
+    """A layer's part of a quantized cache.
+
+    Attributes:
+        pages: of the cache.
+        table: its block table.
+        turn: of queries and keys.
+        first: the length of a sequence whose only token is the newest, int32 `[1]`.
+    """
+
+    pages: KVPages
+    table: torch.Tensor
+    turn: Turn | None
+    first: torch.Tensor
+
+
 class _Layer:
-    """A decoder layer, ten launches a token; twelve where the outputs of attention and MLP are normed, too."""
+    """A decoder layer, ten launches a token; twelve where the outputs of attention and MLP are normed, too.
+
+    `pages` hold the keys and values. Over a quantized cache they hold those of the newest token alone, which another
+    launch, behind the products that turn them, writes to the pages of the cache.
+    """
+
+    quantized: _Quantized | None = None
 
     def __init__(self, config: Any, layer: Any, index: int, pages: int, dtype: torch.dtype) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -212,15 +246,26 @@ class _Layer:
         residual: torch.Tensor | None,
         angle: tuple[torch.Tensor, torch.Tensor],
         table: torch.Tensor,
+        before: torch.Tensor,
         lengths: torch.Tensor,
         room: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What the layer adds to the hidden state of the token, and that state."""
         from quant.kernels.portable.decoder_step import add_rmsnorm, rotate_and_store, swiglu
+        from quant.kernels.portable.kv_cache import write
 
         normed, residual = add_rmsnorm(x, residual, **self.before)
-        q = rotate_and_store(self.qkv(normed), *angle, self.pages, table, lengths, **self.of_heads)
-        attended = paged_attention(q, self.pages, table, lengths, max_length=room, shortest=1, **self.scores)
+        pages, cache = self.pages, self.quantized
+        q = rotate_and_store(
+            self.qkv(normed), *angle, pages, table, lengths if cache is None else cache.first, **self.of_heads
+        )
+        if cache is not None:
+            k, v = pages.k[:, :, :1], pages.v[:, :, :1]
+            if cache.turn is not None:
+                q, k = cache.turn.q(q), cache.turn.k(k)
+            pages, table = cache.pages, cache.table
+            write(pages, table, before, k, v)
+        attended = paged_attention(q, pages, table, lengths, max_length=room, shortest=1, **self.scores)
         out = self.out(attended.flatten(1))
         if self.of_outputs is not None:
             out, _ = add_rmsnorm(out, None, **self.of_outputs[0])

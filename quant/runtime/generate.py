@@ -116,9 +116,10 @@ def generate(
     stream = TextStream(tokenizer, on_text)
     started = time.perf_counter()
     with torch.no_grad(), _wide_logits(model), quantized_attention(model, attention=attention, kv_cache=kv_cache):
-        reason = "its attention or KV cache is quantized"
-        if is_16bit(attention) and is_16bit(kv_cache):
-            reason = _decode(model, ids, max_new_tokens, stream.add)
+        reason = "its attention is in FP8 over a KV cache in 16 bit"
+        if is_16bit(attention) or cache is not None:
+            reason = _decode(model, ids, max_new_tokens, stream.add, cache)
+            cache = cache if not reason else _cache(model, kv_cache)
         if reason:
             model.generate(  # type: ignore[operator]
                 ids,
@@ -150,19 +151,29 @@ def generate(
     )
 
 
-def _decode(model: nn.Module, ids: torch.Tensor, max_new_tokens: int, tell: Callable[[list[int]], object]) -> str:
-    """Tells the tokens behind `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them."""
+def _decode(
+    model: nn.Module,
+    ids: torch.Tensor,
+    max_new_tokens: int,
+    tell: Callable[[list[int]], object],
+    cache: Any = None,
+) -> str:
+    """Tells the tokens behind `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
+
+    `cache` is an empty `QuantizedKVCache`; None keeps keys and values in 16 bit.
+    """
     if reason := why_not(model):
         return reason
     count = ids.shape[1]
-    seen = model(ids, use_cache=True, logits_to_keep=1)
+    is_quantized = cache is not None
+    seen = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
     cache = seen.past_key_values
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
     stops = _ends(model)
     if max_new_tokens == 1 or first in stops:
         tell([first])
         return ""
-    decoder = Decoder(model, count + max_new_tokens)
+    decoder = Decoder(model, count + max_new_tokens, has_quantized_cache=is_quantized)
     decoder.begin(cache, first)
     expected = model(ids.new_tensor([[first]]), past_key_values=cache).logits[:, -1]
     if not decoder.agrees(decoder.step(), expected):

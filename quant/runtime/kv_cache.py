@@ -25,7 +25,7 @@ from quant.calibration.attention_names import text_config
 from quant.errors import UserError
 from quant.formats.format import Format
 from quant.kernels.attention.kv_cache import PagedKVCache
-from quant.kernels.pages import kv_format
+from quant.kernels.pages import KVPages, kv_format
 from quant.runtime.attention import FP8, IMPLEMENTATIONS, KV_CACHES, scales_of, turns
 from quant.runtime.rotation import Turn, turning
 
@@ -140,6 +140,17 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         """Causal attention of the newest tokens over the pages."""
         assert self._pages is not None
         return self._pages.attend(0, self._sequences, q, **options)
+
+    @property
+    def turn(self) -> Turn | None:
+        """What queries and keys are multiplied by before they meet; None where they are not."""
+        return self._turn
+
+    def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:
+        """The pages and the block table, with pages for `room` tokens of each sequence, which the caller writes."""
+        assert self._pages is not None
+        self._pages.reserve(self._sequences, room)
+        return self._pages.layer(0), self._pages.block_table(self._sequences)
 
     def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""

@@ -21,7 +21,9 @@ from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear
 from quant.runtime import decoder as decoders
 from quant.runtime import generate as generation
+from quant.runtime.attention import quantized_attention
 from quant.runtime.decoder import Decoder, why_not
+from quant.runtime.kv_cache import QuantizedKVCache
 
 IDS = torch.randint(3, 64, (1, 21), generator=torch.Generator().manual_seed(0))
 
@@ -38,11 +40,13 @@ def tiny(family: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Any
     return model
 
 
-def by_transformers(model: nn.Module, ids: torch.Tensor, count: int) -> tuple[list[int], list[torch.Tensor]]:
+def by_transformers(
+    model: nn.Module, ids: torch.Tensor, count: int, cache: Any = None
+) -> tuple[list[int], list[torch.Tensor]]:
     """Tokens that follow `ids`, and the logits of each but the first."""
     tokens, logits = [], []
     with torch.no_grad():
-        seen = model(ids, use_cache=True)
+        seen = model(ids, past_key_values=cache, use_cache=True)
         for _ in range(count):
             tokens.append(int(seen.logits[0, -1].argmax()))
             seen = model(torch.tensor([tokens[-1:]]), past_key_values=seen.past_key_values)
@@ -96,6 +100,55 @@ def test_quantized_layers_are_merged_or_run_side_by_side(preset: str) -> None:
     decoder = check(model, 6, {"nvfp4": 0.5, "fp8": 0.15, "fp8_channel": 0.15, "fp8_block": 0.15}.get(preset, 0.03))
     merged = isinstance(decoder.layers[0].qkv, QuantLinear)
     assert merged is (preset not in ("fp8", "fp8_block"))  # one scale a matrix, and one for 128 rows
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "kv_cache", "close"),
+    [
+        ("Llama", "16bit", "fp8", 0.05),
+        ("Llama", "fp8", "nvfp4", 0.05),
+        ("Gemma2", "16bit", "nvfp4", 0.05),
+        ("Qwen3", "fp8", "fp8", 0.05),
+    ],
+)
+def test_quantized_caches_are_written_on(family: str, attention: str, kv_cache: str, close: float) -> None:
+    """Against `QuantizedKVCache` under transformers, which attends by the oracle over pages of its own."""
+    windows = {"sliding_window": 16, "attn_logit_softcapping": 2.0} if family == "Gemma2" else {}
+    model, count = tiny(family, **windows), 4
+    with torch.no_grad(), quantized_attention(model, attention=attention, kv_cache=kv_cache):
+        cache = QuantizedKVCache(model, kv_cache, page_size=16)
+        tokens, expected = by_transformers(model, IDS, count, cache)
+        decoder = Decoder(model, IDS.shape[1] + count, has_quantized_cache=True)
+        held = QuantizedKVCache(model, kv_cache, page_size=16)
+        model(IDS, past_key_values=held)
+        with interpreted():
+            decoder.begin(held, tokens[0])
+            for position, logits in enumerate(expected):
+                decoder.token.fill_(tokens[position])
+                found = decoder.step()
+                error = float((found.float() - logits.float()).norm() / logits.float().norm())
+                assert error < close and decoder.agrees(found, logits), (position, error)
+    for ours, theirs in zip(held.layers, cache.layers, strict=True):
+        ours._pages._lengths[0][0] = theirs.length  # the decoder writes pages, and keeps its own count
+        for a, b in zip(ours.read(torch.float32), theirs.read(torch.float32), strict=True):
+            assert float((a - b).norm() / b.norm()) < 0.1
+
+
+def test_generate_writes_on_a_quantized_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("Llama")
+    monkeypatch.setattr(generation, "why_not", lambda model: "")
+    monkeypatch.setattr(Decoder, "capture", lambda decoder: None)
+    monkeypatch.setattr(decoders, "_LOOK", 4)
+    with torch.no_grad(), quantized_attention(model, kv_cache="fp8"), interpreted():
+        caches = [QuantizedKVCache(model, "fp8", page_size=16) for _ in range(2)]
+        tokens, _ = by_transformers(model, IDS, 2, caches[0])
+        model.generation_config.eos_token_id = tokens[1]
+        found: list[int] = []
+        # There are five pages of 16 at first, and room for 121 tokens takes eight.
+        assert generation._decode(model, IDS, 100, found.extend, caches[1]) == ""
+    assert found == tokens and len(set(tokens)) > 1
+    assert caches[0].nbytes == 5 * 16 * 2 * 2 * 2 * 16  # K and V of two layers and two heads of 16
+    assert caches[1].nbytes >= 8 * 16 * 2 * 2 * 2 * 16
 
 
 @pytest.mark.parametrize(
