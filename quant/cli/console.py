@@ -51,6 +51,7 @@ _STAGES = {
     "alone": "solving alone",
     "solve": "quantizing",
     "evaluate": "evaluating",
+    "cache": "caching the teacher",
     "train": "training",
 }
 

@@ -86,10 +86,10 @@ class TopTeacher:
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
-        if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < logits.shape[-1]:
             raise UserError(
-                f"the cached teacher knows token {int(tokens.max()):,}, and the student's vocabulary has "
-                f"{logits.shape[-1]:,}; cache a teacher of the same family"
+                f"the cached teacher knows tokens {int(tokens.min()):,} to {int(tokens.max()):,}, and the student's "
+                f"vocabulary has {logits.shape[-1]:,}; cache a teacher of the same family"
             )
         logq = logits.div_(temperature).log_softmax(dim=-1)
         p, known = logp.exp(), logq.gather(-1, tokens)

@@ -55,6 +55,8 @@ def cache_teacher(
     """
     if temperature <= 0:
         raise UserError(f"temperature is {temperature}; expected a number above 0")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     tokens, logps = [], []
     was_training = teacher.training
     teacher.eval()
@@ -71,7 +73,6 @@ def cache_teacher(
                 progress(index, len(rows))
     finally:
         teacher.train(was_training)
-    path = Path(path)
     kept = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
     metadata = {"kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows)}
     with claimed(path):
@@ -111,13 +112,19 @@ class CachedTeacher:
                 if metadata.get("kind") != _KIND:
                     raise UserError(f"{path}: holds no cached teacher; write one with quant.cache_teacher")
                 found = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
-        except (OSError, SafetensorError) as error:
+                temperature = float(metadata["temperature"])
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as a cached teacher: {error}") from None
-        rows = found["rows"].long()
-        return cls(
-            path, rows, float(metadata["temperature"]), found["tokens"], found["logp"],
-            {_digest(row): index for index, row in enumerate(rows)},
-        )  # fmt: skip
+        rows, tokens, logp = found.values()
+        if (
+            (rows.dim(), tokens.dim()) != (2, 3) or not tokens.shape == logp.shape == (*rows.shape, tokens.shape[-1])
+            or {rows.dtype, tokens.dtype} != {torch.int32} or logp.dtype is not torch.float32
+            or metadata.get("rows") != _digest(rows)
+        ):  # fmt: skip
+            raise UserError(f"{path}: its tensors are not as cache_teacher wrote them; write it again")
+        rows = rows.long()
+        index = {_digest(row): index for index, row in enumerate(rows)}
+        return cls(path, rows, temperature, tokens, logp, index)
 
     def of(self, batch: torch.Tensor, temperature: float) -> TopTeacher:
         """What the teacher says to a batch of its rows, int64 `[n, seqlen]`, in any order.

@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 @click.command("distill", cls=Command)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option("--teacher", required=True, help="The original, in 16 bit or quantized; or a file of cache_teacher.")
+@click.option("--cache-teacher", "cache", type=click.Path(path_type=Path),
+              help="Write what the teacher says to this file first, and train on the file: the teacher and the student "
+              "are never in memory together. Later runs take the file as their --teacher.")  # fmt: skip
+@click.option("--top", default=64, show_default=True, type=click.IntRange(1),
+              help="Likeliest tokens that --cache-teacher keeps at each position.")  # fmt: skip
 @click.option("--data", multiple=True, help="Training text, as --calib of `quantize` takes it; repeatable.  "
               "[default: mix, or the rows of a cached teacher]")  # fmt: skip
 @click.option("--steps", default=300, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
@@ -56,6 +61,8 @@ def distill_command(directory: Path, teacher: str, quiet: bool, as_json: bool, *
     out = options["out"]
     check_apart(out, directory, teacher, *options["data"], *options["eval_texts"])
     check_destination(out, overwrite=options["overwrite"])
+    if options["cache"] is not None:
+        _check_cache(teacher, **options)
     command = command_line(click.get_current_context())
     with claimed(out):
         report = _distill(directory, teacher, command, quiet or as_json, **options)
@@ -76,6 +83,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     from quant.api.load import describe, is_checkpoint
     from quant.api.save import save
     from quant.calibration.placement import find_device
+    from quant.calibration.progress import reporter
     from quant.cli.inputs import open_runnable, read_texts, tokenizer_if_any
     from quant.cli.pipeline import finish_directory
     from quant.evaluation import check_evaluable, evaluate_texts
@@ -83,17 +91,29 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     from quant.training.distill import distill
     from quant.training.loop import train, train_rounded_alone
     from quant.training.qat import convert_qat, prepare_qat
+    from quant.training.teacher_cache import CachedTeacher, cache_teacher
 
     torch.manual_seed(options["seed"])
     there = find_device(options["device"]) or torch.device("cpu")
     announce(there, quiet)
     if not is_checkpoint(path := find_checkpoint(directory)):
         raise UserError(f"{directory}: no quantized checkpoint; make one with `quantize MODEL --out DIR` first")
+    plan, _ = describe(path)
+    with status(f"loading {teacher}", quiet):
+        taught, origin = _open_teacher(teacher, there)
+    named = origin is not None
+    with stages(quiet) as progress:
+        rows = _rows(taught, origin, there, progress, **options)
+        if options["cache"] is not None:
+            assert isinstance(taught, torch.nn.Module)
+            cache_teacher(
+                taught, rows, options["cache"], k=options["top"], temperature=options["temperature"],
+                progress=reporter(progress, "cache"),
+            )  # fmt: skip
+            taught, origin = CachedTeacher.open(options["cache"]), None
     with status(f"loading {directory}", quiet):
         source, student = open_runnable(str(directory))
         student.to(there)
-        taught, origin = _open_teacher(teacher, there)
-    plan, _ = describe(path)
     texts = read_texts(source, options["eval_texts"], options["eval_samples"], options["seqlen"])
     for rows in texts.values():
         check_evaluable(student, rows)
@@ -103,7 +123,6 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         return evaluate_texts(student, texts, baseline, device=there) if texts else None
 
     with stages(quiet) as progress:
-        rows = _rows(taught, origin or source, there, progress, **options)
         before = measured()
         narrow = next((p.dtype for p in student.parameters()), torch.float32)
         plan = prepare_qat(student, plan, scales=options["scales"])
@@ -120,7 +139,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         student.to(narrow)
         after = measured()
     record = Distillation(
-        start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if origin else "its cache"),
+        start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if named else "its cache"),
         steps=options["steps"], batch=options["batch_size"], seqlen=rows.shape[1], rate=options["rate"],
         scales=options["scales"], losses=_tenths(trained), before=before,
     )  # fmt: skip
@@ -148,7 +167,23 @@ def _open_teacher(name: str, there: torch.device) -> tuple[AnyTeacher, Source | 
     return model.requires_grad_(False).eval().to(there), origin
 
 
-def _rows(teacher: AnyTeacher, source: Source, there: torch.device, progress: Any, **options: Any) -> torch.Tensor:
+def _check_cache(teacher: str, *, cache: Path, out: Path, hidden: float, **options: Any) -> None:
+    """Raises UserError where a file of the teacher would replace something, or could not do."""
+    from quant.training.teacher_cache import is_cached_teacher
+
+    if is_cached_teacher(teacher):
+        raise UserError(f"--cache-teacher: {teacher} is a cached teacher already; leave the option out")
+    if cache.exists():
+        raise UserError(f"--cache-teacher {cache}: is there already; pass it as --teacher, or name another file")
+    if out.resolve() in (cache.resolve(), *cache.resolve().parents):
+        raise UserError(f"--cache-teacher {cache}: lies in --out, whose files belong to the checkpoint; name another")
+    if hidden:
+        raise UserError("--hidden: a cached teacher has no hidden states; leave out --cache-teacher, or --hidden")
+
+
+def _rows(
+    teacher: AnyTeacher, source: Source | None, there: torch.device, progress: Any, **options: Any
+) -> torch.Tensor:
     """Rows of training text; a cached teacher has its own."""
     import torch
 
@@ -159,6 +194,7 @@ def _rows(teacher: AnyTeacher, source: Source, there: torch.device, progress: An
         if options["data"]:
             raise UserError("--data: a cached teacher knows its own rows alone; leave the option out")
         return teacher.rows
+    assert source is not None  # which a model came from
     rows, _ = read_calibration(
         source, options["data"], samples=options["samples"], seqlen=options["seqlen"], seed=options["seed"],
         device=there, progress=progress,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,53 @@ def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     losses = quant.Report.load(tmp_path / "out" / "report.json").distillation.losses
     assert losses[-1] < losses[0]
+
+
+def test_a_teacher_is_cached_first_and_serves_again(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is gone before the student is there, and its file is the one that Python writes."""
+    import quant.cli.inputs as inputs
+
+    alive: list[weakref.ref[torch.nn.Module]] = []
+    opened = inputs.open_runnable
+
+    def open_runnable(name: str) -> Any:
+        gc.collect()
+        assert not any(model() is not None for model in alive), f"another model is in memory when {name} is opened"
+        source, model = opened(name)
+        alive.append(weakref.ref(model))
+        return source, model
+
+    monkeypatch.setattr(inputs, "open_runnable", open_runnable)
+    cache, rows = tmp_path / "new" / "teacher.safetensors", made / "rows.safetensors"
+    first = (made / "ptq", "--teacher", made / "model", "--data", rows, "--cache-teacher", cache, "--top", 16, *OPTIONS)
+    result = run(distill_command, *first, "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert len(alive) == 2
+    ids = quant.token_rows(rows, None, samples=8, seqlen=24)
+    quant.cache_teacher(quant.open_model(made / "model").model, ids, tmp_path / "by_python", k=16)
+    assert cache.read_bytes() == (tmp_path / "by_python").read_bytes()
+    monkeypatch.undo()
+    result = run(distill_command, made / "ptq", "--teacher", cache, "--out", tmp_path / "again", *OPTIONS)
+    assert result.exit_code == 0, result.output
+    losses = [quant.Report.load(tmp_path / name / "report.json").distillation.losses for name in ("out", "again")]
+    assert losses[0] == losses[1]
+
+    for more, message in (
+        (("--out", tmp_path / "other"), "is there already; pass it as --teacher"),
+        (("--cache-teacher", tmp_path / "o" / "t", "--out", tmp_path / "o"), "lies in --out"),
+        (("--cache-teacher", tmp_path / "t", "--hidden", 1, "--out", tmp_path / "o"), "has no hidden states"),
+        (("--cache-teacher", tmp_path / "t", "--teacher", cache, "--out", tmp_path / "o"), "a cached teacher already"),
+    ):
+        result = run(distill_command, *first, *more)
+        assert result.exit_code == 2 and message in result.output, result.output
+    torn = {"rows": torch.zeros(2, 8, dtype=torch.int32), "tokens": torch.zeros(2, 7, 4, dtype=torch.int32)}
+    save_file(
+        {**torn, "logp": torch.zeros(2, 7, 4)}, tmp_path / "torn", {"kind": "blockscale teacher", "temperature": "1"}
+    )
+    result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
+    assert result.exit_code == 2 and "its tensors are not as cache_teacher wrote them" in result.output
 
 
 def test_refusals(made: Path, tmp_path: Path) -> None:
