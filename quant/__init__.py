@@ -30,6 +30,7 @@ _PUBLIC = {
     "quant.evaluation": ("Evaluation", "evaluate"),
     "quant.formats.format": ("FORMATS", "Format"),
     "quant.formats.tensor": ("BlockScaledTensor",),
+    "quant.integrations.lightning_callback": ("QATCallback",),
     "quant.integrations.lora": ("lora", "merge_lora"),
     "quant.integrations.tasks": ("TaskScore", "evaluate_tasks"),
     "quant.kernels.linear.modules": ("QuantExperts", "QuantLinear"),

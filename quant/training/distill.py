@@ -170,8 +170,10 @@ def _run(
 
     def remember(x: torch.Tensor) -> torch.Tensor:
         seen.append(x)
-        return x[..., :1].detach()
+        # DDP may ask the outputs which parameters they come from, and takes others for unused: the head is used.
+        return x[..., :1] + sum(0 * p.flatten()[0] for p in used)
 
+    used = [] if head is None else [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
     if head is None:
         result = model(**given) if named else model(given["input_ids"])
         logits = result.logits if hasattr(result, "logits") else output_of(result)

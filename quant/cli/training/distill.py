@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.calibration.progress import reporter
 from quant.cli.base import DEVICE, JSON, QUIET, SEED, TRUST, Command, command_line, print_json
 from quant.cli.console import CONSOLE, announce, stages, status
 from quant.errors import UserError
@@ -83,7 +84,6 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     from quant.api.load import describe, is_checkpoint
     from quant.api.save import save
     from quant.calibration.placement import find_device
-    from quant.calibration.progress import reporter
     from quant.cli.inputs import open_runnable, read_texts, tokenizer_if_any
     from quant.cli.pipeline import finish_directory
     from quant.evaluation import check_evaluable, evaluate_texts

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import log_softmax
 
 import quant
@@ -206,3 +207,42 @@ def test_a_trainer_distills(tmp_path: Path) -> None:
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     for one, other in zip(student.parameters(), resumed.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_sft_of_trl_distills(packing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its batches have labels that leave padding and prompts out, or rows packed into one, with positions."""
+    trl = pytest.importorskip("trl", reason="TRL")
+    from datasets import Dataset
+    from tiny_processors import _byte_tokenizer
+
+    class Distillation(quant.DistillMixin, trl.SFTTrainer):  # type: ignore[misc]
+        pass
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    tokenizer = _byte_tokenizer(["<pad>", "</s>"], "$A </s>")
+    tokenizer.pad_token, tokenizer.eos_token = "<pad>", "</s>"
+    teacher = tiny_models.llama(vocab_size=len(tokenizer), num_hidden_layers=1, gain=2.0, max_position_embeddings=128)
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    quant.prepare_qat(student, "nvfp4a16")
+    data = Dataset.from_list([{"prompt": f"row {i}", "completion": " and on" * (i % 3 + 1)} for i in range(8)])
+    arguments = trl.SFTConfig(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=2, max_length=32, packing=packing, learning_rate=1e-4,
+        logging_steps=1, report_to=[], use_cpu=True, bf16=False, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Distillation(
+        student, arguments, train_dataset=data, eval_dataset=data, processing_class=tokenizer, teacher=teacher
+    )
+    batch = next(iter(trainer.get_eval_dataloader()))
+    counted = batch["labels"][:, 1:] != -100
+    assert 0 < int(counted.sum()) < counted.numel() and ("position_ids" in batch) == packing
+    given = {**{name: value for name, value in batch.items() if name != "labels"}, "use_cache": False}
+    with torch.no_grad():
+        theirs, ours = (model(**given).logits[:, :-1][counted] for model in (teacher, student))
+        expected = functional.kl_div(
+            ours.double().log_softmax(-1), theirs.double().log_softmax(-1), log_target=True, reduction="batchmean"
+        )
+        assert trainer.compute_loss(student, batch).item() == pytest.approx(expected.item(), rel=1e-4)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before

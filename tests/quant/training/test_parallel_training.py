@@ -41,6 +41,9 @@ def joined(rank: int, folder: str) -> None:
     model = prepared()
     ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     step(ddp, teacher, own)
+    # As a Trainer wraps it: DDP then looks from the outputs for the parameters that they come from.
+    asking = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    step(asking, teacher, own)
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
@@ -56,7 +59,8 @@ def joined(rank: int, folder: str) -> None:
     if rank == 0:
         again = prepared()
         again.load_state_dict(whole)
-        torch.save({"ddp": ddp.module.state_dict(), "fsdp": again.state_dict()}, f"{folder}/trained")
+        states = {"ddp": ddp.module.state_dict(), "asking": asking.module.state_dict(), "fsdp": again.state_dict()}
+        torch.save(states, f"{folder}/trained")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -67,7 +71,7 @@ def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     step(model, teacher, ROWS)
     trained = torch.load(tmp_path / "trained", weights_only=True)
-    for way in ("ddp", "fsdp"):
+    for way in ("ddp", "asking", "fsdp"):
         for name, parameter in model.named_parameters():
             moved = parameter.detach() - before[name]
             assert float((trained[way][name] - parameter.detach()).norm()) < 1e-4 * float(moved.norm()), (way, name)

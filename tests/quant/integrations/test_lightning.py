@@ -1,0 +1,77 @@
+"""Under Lightning a model trains, goes on from a checkpoint, and is saved as in a loop of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+
+import quant
+
+lightning = pytest.importorskip("lightning", reason="the extra lightning")
+# What Lightning says of its own workers and versions.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
+RATE = 1e-2
+
+
+def llama() -> Any:
+    return tiny_models.llama(num_hidden_layers=1, gain=2.0).requires_grad_(True)
+
+
+def module(model: Any) -> Any:
+    class Tuned(lightning.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.model(batch, labels=batch).loss  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.Adam(self.parameters(), RATE)
+
+    return Tuned()
+
+
+def fit(tuned: Any, callback: Any, folder: Path, epochs: int = 2, ckpt: Path | None = None) -> None:
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    trainer = lightning.Trainer(
+        max_epochs=epochs, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[callback, ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)],
+    )  # fmt: skip
+    data = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+    trainer.fit(tuned, data, ckpt_path=ckpt, **({} if ckpt is None else {"weights_only": False}))
+
+
+def test_a_fit_is_a_loop_between_preparing_and_converting(tmp_path: Path) -> None:
+    reference = llama()
+    quant.prepare_qat(reference, "nvfp4", ROWS, solver="mse")
+    optimizer = torch.optim.Adam(reference.parameters(), RATE)
+    for batch in (*ROWS.split(2), *ROWS.split(2)):
+        optimizer.zero_grad()
+        reference(batch, labels=batch).loss.backward()
+        optimizer.step()
+    plan = quant.convert_qat(reference)
+    with torch.no_grad():
+        expected = reference(ROWS).logits
+
+    callback = quant.QATCallback("nvfp4", ROWS, solver="mse", out=tmp_path / "out")
+    tuned = module(llama())
+    fit(tuned, callback, tmp_path)
+    assert callback.plan == plan
+    again = module(llama())
+    fit(again, quant.QATCallback("nvfp4", ROWS, solver="mse"), tmp_path / "more", ckpt=tmp_path / "epoch=0.ckpt")
+    with torch.no_grad():
+        for model in (tuned.model, again.model, quant.load(tmp_path / "out")):
+            assert torch.equal(model(ROWS).logits, expected)
+
+
+def test_another_name_of_the_model_is_asked_for() -> None:
+    with pytest.raises(quant.UserError, match=r"Tuned has no module called 'net'; name the attribute"):
+        quant.QATCallback("nvfp4", module="net").setup(None, module(llama()), "fit")
