@@ -33,6 +33,7 @@ from quant.calibration.walk.experts import stacked
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import block_bytes, usable_bytes
+from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.calibration_data import by_input, calibrate, lacks_data, mixed_text, observer_of, solver_needs_data
 from quant.errors import UserError, megabytes
@@ -103,6 +104,8 @@ def solve_plan(
     _check_finite(model, plan)
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
+    if partial is not None:
+        settings = replace(settings, scratch=Scratch(partial.path, usable_bytes(memory)))
     if data is None and lacks_data(plan):
 
         def write() -> tuple[torch.Tensor, list[Record]]:
@@ -129,7 +132,7 @@ def _solve_and_scale(
         assert data is not None
         quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)
     else:
-        quantized = _solve_at_once(model, plan, data, settings.device, progress, partial)
+        quantized = _solve_at_once(model, plan, data, settings, progress, partial)
     if partial is not None:
         partial.flush()
     if plan.kv_cache is not None:
@@ -219,6 +222,7 @@ def apply_plan(
     device: Device = None,
     progress: Progress | None = None,
     partial: Partial | None = None,
+    scratch: Scratch | None = None,
 ) -> list[LayerResult]:
     """Quantizes the planned weights and puts `QuantLinear` and `QuantExperts` in their place.
 
@@ -229,6 +233,7 @@ def apply_plan(
         device: where weights are rounded, a fusion group at a time; by default where the model is.
         progress: called as `progress("solve", layers done, layers in all)`.
         partial: as in `solve_plan`.
+        scratch: takes the codes of many experts; None keeps them in memory.
 
     Returns:
         One result per layer of the plan, kept layers included, in plan order.
@@ -252,7 +257,7 @@ def apply_plan(
                 results |= found[1]
             else:
                 home = None if partial is not None else device_of(model)
-                results |= _solve_group(model, members, weights, input_scales, there, home)
+                results |= _solve_group(model, members, weights, input_scales, there, home, scratch)
                 if partial is not None:
                     keep_layers(partial, _step(members), model, members, results, alone=True)
             done += len(members)
@@ -296,6 +301,7 @@ def _solve_group(
     input_scales: Mapping[str, torch.Tensor],
     device: torch.device | None,
     home: torch.device | None,
+    scratch: Scratch | None,
 ) -> dict[str, LayerResult]:
     """Quantizes the members of a fusion group on `device`, and gives their results by name.
 
@@ -306,10 +312,11 @@ def _solve_group(
         input_scales: static scales by layer name.
         device: where weights are rounded.
         home: where what is found is kept; None leaves it on `device`.
+        scratch: takes the codes of many experts.
     """
     held: Sequence[torch.Tensor | None] = brought or [None] * len(members)
     weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, held, strict=True)}
-    solved = _solve(members, weights, device)
+    solved = _solve(members, weights, device, scratch)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
     for member in members:
         weight = solved[member.name] if home is None else solved[member.name].to(home)
@@ -343,7 +350,10 @@ def solve_state_dict(
 
 
 def _solve(
-    members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], device: torch.device | None
+    members: Sequence[LayerPlan],
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device | None,
+    scratch: Scratch | None = None,
 ) -> dict[str, BlockScaledTensor]:
     """Codes and scales by name. Experts that are read one by one are solved so on `device`."""
     first = members[0]
@@ -354,7 +364,7 @@ def _solve(
             solve_group({first.name: whole[index].to(device)}, {}, format, solver)[first.name]
             for index in range(len(whole))
         )
-        return {first.name: stacked(matrices, len(whole))}
+        return {first.name: stacked(matrices, len(whole), scratch)}
     return solve_group(weights, {}, first.weight, get_solver(first.solver))
 
 
@@ -379,15 +389,17 @@ def _solve_at_once(
     model: nn.Module,
     plan: Plan,
     data: torch.Tensor | None,
-    device: torch.device | None,
+    settings: Settings,
     progress: Progress | None,
     partial: Partial | None,
 ) -> Quantized:
     """Solvers that look at nothing but the weight."""
     started = time.perf_counter()
-    input_scales = _input_scales(model, plan, data, device, progress, partial)
+    input_scales = _input_scales(model, plan, data, settings.device, progress, partial)
     calibrated = time.perf_counter()
-    layers = apply_plan(model, plan, input_scales, device=device, progress=progress, partial=partial)
+    layers = apply_plan(
+        model, plan, input_scales, device=settings.device, progress=progress, partial=partial, scratch=settings.scratch
+    )
     done = time.perf_counter()
     seconds = {"calibrate": calibrated - started, "solve": done - calibrated}
     return Quantized(model, plan_of_model(model, plan), layers, seconds)
@@ -452,7 +464,7 @@ def _solve_block_by_block(
         model, plan, data, apply=apply, settings=settings, input_scales=input_scales,
         progress=reporter(progress, "solve"), keeper=keeper,
     )  # fmt: skip
-    others = apply_plan(model, rest, input_scales, device=settings.device, partial=partial)
+    others = apply_plan(model, rest, input_scales, device=settings.device, partial=partial, scratch=settings.scratch)
     results |= {result.name: result for result in others}
     plan = plan.replace_layers(noted)
     use_expert_modules(model, plan)
@@ -471,7 +483,8 @@ def _check_memory(
     dtype = settings.dtype_for(stored_dtype(model))
     for name in blocks:
         inside = [layer for layer in layers if layer.name.startswith(f"{name}.")]
-        needed = block_bytes(model.get_submodule(name), inside, data.shape[:2].numel(), dtype) if inside else 0
+        block = model.get_submodule(name)
+        needed = block_bytes(block, inside, data.shape[:2].numel(), dtype, settings.scratch) if inside else 0
         if needed > given:
             more = "more with --memory" if memory is None or given == memory else "more to this container"
             raise UserError(

@@ -42,7 +42,7 @@ from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
 from quant.calibration.walk.scaling import InputScaling
-from quant.calibration.walk.shared_moments import Moments, pooled, stats_of
+from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.calibration.walk.stand_in import RememberedModules, StandIn, weight_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
@@ -57,6 +57,14 @@ class _Rounded:
     weights: Mapping[str, BlockScaledTensor]
     branches: Mapping[str, Branch]
     wanted: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """Sums over a group's inputs: as they are rounded, and before, where a branch reads them so."""
+
+    rounded: Moments
+    unrounded: Moments
 
 
 class BlockWork:
@@ -222,13 +230,9 @@ class BlockWork:
         return list(stages.values())
 
     def _solve_stage(self, stage: list[Group], calls: Sequence[Call]) -> None:
-        found, held_out = self._collect(stage, calls)
-        owners = self._owners(stage)
-        if self.settings.guard is None:
-            self._solve_collected(stage, found, owners)
-            return
-        targets = {name: self.targets[name] for group in stage for name in group.names}
-        self._solve_collected(stage, found, owners)
+        moments, held_out = self._collect(stage, calls)
+        targets = {name: self.targets[name] for group in stage for name in group.names} if self.settings.guard else {}
+        self._solve_collected(stage, moments, self._owners(stage))
         for group, pairs in zip(stage, held_out, strict=True):
             while pairs and self._promote(group, targets, pairs):
                 again, (pairs,) = self._collect([group], calls)
@@ -236,13 +240,16 @@ class BlockWork:
         for group in stage:
             group.kept.clear()
 
-    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[LayerStats | None], list[list[Branch]]]:
+    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[_Collected], list[list[Branch]]]:
         """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
-        sums, unrounded = [Moments() for _ in stage], [Moments() for _ in stage]
+        # Tokens that a router has sent to many experts take less memory than the experts' moments.
+        columns = stage[0].members[0].shape[-1]
+        later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
+        moments = [_Collected(Moments(later=later), Moments(later=later)) for _ in stage]
         pairs: list[list[Entry]] = [[] for _ in stage]
         judged = self._held_out(self.batches)
 
-        def watch(group: Group, moments: tuple[Moments, Moments], held: list[Entry]) -> Callable[..., None]:
+        def watch(group: Group, found: _Collected, held: list[Entry]) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
@@ -252,25 +259,17 @@ class BlockWork:
                 if number in judged:
                     held.append((number, [x, group.input(x) if drift is None else group.input(x) + drift]))
                 if number not in judged or self.batches == 1:
-                    self._add(group, moments, x, drift, rows_of(args[0]))
+                    self._add(group, found, x, drift, rows_of(args[0]))
                 if len(stage) == 1 and group.calls == 1:
                     raise Stop
 
             return hook
 
-        moments = zip(sums, unrounded, strict=True)
         hooks = {g.names[0]: watch(g, m, p) for g, m, p in zip(stage, moments, pairs, strict=True)}
         if judged or any(group.pipeline.needs_moment for group in stage):
             with _hooks(self.block, hooks):
                 self._run_until_stopped(calls)
-        owners = self._owners(stage)
-        if any(_has_branch(group) for group in stage):
-            for group, stats in zip(stage, stats_of(unrounded, self.device, owners), strict=True):
-                group.unrounded = stats
-        found: list[LayerStats | None] = [None for _ in stage]
-        if any(group.pipeline.needs_moment for group in stage):
-            found = stats_of(sums, self.device, owners)
-        return found, [[_pair(held) for _, held in in_order(part, self.device)] if judged else [] for part in pairs]
+        return moments, [[_pair(held) for _, held in in_order(part, self.device)] if judged else [] for part in pairs]
 
     def _owners(self, stage: Sequence[Group]) -> list[int] | None:
         """The rank that solves each of several groups; None where all ranks solve the only one together."""
@@ -287,7 +286,7 @@ class BlockWork:
     def _add(
         self,
         group: Group,
-        moments: tuple[Moments, Moments],
+        found: _Collected,
         x: torch.Tensor,
         drift: torch.Tensor | None,
         rows: int,
@@ -295,10 +294,9 @@ class BlockWork:
         """Adds a batch of inputs to the group's statistics."""
         if not group.pipeline.needs_moment:
             return
-        rounded, unrounded = moments
         if _has_branch(group):
-            unrounded.add(self.clock[0], group.input(x), drift, rows)
-        rounded.add(self.clock[0], group.round_input(x), drift, rows)
+            found.unrounded.add(self.clock[0], group.input(x), drift, rows)
+        found.rounded.add(self.clock[0], group.round_input(x), drift, rows)
 
     def _promote(self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[Branch]) -> bool:
         """Asks the guard. True where the group has another format now and is to be solved again."""
@@ -339,17 +337,39 @@ class BlockWork:
         return False
 
     def _solve_collected(
-        self, stage: list[Group], found: Sequence[LayerStats | None], owners: Sequence[int] | None = None
+        self, stage: list[Group], moments: Sequence[_Collected], owners: Sequence[int] | None = None
     ) -> None:
         """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
         Args:
             stage: the groups.
-            found: their statistics; second moments are at the owners.
+            moments: sums over their inputs, which are empty afterwards.
             owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
         """
-        silent = any(stats is None and group.pipeline.needs_moment for group, stats in zip(stage, found, strict=True))
-        others = pooled(found, self.device, owners) if silent else None
+        sums, unrounded = [each.rounded for each in moments], [each.unrounded for each in moments]
+        parts = at_a_time(len(stage), stage[0].members[0].shape[-1], sums[0].sum.width)
+        ranks = [None if owners is None else owners[part] for part in parts]
+        others = None
+        counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in sums]), strict=True)]
+        if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(stage, counts, strict=True)):
+            for part, solvers in zip(parts, ranks, strict=True):
+                others = pooled(
+                    stats_of(sums[part], self.device, solvers, again=True), self.device, solvers, sum(counts), others
+                )
+        for part, solvers in zip(parts, ranks, strict=True):
+            if any(map(_has_branch, stage[part])):
+                for group, stats in zip(stage[part], stats_of(unrounded[part], self.device, solvers), strict=True):
+                    group.unrounded = stats
+            self._solve_part(stage[part], stats_of(sums[part], self.device, solvers), others, solvers)
+
+    def _solve_part(
+        self,
+        stage: list[Group],
+        found: Sequence[LayerStats | None],
+        others: LayerStats | None,
+        owners: Sequence[int] | None,
+    ) -> None:
+        """Solves some groups from their statistics; `others` are the pooled ones of all siblings."""
         taken: list[LayerStats | None] = []
         for group, stats in zip(stage, found, strict=True):
             if self.settings.guard is None:
@@ -542,8 +562,8 @@ class BlockWork:
 
         hooks = {}
         for group in self.groups:
-            sums[group.names[0]] = Moments(group.weight_format.block[1] or None)
-            hooks[group.names[0]] = watch(group, sums[group.names[0]])
+            sums[group.names[0]] = _Collected(Moments(group.weight_format.block[1] or None), Moments())
+            hooks[group.names[0]] = watch(group, sums[group.names[0]].rounded)
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
         siblings: dict[str, list[Group]] = {}
@@ -552,7 +572,7 @@ class BlockWork:
             group.fix_input_scale(self.settings.observer, self.stored)
             siblings.setdefault(group.pattern, []).append(group)
         for stage in siblings.values():
-            self._solve_collected(stage, stats_of([sums[group.names[0]] for group in stage], self.device))
+            self._solve_collected(stage, [sums[group.names[0]] for group in stage])
         return outputs
 
     def _solve_experts(self, calls: Sequence[Call]) -> None:

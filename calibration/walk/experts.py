@@ -2,9 +2,10 @@
 
 A projection is one parameter for all experts. A router sends each expert different tokens, so each has a second
 moment of its own. One pass over the block keeps what the experts are called with; from there an expert's inputs are
-computed when it is its turn, with its quantized projections before in place. So beside the codes a few second moments
-and one expert are in memory, whatever the number of experts, which may be in their files until then. Where only the
-modeling code knows what experts are called with, the block runs once for each projection with `WatchedExperts`.
+computed when it is its turn, with its quantized projections before in place. So beside the codes, which `Scratch` may
+take, a few second moments and one expert are in memory, whatever the number of experts, which may be in their files
+until then. Where only the modeling code knows what experts are called with, the block runs once for each projection
+with `WatchedExperts`.
 
 An expert that no calibration token reached gets the pooled statistics of the others, and the plan says so.
 
@@ -31,14 +32,12 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation
 from quant.calibration.walk.collect import put_back, watch_experts
 from quant.calibration.walk.group import Settings, Solved
-from quant.calibration.walk.shared_moments import Moments, pooled, stats_of
+from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import QuantExperts, RunTimeParts, experts_forward, runs_experts_alone
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import LayerPlan
-
-# Bytes of second moments that are held at a time.
-_BUDGET = 1 << 29
 
 
 class ExpertsWork:
@@ -174,9 +173,8 @@ class ExpertsWork:
             notes.append(f"experts take no scaling, rotation, branch or reconstruction: {pipeline.spec.rounding} alone")
         looks = isinstance(pipeline.rounding, Gptq | LocalHessian)
         tokens = self._tokens(projection, count) if looks else [0] * count
-        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else member.shape[-1]
-        together = max(_BUDGET // (4 * member.shape[-1] * width), 1)
-        parts = [range(first, min(first + together, count)) for first in range(0, count, together)]
+        width = member.weight.block[1] if isinstance(pipeline.rounding, LocalHessian) else None
+        parts = [range(count)[part] for part in at_a_time(count, member.shape[-1], width)]
         silent = tokens.count(0) if looks else 0
         if silent == count:
             raise ValueError(f"{member.name}: no calibration token reached any expert; give more text, or exclude it")
@@ -187,8 +185,13 @@ class ExpertsWork:
                 "the others"
             )
             for part in parts:
-                found = self._statistics(member, projection, part)
-                others = pooled(found, self.device, list(map(_owner, part)), sum(tokens), others)
+                others = pooled(
+                    self._statistics(member, projection, part),
+                    self.device,
+                    list(map(_owner, part)),
+                    sum(tokens),
+                    others,
+                )
 
         def solved() -> Iterator[BlockScaledTensor]:
             outline = ({member.name: tuple(member.shape[1:])}, format)
@@ -203,7 +206,7 @@ class ExpertsWork:
                         )
                 yield from (each[member.name] for each in all_solved(own, [outline] * len(part), self.device))
 
-        whole = stacked(solved(), count)
+        whole = stacked(solved(), count, self.settings.scratch)
         return Solved(whole, RunTimeParts(), self.input_scales.get(member.name), sum(tokens), tuple(notes))
 
 
@@ -212,14 +215,19 @@ def _owner(expert: int) -> int:
     return expert % rank_and_world()[1]
 
 
-def stacked(matrices: Iterable[BlockScaledTensor], count: int) -> BlockScaledTensor:
-    """The matrices of all experts as one weight `[experts, out, in]`; each is dropped before the next is asked for."""
+def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch | None = None) -> BlockScaledTensor:
+    """The matrices of all experts as one weight `[experts, out, in]`; each is dropped before the next is asked for.
+
+    Where they would take much of the memory, they lie in a file of `scratch`.
+    """
     whole: list[torch.Tensor | None] = []
     for place, matrix in enumerate(matrices):
         tensors = (matrix.codes, matrix.scale, matrix.global_scale)
         if not whole:
             format, shape = matrix.format, (count, *matrix.shape)
-            whole = [None if t is None else t.new_empty(count, *t.shape) for t in tensors]
+            in_file = scratch is not None and scratch.takes(count * sum(t.nbytes for t in tensors if t is not None))
+            empty = scratch.empty if scratch is not None and in_file else torch.Tensor.new_empty
+            whole = [None if t is None else empty(t, (count, *t.shape)) for t in tensors]
         for target, tensor in zip(whole, tensors, strict=True):
             if target is not None and tensor is not None:
                 target[place] = tensor

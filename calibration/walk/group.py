@@ -17,6 +17,7 @@ from quant.calibration.ranks import gathered, in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
 from quant.calibration.walk.guard import Guard
+from quant.calibration.walk.scratch import Scratch
 from quant.formats.format import Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
@@ -58,6 +59,7 @@ class Settings:
         device: where blocks are worked on, one at a time; None is where the model is.
         observer: key of `OBSERVERS`: how static input scales are chosen.
         guard: when a layer gets another format; None for never.
+        scratch: takes codes that are too large for the memory; None where all are kept there.
     """
 
     batch: int = 4
@@ -65,6 +67,7 @@ class Settings:
     device: torch.device | None = None
     observer: str = "absmax"
     guard: Guard | None = None
+    scratch: Scratch | None = None
 
     def dtype_for(self, stored: torch.dtype) -> torch.dtype:
         """The dtype of the forward passes of a model that is stored in `stored`."""

@@ -12,7 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from quant.calibration.ranks import rank_and_world
 from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.walk.scratch import Scratch
+from quant.calibration.walk.shared_moments import at_a_time
 from quant.kernels.processor import memory_left, memory_limit
 from quant.recipes.plan import LayerPlan
 
@@ -21,29 +24,49 @@ from quant.recipes.plan import LayerPlan
 _SQUARES = 11
 
 
-def block_bytes(block: nn.Module, layers: Sequence[LayerPlan], tokens: int, dtype: torch.dtype) -> int:
+def block_bytes(
+    block: nn.Module,
+    layers: Sequence[LayerPlan],
+    tokens: int,
+    dtype: torch.dtype,
+    scratch: Scratch | None = None,
+) -> int:
     """About how many bytes solving a block takes at most, the page cache not counted.
+
+    Linear layers are solved first, and then experts, of which those are in memory together that `at_a_time` says.
 
     Args:
         block: its weights may be mapped or on the meta device.
         layers: the planned ones in it.
         tokens: of all calibration rows.
         dtype: of the forward passes.
+        scratch: takes the codes of many experts.
     """
     weights = sum(p.numel() for p in block.parameters() if not hasattr(p, "stored"))
-    solved = sum(layer.numel for layer in layers if layer.kind == "linear")
+    linear = [layer for layer in layers if layer.kind == "linear"]
     experts = [layer for layer in layers if layer.kind == "experts"]
-    one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
-    inputs = {layer.group or layer.name: layer.shape[-1] for layer in layers if layer.kind == "linear"}
+    solved = sum(layer.numel for layer in linear)
+    inputs = {layer.group or layer.name: layer.shape[-1] for layer in linear}
     hidden = min((layer.shape[-1] for layer in layers), default=0)
     kept = tokens * (sum(inputs.values()) + 3 * hidden)
-    moments = [layer.shape[-1] for layer in layers if get_pipeline(layer.solver).needs_moment]
-    codes = sum(layer.nbytes for layer in experts)
-    return (
-        dtype.itemsize * (weights + solved + 2 * one_expert + kept)
-        + codes
-        + 4 * _SQUARES * max(moments, default=0) ** 2
-    )
+    codes = sum(layer.nbytes for layer in experts if scratch is None or not scratch.takes(layer.nbytes))
+    one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
+    together = max((_together(layer) for layer in experts), default=0)
+    phases = 4 * _SQUARES * _widest(linear), codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts)
+    return dtype.itemsize * (weights + solved + kept) + max(phases)
+
+
+def _widest(layers: Sequence[LayerPlan]) -> int:
+    """Numbers in the largest second moment."""
+    return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
+
+
+def _together(layer: LayerPlan) -> int:
+    """Bytes of the second moments of experts that a rank holds together."""
+    count, columns = layer.shape[0], layer.shape[-1]
+    part = at_a_time(count, columns)[0]
+    held = -(-(part.stop - part.start) // rank_and_world()[1])
+    return 4 * columns**2 * held if get_pipeline(layer.solver).needs_moment else 0
 
 
 def usable_bytes(asked: int | None) -> int | None:

@@ -1,0 +1,57 @@
+"""`Scratch` gives large results a file instead of memory until they are written where they belong.
+
+The codes of all experts of a DeepSeek-V3 layer take 6.3 GB in NVFP4, and none can be written before the layer is
+finished. In a mapped file they belong to the page cache: the system writes their pages to the disk when it needs the
+memory. The file has no name, so that nothing of it is left behind whatever ends the process.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+_SHARE = 0.1  # of the memory; larger results lie in a file
+
+
+class Scratch:
+    """Tensors in files without names.
+
+    Args:
+        directory: where the files are.
+        memory: bytes that the run may use; None for no limit, and then nothing goes to a file.
+    """
+
+    def __init__(self, directory: Path, memory: int | None) -> None:
+        self.directory, self.memory = directory, memory
+
+    def takes(self, nbytes: int) -> bool:
+        """Whether results of so many bytes would take much of the memory."""
+        return self.memory is not None and nbytes > self.memory * _SHARE
+
+    def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of any values in a file, with the dtype of `like`; where that is on a GPU, one there.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        nbytes = math.prod(shape) * like.dtype.itemsize
+        if like.device.type != "cpu" or not nbytes:
+            return like.new_empty(shape)
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            try:
+                file.truncate(nbytes)
+                if hasattr(os, "posix_fallocate"):  # else a full disk would end the process when a page is touched
+                    os.posix_fallocate(file.fileno(), 0, nbytes)
+            except OSError as error:
+                raise OSError(
+                    f"{self.directory}: no room for {nbytes / 1e9:.1f} GB of codes ({error.strerror}); what was "
+                    "finished before is kept: make room, or give more --memory, and run the same command again"
+                ) from error
+            mapped = mmap.mmap(file.fileno(), nbytes)
+        return torch.frombuffer(mapped, dtype=torch.uint8).view(like.dtype).view(*shape)
