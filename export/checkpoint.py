@@ -17,7 +17,7 @@ from torch import nn
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint_reader import BESIDE, EXACT
 from quant.export.names import StoredNames, cut_experts, matrix_names
-from quant.export.tensor_file import Made, write_tensor_file
+from quant.export.tensor_file import FileLog, Made, write_tensor_file
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.embedding import QuantEmbedding
@@ -34,7 +34,11 @@ SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "
 
 
 def checkpoint_tensors(
-    model: nn.Module, dtype: torch.dtype, names: StoredNames, state: Mapping[str, torch.Tensor] | None = None
+    model: nn.Module,
+    dtype: torch.dtype,
+    names: StoredNames,
+    state: Mapping[str, torch.Tensor] | None = None,
+    made_of: dict[str, str] | None = None,
 ) -> dict[str, torch.Tensor | Made]:
     """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
 
@@ -46,7 +50,9 @@ def checkpoint_tensors(
         dtype: the model's dtype, for float scales.
         names: of the model's tensors on disk.
         state: tensors in the place of those of the model that are not quantized, as `state_dict` names them.
+        made_of: is filled with the name of the model's layer or tensor that each tensor is made of.
     """
+    given: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
     own = tuple(f"{name}." for name in quantized)
     tensors: dict[str, torch.Tensor | Made] = {}
@@ -65,7 +71,7 @@ def checkpoint_tensors(
         seen.add(view)
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
         for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
-            tensors[part] = matrix.contiguous()
+            tensors[part], given[part] = matrix.contiguous(), name
     for name, module in quantized.items():
         if name in names.stopped:
             tensors[name] = torch.empty(0, dtype=dtype)
@@ -78,10 +84,13 @@ def checkpoint_tensors(
                     tensors[f"{part}.{suffix}"] = late
                 else:
                     tensors[f"{part}.{suffix}"] = tensor.contiguous()
+                given[f"{part}.{suffix}"] = name
         for suffix in BESIDE:
             beside = getattr(module, suffix, None)
             if beside is not None:
-                tensors[f"{name}.{suffix}"] = beside.contiguous()
+                tensors[f"{name}.{suffix}"], given[f"{name}.{suffix}"] = beside.contiguous(), name
+    if made_of is not None:
+        made_of |= {names.stored(stored): name for stored, name in given.items()}
     return {names.stored(name): tensor for name, tensor in tensors.items()}
 
 
@@ -148,11 +157,13 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     *,
     masks: Collection[str] | None = None,
+    log: FileLog | None = None,
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
 
     A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
-    into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`: see `write_tensor_file`.
+    into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`, `log`: see
+    `write_tensor_file`.
 
     Returns:
         SHA-256 of each file, by file name.
@@ -188,7 +199,7 @@ def write_tensors(
         if kept := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(kept, allow_nan=False)
         try:
-            return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks)
+            return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
         except OSError as error:
             raise OSError(f"{directory / name} cannot be written: {error}") from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,13 +27,16 @@ NEW, COMPLETE = "new", "complete"
 
 
 @contextmanager
-def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> Iterator[Path]:
+def new_directory(
+    path: Path, *, overwrite: bool, work: Path | None = None, kept: Callable[[], Collection[str]] = tuple
+) -> Iterator[Path]:
     """Gives a temporary directory that becomes `path` when the block ends without an error.
 
     Args:
         path: where it will be.
         overwrite: replaces what is there.
         work: a directory beside `path` in which it is built; `finish_directory` ends what is stopped at the very end.
+        kept: names of files that stay in `work` for the next run, where one was stopped.
 
     Raises:
         OSError: another process writes to `path`, or it is not to be replaced, as `check_destination` says.
@@ -41,7 +44,7 @@ def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> I
     with claimed(path):
         check_destination(path, overwrite=overwrite)
         path = path.resolve()  # what a link points to is replaced, not the link
-        with temporary_directory(path) if work is None else _working_directory(work) as temporary:
+        with temporary_directory(path) if work is None else _working_directory(work, kept) as temporary:
             yield temporary
             temporary.chmod(0o777 & ~umask())
             if work is None:
@@ -53,17 +56,27 @@ def new_directory(path: Path, *, overwrite: bool, work: Path | None = None) -> I
 
 
 @contextmanager
-def _working_directory(work: Path) -> Iterator[Path]:
+def _working_directory(work: Path, kept: Callable[[], Collection[str]]) -> Iterator[Path]:
     new = work / NEW
     (work / COMPLETE).unlink(missing_ok=True)
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir()
+    _empty(new, kept())
+    new.mkdir(exist_ok=True)
     try:
         yield new
     except BaseException:
         if not (work / COMPLETE).exists():
-            shutil.rmtree(new, ignore_errors=True)
+            _empty(new, kept())
         raise
+
+
+def _empty(directory: Path, kept: Collection[str]) -> None:
+    """Removes what is in a directory, and the directory itself where nothing is kept."""
+    if not kept:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    for place in directory.iterdir():
+        if place.name not in kept:
+            shutil.rmtree(place) if place.is_dir() else place.unlink()
 
 
 def finish_directory(work: Path, path: Path) -> None:

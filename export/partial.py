@@ -6,6 +6,10 @@
       new/              the checkpoint, while its last files are written
       complete          stands here from the moment at which `new` is whole
 
+The tensors of the steps come into the checkpoint's files in the end. So that they do not lie on the disk twice, a
+step's file gives up its room, and keeps its header, as soon as the journal says that all of it is in those files, which
+have been brought to the disk before. From there on the same command goes on behind what the files hold.
+
 A step is in the journal with the SHA-256 of its file, so a process that is killed, a full disk or a power failure
 leaves steps that are either whole or not there. A run whose model, plan, data or versions differ from those of the
 first line is refused: nothing of it would fit.
@@ -26,11 +30,14 @@ import json
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +48,15 @@ from quant.calibration.ranks import from_first, rank_and_world, wait_for_all
 from quant.export.checkpoint import sha256_of
 from quant.export.directory import COMPLETE, NEW, finish_directory
 from quant.export.tensor_file import write_tensor_file
-from quant.formats.atomic import claimed
+from quant.formats.atomic import claimed, sync
 from quant.formats.json_files import parse_json
 from quant.recipes.json_data import typed
 from quant.recipes.json_text import json_text
 
 _JOURNAL, _JOURNALS = "journal.jsonl", "journal*.jsonl"
+_SHARD = "shard "  # of the checkpoint, in the names of steps
 _IN_FLIGHT = 2  # steps whose tensors wait to be written
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pt2")
 _STEP_FILE = re.compile(r"\d{5}(-\d+)?\.safetensors")
 _FIRST: dict[str, Any] = {"depends": dict[str, Any]}
@@ -126,6 +135,7 @@ class Partial:
         self.sources = sources or WatchedFiles(None)
         self._steps: dict[str, dict[str, Any]] = {}
         self._verified: set[str] = set()
+        self._holds: dict[str, str] = {}  # files by the names of the model's layers and tensors that are in them
         self._awaited: list[tuple[str, Then]] = []
         self._claim = ExitStack()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="writer")
@@ -182,7 +192,7 @@ class Partial:
         waiting, self._awaited = self._awaited, []
         for step, then in waiting:
             if step in self._steps:
-                then(_mapped(self.path / self._steps[step]["file"]))
+                then(self._mapped(self._steps[step]["file"]))
             else:
                 self._awaited.append((step, then))
 
@@ -238,11 +248,19 @@ class Partial:
         if found["sha256"] is None:
             return Step({}, found["record"])
         if file.name not in self._verified:
-            if not file.is_file() or sha256_of(file) != found["sha256"]:
+            moved = self.is_moving and file.name in self.moved_parts()
+            if not file.is_file() or not (moved or sha256_of(file) == found["sha256"]):
                 del self._steps[step]
                 return None
             self._verified.add(file.name)
-        return Step(_mapped(file), found["record"])
+        return Step(self._mapped(file.name), found["record"])
+
+    def drop(self, step: str) -> None:
+        """Deletes a step that nothing needs any more."""
+        self.flush()
+        found = self._steps.pop(step, None)
+        if found is not None and self.rank == 0:
+            (self.path / found["file"]).unlink(missing_ok=True)
 
     def put(
         self,
@@ -297,7 +315,7 @@ class Partial:
                 self._bytes_per_second = nbytes / (time.perf_counter() - started)
             here.clear()
             if then is not None:
-                then(_mapped(file))
+                then(self._mapped(file.name))
             _trim()
 
         self._writing.append(self._thread.submit(write))
@@ -313,6 +331,75 @@ class Partial:
             self.put(what, {}, value)
         elif noted.record != value:
             raise ValueError(f"{self.path} holds an unfinished run with another {what}; {_WAY_OUT}")
+
+    def part_of(self, name: str) -> str | None:
+        """The file of the step that has kept a layer or tensor of the model, as `KIND:NAME`."""
+        return self._holds.get(name)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether some of the steps are in the checkpoint's files alone, so that their tensors hold zeros here."""
+        return bool(self._shards and self.moved_parts())
+
+    def shards(self) -> list[str]:
+        """The checkpoint's files of which something was written."""
+        return [step.removeprefix(_SHARD) for step in self._steps if step.startswith(_SHARD)]
+
+    def written(self) -> dict[str, tuple[int, Any]]:
+        """Of each of the checkpoint's files that earlier runs began: how many bytes are whole, and their SHA-256."""
+        return {name: (size, hashed.copy()) for name, (size, hashed) in self._shards.items()}
+
+    def moved(self, shard: str, size: int, sha256: str, parts: Collection[str]) -> None:
+        """Notes that the first `size` bytes of one of the checkpoint's files are on the disk.
+
+        Args:
+            shard: its name.
+            size: ends with a tensor.
+            sha256: of these bytes.
+            parts: files of steps that nothing needs any more; they give up their room.
+        """
+        self._note(shard, size, sha256, sorted({*self.moved_parts(), *parts}))
+        sync(self._journal)
+        for part in parts:
+            _give_up_room(self.path / part)
+
+    def give_up_room(self) -> None:
+        """Ends what a run that was stopped between a line of the journal and this had begun."""
+        for part in self.moved_parts() if self.is_moving else ():
+            _give_up_room(self.path / part)
+
+    def _note(self, shard: str, size: int, sha256: str, moved: list[str]) -> None:
+        self._numbers += 1
+        record = {"bytes": size, "sha256": sha256, "moved": moved}
+        entry = {"step": f"{_SHARD}{shard}", "file": f"{self._numbers:05d}.safetensors", "sha256": None}
+        self._steps[f"{_SHARD}{shard}"] = {**entry, "record": record}
+        _append(self._journal, self._steps[f"{_SHARD}{shard}"])
+
+    def moved_parts(self) -> set[str]:
+        """Files of steps that are in the checkpoint's files."""
+        records = [entry["record"] for step, entry in self._steps.items() if step.startswith(_SHARD)]
+        return {part for record in records for part in record["moved"]}
+
+    @cached_property
+    def _shards(self) -> dict[str, tuple[int, Any]]:
+        """As `written`. Where one file is not as it was, none counts: steps that were moved are worked on again."""
+        found = {}
+        for name in self.shards():
+            record = self._steps[f"{_SHARD}{name}"]["record"]
+            if not record["bytes"]:
+                continue
+            hashed = _hash_of_start(self.path / NEW / name, record["bytes"])
+            if hashed is None or hashed.hexdigest() != record["sha256"]:
+                for shard in self.shards() if self.rank == 0 else ():
+                    self._note(shard, 0, "", [])
+                return {}
+            found[name] = record["bytes"], hashed
+        return found
+
+    def _mapped(self, file: str) -> dict[str, torch.Tensor]:
+        tensors = _mapped(self.path / file)
+        self._holds |= {key.partition(":")[2]: file for key in tensors}
+        return tensors
 
     def seconds_to_write(self, nbytes: int) -> float:
         """Seconds that so many bytes took to write when it was last measured."""
@@ -339,6 +426,35 @@ class Partial:
         """Lets go of the directory; the next run finds it as it is."""
         self._thread.shutdown(wait=True, cancel_futures=True)
         self._claim.close()
+
+
+class Moving:
+    """Moves what a run has kept into the files of its checkpoint; a `FileLog` of them.
+
+    Args:
+        partial: the run's.
+        made_of: by name of each tensor of the checkpoint, the name of the model's layer or tensor that it is made of.
+    """
+
+    def __init__(self, partial: Partial, made_of: Mapping[str, str]) -> None:
+        self.partial, self.found, self.lock = partial, partial.written(), threading.Lock()
+        parts = {stored: partial.part_of(name) for stored, name in made_of.items()}
+        self.parts = {stored: part for stored, part in parts.items() if part is not None}
+        self.left = Counter(self.parts.values())
+        partial.give_up_room()
+
+    def begun(self, file: str) -> tuple[int, Any]:
+        """As of `FileLog`."""
+        return self.found.get(file, (0, hashlib.sha256()))
+
+    def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
+        """As of `FileLog`."""
+        with self.lock:  # a part may go when the journal has the lines of all files that hold some of it
+            found = [self.parts.pop(name) for name in tensors if name in self.parts]
+            self.left.subtract(found)
+            done = {part for part in found if not self.left[part]} - self.partial.moved_parts()
+            if done or size != self.begun(file)[0]:
+                self.partial.moved(file, size, sha256, done)
 
 
 def _append(journal: Path, line: Mapping[str, Any]) -> None:
@@ -455,6 +571,29 @@ def _write(tensors: Mapping[str, torch.Tensor], file: Path) -> str:
         ) from error
     unfinished.rename(file)
     return found
+
+
+def _hash_of_start(file: Path, size: int) -> Any:
+    """SHA-256 of the first `size` bytes of a file; None where it has fewer."""
+    hashed = hashlib.sha256()
+    if not file.is_file() or file.stat().st_size < size:
+        return None
+    with file.open("rb") as opened:
+        while size:
+            piece = opened.read(min(size, 1 << 24))
+            hashed.update(piece)
+            size -= len(piece)
+    return hashed
+
+
+def _give_up_room(file: Path) -> None:
+    """Gives the pages of a file's tensors back to the disk, where the file system can; they read as zeros then."""
+    with file.open("r+b") as opened, suppress(OSError, AttributeError):
+        start = 8 + int.from_bytes(opened.read(8), "little")
+        size = file.stat().st_size - start
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate
+        fallocate.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
+        fallocate(opened.fileno(), _KEEP_SIZE | _PUNCH_HOLE, start, size)
 
 
 def _mapped(file: Path) -> dict[str, torch.Tensor]:

@@ -13,10 +13,11 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -25,6 +26,7 @@ from quant.formats.finite import is_finite, is_finite_or_mask
 
 _PIECE_BYTES = 1 << 24
 _BEHIND = 2  # pieces that are written and wait to be hashed
+_TOLD_BYTES = 1 << 28
 # In the order in which the format has them: the file begins with tensors of the last.
 _DTYPES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
@@ -54,6 +56,16 @@ class Made:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class FileLog(Protocol):
+    """Knows how far files were written, so that they are not begun anew."""
+
+    def begun(self, file: str) -> tuple[int, Any]:
+        """How many bytes of a file are whole, up to the end of a tensor, and their SHA-256 so far."""
+
+    def reached(self, file: str, size: int, sha256: str, tensors: Sequence[str]) -> None:
+        """Is told that the first `size` bytes are on the disk, and which tensors ended since it was last told."""
+
+
 def write_tensor_file(
     path: Path,
     tensors: Mapping[str, torch.Tensor | Made],
@@ -61,8 +73,9 @@ def write_tensor_file(
     *,
     durable: bool = False,
     masks: Collection[str] | None = None,
+    log: FileLog | None = None,
 ) -> str:
-    """Writes `tensors` to `path`; a file that is there is replaced, not overwritten.
+    """Writes `tensors` to `path`; a file that is there is replaced, not overwritten, unless `log` knows its beginning.
 
     Args:
         path: of the file.
@@ -71,6 +84,7 @@ def write_tensor_file(
         durable: whether it is on the disk when this returns.
         masks: buffers, which may hold -infinity; every other tensor is then refused if it is not finite. None looks at
             no values.
+        log: is told of what is on the disk, every quarter of a gigabyte and at the end.
 
     Returns:
         SHA-256 of the file.
@@ -80,20 +94,41 @@ def write_tensor_file(
         ValueError: a tensor holds NaN or infinity; the file is incomplete.
     """
     names = sorted(tensors, key=lambda name: (-_RANK[tensors[name].dtype], name))
-    hashed = hashlib.sha256()
-    if path.exists():
+    found, hashed = (0, hashlib.sha256()) if log is None else log.begun(path.name)
+    if path.exists() and not found:
         path.unlink()  # tensors may be maps of it
     syncing: Future[None] | None = None
     hashing: deque[Future[None]] = deque()
-    with path.open("wb") as file, _thread() as hasher, _thread() as syncer:
-        for piece in _pieces(tensors, names, metadata, masks):
-            hashing.append(hasher.submit(hashed.update, piece))
-            file.write(piece)
+    done: list[str] = []
+    with path.open("r+b" if found else "wb") as file, _thread() as hasher, _thread() as syncer:
+        place = told = file.truncate(file.seek(found))
+
+        def tell() -> None:
+            assert log is not None
+            while hashing:
+                hashing.popleft().result()
+            file.flush()
+            os.fsync(file.fileno())
+            log.reached(path.name, place, hashed.hexdigest(), done)
+            done.clear()
+
+        for name, piece in _pieces(tensors, names, metadata, masks, found):
+            if len(piece):
+                hashing.append(hasher.submit(hashed.update, piece))
+                file.write(piece)
+                place += len(piece)
             if durable and (syncing is None or syncing.done()):
                 syncing = syncer.submit(os.fsync, file.fileno())  # the disk does not wait for the end
             if len(hashing) > _BEHIND:
                 hashing.popleft().result()
-        if durable:
+            if name is not None:
+                done.append(name)
+                if log is not None and place - told >= _TOLD_BYTES:
+                    tell()
+                    told = place
+        if log is not None:
+            tell()
+        elif durable:
             file.flush()
             os.fsync(file.fileno())
     return hashed.hexdigest()
@@ -108,8 +143,12 @@ def _pieces(
     names: list[str],
     metadata: Mapping[str, str] | None,
     masks: Collection[str] | None,
-) -> Iterator[memoryview]:
-    """The bytes of the file. A piece is valid until `_BEHIND` + 1 more have been given."""
+    found: int,
+) -> Iterator[tuple[str | None, memoryview]]:
+    """The bytes of the file behind the first `found`, and with the last piece of a tensor its name.
+
+    A piece is valid until `_BEHIND` + 1 more have been given.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name in names:
@@ -118,22 +157,32 @@ def _pieces(
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
     text += b" " * (-len(text) % 8)
-    yield memoryview(len(text).to_bytes(8, "little") + text)
+    if not found:
+        yield None, memoryview(len(text).to_bytes(8, "little") + text)
+    end = 8 + len(text)
     for name in names:
-        tensor = tensors[name]
-        made = tensor.make() if isinstance(tensor, Made) else tensor
-        data = made.detach().contiguous().flatten().view(torch.uint8)
-        if masks is not None and data.is_cuda:
-            _check(name, made, made, name in masks)
-        if data.is_cuda:
-            yield from _pieces_of_gpu(data)
-            continue
-        data = data.cpu()
-        for start in range(0, len(data), _PIECE_BYTES):
-            piece = data[start : start + _PIECE_BYTES]
-            if masks is not None:
-                _check(name, made, piece.view(made.dtype), name in masks)
-            yield piece.numpy().data
+        end += tensors[name].nbytes
+        if end > found:
+            for piece in _pieces_of(name, tensors[name], masks):
+                yield None, piece
+        yield name, memoryview(b"")
+
+
+def _pieces_of(name: str, tensor: torch.Tensor | Made, masks: Collection[str] | None) -> Iterator[memoryview]:
+    """The bytes of one tensor."""
+    made = tensor.make() if isinstance(tensor, Made) else tensor
+    data = made.detach().contiguous().flatten().view(torch.uint8)
+    if masks is not None and data.is_cuda:
+        _check(name, made, made, name in masks)
+    if data.is_cuda:
+        yield from _pieces_of_gpu(data)
+        return
+    data = data.cpu()
+    for start in range(0, len(data), _PIECE_BYTES):
+        piece = data[start : start + _PIECE_BYTES]
+        if masks is not None:
+            _check(name, made, piece.view(made.dtype), name in masks)
+        yield piece.numpy().data
 
 
 def _check(name: str, tensor: torch.Tensor, piece: torch.Tensor, is_buffer: bool) -> None:

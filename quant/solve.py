@@ -101,7 +101,8 @@ def solve_plan(
                 "quant.make_plan plans without"
             )
     read_stored(model, _needed_throughout(model, plan))
-    _check_finite(model, plan)
+    if rank_and_world()[0] == 0:  # which ends the other ranks where it raises; each would read all of it
+        _check_finite(model, plan)
     there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if partial is not None:
@@ -134,15 +135,26 @@ def _solve_and_scale(
     else:
         quantized = _solve_at_once(model, plan, data, settings, progress, partial)
     if partial is not None:
-        partial.flush()
+        partial.drop("states")
     if plan.kv_cache is not None:
-        assert data is not None
-        scales = collect_attention_scales(
-            model, data, kv_format=plan.kv_cache, attention_format=None, device=settings.device
-        )
-        install_kv_scales(model, kv_scale_tensors(scales, stored_dtype(model)))
+        install_kv_scales(model, _kv_scales(model, plan, data, settings.device, partial))
     mark_quantized(model)
     return quantized
+
+
+def _kv_scales(
+    model: nn.Module, plan: Plan, data: Any, device: torch.device | None, partial: Partial | None
+) -> dict[str, torch.Tensor]:
+    """Scales of the KV cache of the quantized model, measured once."""
+    found = None if partial is None else partial.get("scales of the KV cache")
+    if found is not None:
+        return {name: scale.clone() for name, scale in found.tensors.items()}
+    assert data is not None and plan.kv_cache is not None
+    scales = collect_attention_scales(model, data, kv_format=plan.kv_cache, attention_format=None, device=device)
+    tensors = kv_scale_tensors(scales, stored_dtype(model))
+    if partial is not None:
+        partial.put("scales of the KV cache", tensors, None)
+    return tensors
 
 
 def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:

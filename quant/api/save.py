@@ -23,6 +23,7 @@ from quant.export.checkpoint import (
 )
 from quant.export.directory import new_directory
 from quant.export.names import StoredNames, stored_names
+from quant.export.partial import Moving, Partial
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -86,23 +87,26 @@ def write_model(
     overwrite: bool = False,
     allow_missing: bool = False,
     finish: Finish | None = None,
-    work: Path | None = None,
+    partial: Partial | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, str]:
     """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
 
-    `work` is a directory beside `directory` in which the checkpoint is built; see `new_directory`. `state` has the
-    tensors that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
+    In the directory of `partial` the checkpoint is built, and what it keeps moves from there. `state` has the tensors
+    that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
     `shard_bytes`.
     """
     if not allow_missing:
         check_experts(plan, names)
     plan = plan_of_model(model, plan)
-    tensors = checkpoint_tensors(model, stored_dtype(model), names, state)
+    made_of: dict[str, str] = {}
+    tensors = checkpoint_tensors(model, stored_dtype(model), names, state, made_of)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
-    with new_directory(Path(directory), overwrite=overwrite, work=work) as temporary:
-        hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks)
+    log = None if partial is None else Moving(partial, made_of)
+    where: dict[str, Any] = {} if partial is None else {"work": partial.path, "kept": partial.shards}
+    with new_directory(Path(directory), overwrite=overwrite, **where) as temporary:
+        hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
         plan.save(temporary / PLAN_FILE)
         messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):

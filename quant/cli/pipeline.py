@@ -42,7 +42,7 @@ from quant.cli.inputs import (
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
 from quant.errors import UserError, counted
-from quant.evaluation import Evaluation, check_evaluable, evaluate_texts, fingerprint
+from quant.evaluation import Evaluation, Fingerprint, check_evaluable, evaluate_texts, fingerprint
 from quant.export.compressed_tensors import check_plan, runtime_warnings
 from quant.export.names import StoredNames, stored_names
 from quant.export.partial import Partial
@@ -241,12 +241,7 @@ def _solve_and_write(
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats
         if texts:
-            with quantized_attention(model, **plan.run_time):
-                report_rows = reporter(progress, "evaluate")
-                evaluation = evaluate_texts(model, texts, baseline, device=device, progress=report_rows)
-                if not any(rows.is_floating_point() for rows in texts.values()):
-                    with placed(model, device):
-                        print_of_logits = fingerprint(model)
+            evaluation, print_of_logits = _evaluated(model, plan, texts, baseline, device, progress, partial)
     del baseline
     seconds |= quantized.seconds | ({"evaluate": sum(each.seconds for each in evaluation.texts)} if evaluation else {})
     names = stored_names(source.model)
@@ -257,6 +252,7 @@ def _solve_and_write(
         report.sensitivity, report.allocation = allocation.sensitivity, allocation.record
         report.warnings += allocation.record.warnings()
 
+    partial.flush()
     is_first = rank_and_world()[0] == 0
     leave()
     if not is_first:
@@ -278,9 +274,49 @@ def _solve_and_write(
         overwrite=job.overwrite,
         allow_missing=job.allow_missing,
         finish=finish,
-        work=partial.path,
+        partial=partial,
     )
     return report
+
+
+def _evaluated(
+    model: nn.Module,
+    plan: Plan,
+    texts: Mapping[str, torch.Tensor | Inputs],
+    baseline: nn.Module | None,
+    device: torch.device | None,
+    progress: Progress,
+    partial: Partial,
+) -> tuple[Evaluation, Fingerprint | None]:
+    """Figures and fingerprint of the quantized model, which are kept: its weights move to the checkpoint afterwards.
+
+    Raises:
+        UserError: an earlier run was stopped while they moved, and has measured on other texts.
+    """
+    digests = {name: digest_of(rows) for name, rows in texts.items()}
+    kept = partial.get("evaluation")
+    if kept is not None and kept.record["texts"] == digests:
+        found = kept.record["fingerprint"]
+        fields = kept.record["evaluation"]
+        return Evaluation.from_dict(fields), None if found is None else Fingerprint.from_dict(found)
+    if partial.is_moving:
+        raise UserError(
+            f"{partial.path}: the run was stopped while it wrote its files, and --eval was another; give the same, or "
+            "pass --restart to begin anew"
+        )
+    with quantized_attention(model, **plan.run_time):
+        evaluation = evaluate_texts(model, texts, baseline, device=device, progress=reporter(progress, "evaluate"))
+        print_of_logits = None
+        if not any(rows.is_floating_point() for rows in texts.values()):
+            with placed(model, device):
+                print_of_logits = fingerprint(model)
+    record = {
+        "texts": digests,
+        "evaluation": evaluation.to_dict(),
+        "fingerprint": None if print_of_logits is None else print_of_logits.to_dict(),
+    }
+    partial.put("evaluation", {}, record)
+    return evaluation, print_of_logits
 
 
 def _tell_time(job: Job, source: Source, model: nn.Module, plan: Plan, device: torch.device | None) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,65 @@ def test_killed_at_any_step_it_ends_with_the_same_bytes(
         assert number < 100
     assert number > 2 * steps
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
+
+
+@pytest.mark.parametrize(
+    ("name", "solver", "damaged"),
+    [
+        ("llama/wide", "awq+gptq", False),
+        pytest.param("llama/wide", "rtn", True, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", "rtn", False, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
+    name: str,
+    solver: str,
+    damaged: bool,
+    models: Callable[[str], Path],
+    text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "write_model", partial(pipeline.write_model, shard_bytes=60_000))
+    format_name = "int4a16" if name == "llama/wide" else "nvfp4a16"
+    options: dict[str, Any] = {"format_name": format_name, "solver": solver, "kv_cache": "fp8", "eval_samples": 4}
+    options["eval_texts"] = (text,)
+    pipeline.run(job(models(name), tmp_path / "whole", text, **options), quiet=True)
+    monkeypatch.setattr("quant.export.tensor_file._TOLD_BYTES", 4096)
+
+    def work() -> None:
+        give, given = partial_module._give_up_room, []
+
+        def dies(part: Path) -> None:
+            given.append(part)
+            if len(given) == 2:  # the journal says that its room is given up
+                os.kill(os.getpid(), signal.SIGKILL)
+            give(part)
+
+        partial_module._give_up_room = dies
+        pipeline.run(job(models(name), tmp_path / "out", text, **options), quiet=True)
+
+    assert in_child(work) == -signal.SIGKILL
+    left = partial_path(tmp_path / "out")
+    parts = [part.stat() for part in left.glob("*.safetensors")]
+    assert '"moved": ["' in (left / "journal.jsonl").read_text()
+    assert name == "qwen3_moe" or sum(part.st_blocks * 512 + 4096 < part.st_size for part in parts) == 1
+    with pytest.raises(ValueError, match="--eval was another"):
+        pipeline.run(job(models(name), tmp_path / "out", text, **{**options, "eval_samples": 3}), quiet=True)
+    if damaged:  # its parts are worked on again
+        shard = max((left / "new").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+        shard.write_bytes(shard.read_bytes()[:-1000])
+    else:
+        monkeypatch.setattr(pipeline, "evaluate_texts", None)  # what was measured is kept, as are solutions
+        monkeypatch.setattr(BlockWork, "solve", None)
+    pipeline.run(job(models(name), tmp_path / "out", text, **options), quiet=True)
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    reports = [json.loads((tmp_path / out / "report.json").read_text()) for out in ("out", "whole")]
+    for report in reports:
+        report["evaluation"]["seconds"] = 0
+    assert reports[0]["evaluation"] == reports[1]["evaluation"]
+    assert reports[0]["fingerprint"] == reports[1]["fingerprint"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 

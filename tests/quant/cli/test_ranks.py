@@ -241,6 +241,19 @@ def test_the_error_of_one_rank_is_said_once_with_its_name(home: Path, tmp_path: 
     assert said[1] == ""
 
 
+def test_the_first_rank_looks_for_nan_in_what_stays(home: Path, tmp_path: Path) -> None:
+    model = tiny_models.llama(dtype=torch.bfloat16, num_hidden_layers=1)
+    model.model.norm.weight.data[3] = float("nan")
+    model.save_pretrained(tmp_path / "llama")
+    arguments = options(home, "llama", tmp_path / "out", "--format=nvfp4a16", "--solver=rtn")
+    arguments[0] = str(tmp_path / "llama")
+    codes, said = in_ranks([lambda: quantize_command(arguments)] * 2, tmp_path / "log")
+    assert codes == [2, 2]
+    assert re.search(r"error: .*model\.norm\.weight \[64\] holds 1 values that are NaN", said[0]), said
+    assert said[0].count("\n") == 1 and said[1] == ""
+    assert not (tmp_path / "out").exists()
+
+
 def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
     matrices = [torch.randn(7, 5, generator=torch.Generator().manual_seed(i)) * 10 ** (i % 5) for i in range(8)]
     expected = torch.zeros(7, 5)
