@@ -61,6 +61,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pt2")
 _STEP_FILE = re.compile(r"\d{5}(-\d+)?\.safetensors")
 _FIRST: dict[str, Any] = {"depends": dict[str, Any]}
 _OTHERS: dict[str, Any] = {"step": str, "file": str, "sha256": str | None}
+_WRITTEN: dict[str, Any] = {"bytes": int, "sha256": str, "moved": list[str]}
 _WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
@@ -332,9 +333,10 @@ class Partial:
         elif noted.record != value:
             raise ValueError(f"{self.path} holds an unfinished run with another {what}; {_WAY_OUT}")
 
-    def part_of(self, name: str) -> str | None:
-        """The file of the step that has kept a layer or tensor of the model, as `KIND:NAME`."""
-        return self._holds.get(name)
+    @property
+    def holds(self) -> Mapping[str, str]:
+        """The files of steps by the names of the model's layers and tensors that are in them, there as `KIND:NAME`."""
+        return self._holds
 
     @property
     def is_moving(self) -> bool:
@@ -438,9 +440,11 @@ class Moving:
 
     def __init__(self, partial: Partial, made_of: Mapping[str, str]) -> None:
         self.partial, self.found, self.lock = partial, partial.written(), threading.Lock()
-        parts = {stored: partial.part_of(name) for stored, name in made_of.items()}
-        self.parts = {stored: part for stored, part in parts.items() if part is not None}
+        self.parts = {stored: partial.holds[name] for stored, name in made_of.items() if name in partial.holds}
         self.left = Counter(self.parts.values())
+        known = set(made_of.values())
+        # A file with anything else stays: what is tied to it is perhaps still to be written.
+        self.left.update(part for name, part in partial.holds.items() if name not in known)
         partial.give_up_room()
 
     def begun(self, file: str) -> tuple[int, Any]:
@@ -495,8 +499,15 @@ def _checked(line: bytes) -> dict[str, Any]:
     for key, kind in _FIRST.items() if "depends" in found else _OTHERS.items():
         typed(kind, found.get(key), key)
     found.setdefault("record", None)
-    if "file" in found and not _STEP_FILE.fullmatch(found["file"]):
-        raise ValueError(f"file: {found['file']!r} is no file of a step")
+    files = [found["file"]] if "file" in found else []
+    if found.get("step", "").startswith(_SHARD):
+        record = typed(dict[str, Any], found["record"], "record")
+        for key, kind in _WRITTEN.items():
+            typed(kind, record.get(key), key)
+        files += record["moved"]
+    for file in files:
+        if not _STEP_FILE.fullmatch(file):
+            raise ValueError(f"file: {file!r} is no file of a step")
     return found
 
 

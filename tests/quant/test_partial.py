@@ -444,6 +444,23 @@ def test_fifty_kills_at_random_moments(
     assert results == 13
 
 
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        (None, "record"),
+        ({"bytes": "7", "sha256": "", "moved": []}, "bytes"),
+        ({"bytes": 7, "sha256": "", "moved": ["../model/00001.safetensors"]}, "no file of a step"),
+    ],
+)
+def test_a_forged_line_about_a_file_of_the_checkpoint_is_refused(record: Any, problem: str, tmp_path: Path) -> None:
+    journal = tmp_path / "journal.jsonl"
+    partial_module._append(journal, {"depends": {}})
+    line = {"step": "shard model.safetensors", "file": "00001.safetensors", "sha256": None, "record": record}
+    partial_module._append(journal, line)
+    with pytest.raises(ValueError, match=rf"{problem}.*pass --restart to begin anew"):
+        partial_module._lines(journal)
+
+
 @pytest.mark.parametrize("cut", [0, 5])
 def test_a_line_that_the_disk_did_not_take_whole_leaves_nothing_behind(
     cut: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
