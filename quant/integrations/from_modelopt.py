@@ -193,10 +193,17 @@ def _taken(name: str, quantizers: _Quantizers) -> Taken:
     formats = {format_of(quantizer, name) for quantizer in quantizers.weight}
     if len(formats) > 1:
         raise UserError(f"{name}: ModelOpt has its experts in {listed(sorted(map(str, formats)))}; here all have one")
+    format = formats.pop()
+    uncalibrated = any(tensor_amax(quantizer) is None for quantizer in quantizers.weight)
+    if format.global_scale and quantizers.packed is None and uncalibrated:
+        raise UserError(
+            f"{name}: the ModelOpt quantizer of its weight has no amax of the whole weight; calibrate it: "
+            "mtq.calibrate(model, 'max')"
+        )
     activation = None
     if quantizers.input is not None and is_enabled(quantizers.input):
         activation = format_of(quantizers.input, name, inputs=True)
-    return Taken(formats.pop(), activation, f"as {_TOOLKIT} quantized it")
+    return Taken(format, activation, f"as {_TOOLKIT} quantized it")
 
 
 def _kv_cache(
@@ -209,9 +216,8 @@ def _kv_cache(
             raise UserError(f"{name}: ModelOpt quantizes its keys or its values; here both are, or none")
         for operand, quantizer in pair.items():
             formats.add(format_of(quantizer, f"{name}, {operand} of the KV cache", inputs=True).name)
-            amax = tensor_amax(quantizer)
-            assert amax is not None
-            scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1).to(device)
+            if (amax := tensor_amax(quantizer)) is not None:
+                scales[f"{name}.{operand}_scale"] = (amax / _KV_MAX).view(1).to(device)
     if not formats:
         return None, {}
     if len(formats) > 1 or not formats <= {"fp8", "nvfp4"}:
@@ -311,7 +317,15 @@ def _largest(amaxes: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _check_parts(layer: LayerPlan, quantizers: _Quantizers) -> None:
-    name = layer.name
+    name, format = layer.name, layer.weight
+    assert format is not None
+    if layer.kind == "experts" and len(quantizers.weight) == 1:
+        searched = getattr(quantizers.weight[0], "_global_amax", None) is not None
+        if searched or (format.scale.is_wide and not format.per_tensor):
+            raise UserError(
+                f"{name}: ModelOpt has one quantizer for all of its experts, with scales of rows or blocks; quantize "
+                "it in FP8 with one scale, in NVFP4 with the algorithm 'max', or in MX"
+            )
     if layer.kind != "linear" and (quantizers.pre_scale() is not None or quantizers.lowrank() is not None):
         raise UserError(
             f"{name}: ModelOpt scales the inputs of this layer of kind {layer.kind!r}, or has a branch beside it (AWQ, "

@@ -65,12 +65,11 @@ def format_of(quantizer: Any, name: str, *, inputs: bool = False) -> Format:
             "W4A8_AWQ does, and a layer has one here; quantize it in one, such as INT4_AWQ_CFG"
         )
     _check_extras(quantizer, name, what)
-    block, scale = _block(quantizer, inputs), _scale(quantizer)
+    block = _block(quantizer, inputs)
     fitting = [
         format
         for format in FORMATS.values()
-        if format.block == block and format.global_scale == (scale is E4M3) and _is_element(format.element, quantizer)
-        if (format.scale.is_wide if scale is None else format.scale is scale)
+        if format.block == block and _is_element(format.element, quantizer) and _has_scale(format, quantizer)
     ]
     if not fitting:
         raise UserError(
@@ -115,10 +114,12 @@ def _is_element(number: Number, quantizer: Any) -> bool:
     return not number.is_integer and (number.exponent, number.mantissa) == tuple(bits)
 
 
-def _scale(quantizer: Any) -> Number | None:
-    """Number of the block scales; None where they are not coded."""
+def _has_scale(format: Format, quantizer: Any) -> bool:
+    """Whether the block scales of a format are those of a quantizer, where they are coded: E4M3 and E8M0 are."""
     bits = (quantizer.block_sizes or {}).get("scale_bits")
-    return None if bits is None else {(4, 3): E4M3, (8, 0): E8M0}.get(tuple(bits) if isinstance(bits, list) else bits)
+    if bits is None:
+        return format.scale.is_wide
+    return bits == (format.scale.exponent, format.scale.mantissa) and format.global_scale == (format.scale is E4M3)
 
 
 def _block(quantizer: Any, inputs: bool) -> tuple[int, int] | None:

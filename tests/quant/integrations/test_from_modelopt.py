@@ -235,6 +235,20 @@ def test_experts_have_a_scale_each() -> None:
     assert not [name for name, _ in model.named_modules() if "quantizer" in name]
 
 
+def test_experts_with_one_quantizer() -> None:
+    """As ModelOpt has them in Llama 4 and gpt-oss: one scale for the stack, or an error."""
+    model = tiny_models.mixtral(dtype=torch.bfloat16)
+    experts = model.model.layers[0].mlp.experts
+    amax = experts.down_proj.detach().abs().amax()
+    experts.add_module("down_proj_weight_quantizer", _quantizer(_amax(amax), num_bits=8, axis=0))
+    with pytest.raises(quant.UserError, match=r"experts\.down_proj: ModelOpt has one quantizer for all of its experts"):
+        quant.from_modelopt(model)
+    experts.down_proj_weight_quantizer.num_bits, experts.down_proj_weight_quantizer.axis = (4, 3), None
+    quant.from_modelopt(model)
+    scale = model.model.layers[0].mlp.experts.down_proj.quantized_weight.scale
+    assert scale.flatten().tolist() == [float(amax.float() / 448)] * 4
+
+
 def test_the_kv_cache_gets_modelopts_scales() -> None:
     model = tiny_models.llama(dtype=torch.bfloat16)
     for index, layer in enumerate(model.model.layers):
@@ -282,6 +296,29 @@ BAD: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"o: no format here .*num_bits=6, axis=None",
     ),
     "blocks": (lambda net: setattr(net.o.weight_quantizer, "block_sizes", {-1: 48}), r"block_sizes=\{-1: 48\}"),
+    "NF4": (
+        lambda net: (
+            setattr(net.o.weight_quantizer, "num_bits", 4),
+            setattr(net.o.weight_quantizer, "block_sizes", {-1: 64, "scale_bits": 8, "scale_block_sizes": {-1: 256}}),
+        ),
+        "o: no format here .* 'scale_bits': 8",
+    ),
+    "a second level that is not calibrated": (
+        lambda net: net.o.add_module(
+            "weight_quantizer",
+            _quantizer(
+                num_bits=[2, 1], block_sizes=[[-1, 16], ["type", "dynamic"], ["scale_bits", [4, 3]]], is_enabled=True
+            ),
+        ),
+        "o: the ModelOpt quantizer of its weight has no amax of the whole",
+    ),
+    "a cache by token": (
+        lambda net: [
+            net.o.add_module(f"{operand}_bmm_quantizer", _quantizer(num_bits=[4, 3], axis=[0, 1], _dynamic=True))
+            for operand in "kv"
+        ],
+        "the KV cache is in fp8_token in ModelOpt",
+    ),
     "axis": (lambda net: setattr(net.o.weight_quantizer, "axis", 1), "axis=1"),
     "sequence": (
         lambda net: setattr(net.o, "weight_quantizer", type("SequentialQuantizer", (nn.Sequential,), {})(_quantizer())),
