@@ -1,0 +1,132 @@
+"""Kernels that no other test compiles pass Triton and its assembler as they are launched, for each kind of launch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip install triton")
+
+from compiler import compiled_for
+
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.attention_operands import AttentionOptions
+from quant.kernels.attention_tiles import DecodeTiles
+from quant.kernels.hopper import decode_nvfp4
+from quant.kernels.layout import prepack
+from quant.kernels.pages import KVPages
+from quant.kernels.portable import (
+    attention_quantize,
+    decode_attention,
+    kv_cache,
+    matmul,
+    matmul_grouped,
+    nvfp4_solvers,
+)
+from quant.kernels.portable.training import fake_rounding
+
+SHARED_LIMIT = 227 << 10
+
+
+def half(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def pages_of(name: str | None, dim: int) -> KVPages:
+    """Four pages of 64 tokens and two heads."""
+    shape, scale = (4, 2, 64), torch.ones(2)
+    if name is None:
+        return KVPages(half(*shape, dim), half(*shape, dim), None, dim)
+    if name == "nvfp4":
+        codes = [torch.zeros(*shape, dim // 2, dtype=torch.uint8) for _ in range(2)]
+        blocks = [torch.zeros(*shape, dim // 16).to(torch.float8_e4m3fn) for _ in range(2)]
+        return KVPages(*codes, FORMATS[name], dim, scale, scale, *blocks)
+    codes = [torch.zeros(*shape, dim).to(torch.float8_e4m3fn) for _ in range(2)]
+    scale = torch.ones(shape) if name == "fp8_token" else scale
+    return KVPages(*codes, FORMATS[name], dim, scale, scale.clone())
+
+
+def write(name: str | None, new: int) -> None:
+    table, first = torch.zeros(1, 4, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    kv_cache.write(pages_of(name, 128), table, first, half(1, 2, new, 128), half(1, 2, new, 128))
+
+
+def write_slots(name: str | None) -> None:
+    slots = torch.zeros(3, dtype=torch.int64)
+    kv_cache.write_slots(pages_of(name, 128), slots, half(3, 2, 128), half(3, 2, 128))
+
+
+def read() -> None:
+    codes, blocks = torch.zeros(1, 2, 64, 64, dtype=torch.uint8), torch.zeros(1, 2, 64, 8).to(torch.float8_e4m3fn)
+    kv_cache.read(codes, blocks, torch.ones(1, 2), torch.bfloat16)
+
+
+def decode(name: str | None, splits: int) -> None:
+    q, lengths = half(1, 8, 1, 128), torch.ones(1, dtype=torch.int32)
+    tiles = DecodeTiles(block_m=16, block_n=64, warps=4, stages=2, splits=splits)
+    options = AttentionOptions(causal=True)
+    decode_attention.launch(q, pages_of(name, 128), torch.zeros(1, 4, dtype=torch.int32), lengths, options, tiles)
+
+
+def solve(improve: bool) -> None:
+    wanted, blocks = torch.zeros(32, 8), torch.zeros(2, 16, 16)
+    tensors = (wanted, torch.zeros(32, 32), blocks, wanted.clone(), torch.zeros(2, 8))
+    nvfp4_solvers.solve_nvfp4_window(torch.tensor(1.0), *tensors, 0, improve)
+
+
+def learn() -> None:
+    latent, step = torch.zeros(8, 32), torch.ones(8, 2)
+    nvfp4_solvers.learned_values(latent, step, step)
+    nvfp4_solvers.learned_gradient(latent, step, step, half(8, 32))
+
+
+def mask(name: str, dtype: torch.dtype) -> None:
+    weight, format = torch.zeros(128, 256, dtype=dtype), FORMATS[name]
+    second = torch.tensor(1.0) if format.global_scale else None
+    fake_rounding.masked_gradient(half(128, 256), weight, format, torch.ones(format.scale_shape((128, 256))), second)
+
+
+def experts() -> None:
+    rows, _, places = matmul_grouped.route(half(9, 256), torch.zeros(9, 2, dtype=torch.int64), 4)
+    matmul_grouped.weigh(rows, places, torch.zeros(9, 2), half(9, 256))
+    matmul_grouped.weigh(rows, places, None, half(9, 256))
+
+
+def prepacked() -> None:
+    weight = prepack(quantize(torch.randn(64, 256), FORMATS["nvfp4"]))
+    decode_nvfp4.dequantize(weight)
+    decode_nvfp4.requantize(weight)
+
+
+CASES: dict[str, Callable[[], Any]] = {
+    **{f"write {name} {new}": partial(write, name, new) for name in ("fp8", "nvfp4") for new in (1, 70)},
+    **{f"write slots {name}": partial(write_slots, name) for name in ("fp8", "nvfp4")},
+    "read": read,
+    **{f"decode {name}": partial(decode, name, 1) for name in (None, "fp8", "nvfp4")},
+    "decode in parts": partial(decode, None, 4),
+    **{f"solve {improve}": partial(solve, improve) for improve in (False, True)},
+    "learn": learn,
+    **{f"fake {x.dtype}": partial(nvfp4_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0))
+       for x in (torch.zeros(4, 32), half(4, 32))},
+    **{f"mask {name}": partial(mask, name, torch.float32) for name in ("nvfp4", "fp8_block", "int8")},
+    "experts": experts,
+    "lay out v": lambda: attention_quantize.lay_out_v(half(1, 2, 130, 128).to(torch.float8_e4m3fn), None),
+    "prepacked": prepacked,
+    **{f"dequantize {name}": partial(matmul.dequantize, quantize(torch.randn(64, 256), FORMATS[name]), torch.bfloat16)
+       for name in ("mxfp6", "int4", "fp8_block")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_hopper_gpu_gets_code(case: Callable[[], Any]) -> None:
+    with compiled_for(90) as kernels:
+        case()
+    assert kernels
+    for kernel in kernels:
+        assert kernel.asm["cubin"] and kernel.metadata.shared <= SHARED_LIMIT
+        assert ".target sm_90a" in kernel.asm["ptx"]
