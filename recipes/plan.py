@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, TypedDict, get_type_hints
 
 from quant.formats.atomic import write_atomically
 from quant.formats.format import Format, get_format
@@ -182,6 +182,13 @@ class LayerPlan:
         return cls(**{**own, **formats, "parts": parts})
 
 
+class RunTimeFormats(TypedDict):
+    """Names of the formats of the KV cache and of attention's operands; None is 16 bit."""
+
+    kv_cache: str | None
+    attention: str | None
+
+
 @dataclass(frozen=True)
 class Plan:
     """An ordered set of layer plans, the formats of the KV cache and of attention, and where it all came from.
@@ -230,8 +237,8 @@ class Plan:
         return dataclasses.replace(self, layers=tuple(new.get(layer.name, layer) for layer in self.layers))
 
     @property
-    def run_time(self) -> dict[str, str | None]:
-        """Names of the formats of the KV cache and of attention's operands; None is 16 bit."""
+    def run_time(self) -> RunTimeFormats:
+        """What `quant.quantized_attention` takes to run the model as the plan says."""
         return {
             "kv_cache": self.kv_cache.name if self.kv_cache else None,
             "attention": self.attention.name if self.attention else None,

@@ -29,7 +29,7 @@ from quant.errors import UserError, printable
 from quant.kernels.processor import set_up_threads
 from quant.models.files import with_revision
 from quant.recipes.json_text import json_text
-from quant.recipes.plan import PLAN_FILE, Plan
+from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
 _BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"
@@ -92,7 +92,7 @@ def model_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return factory(unsafe(TRUST(REVISION(command))))
 
 
-def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> dict[str, str | None]:
+def attention_options(model: Path | None, attention: str | None, kv_cache: str | None) -> RunTimeFormats:
     """--attention and --kv-cache; one that was not given is taken from the plan of the checkpoint `model`, if any."""
     file = Path(PLAN_FILE) if model is None else model / PLAN_FILE
     if model is not None and file.is_file() and None in (attention, kv_cache):
