@@ -15,7 +15,7 @@ solver's name has such parts, experts get its rounding alone, and the plan says 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -193,20 +193,19 @@ class ExpertsWork:
                     others,
                 )
 
-        def solved() -> Iterator[BlockScaledTensor]:
-            outline = ({member.name: tuple(member.shape[1:])}, format)
-            for part in parts:
-                found = self._statistics(member, projection, part) if looks else [None] * len(part)
-                own = {}
-                for place, (expert, stats) in enumerate(zip(part, found, strict=True)):
-                    if _owner(expert) == rank_and_world()[0]:
-                        matrix = {member.name: weight[expert].to(self.device).float()}
-                        own[place] = solve_group(
-                            matrix, {member.name: stats or others}, format, pipeline.rounding, self.stored
-                        )
-                yield from (each[member.name] for each in all_solved(own, [outline] * len(part), self.device))
+        def solve_part(part: range) -> list[dict[str, BlockScaledTensor]]:
+            found = self._statistics(member, projection, part) if looks else [None] * len(part)
+            own = {}
+            for place, (expert, stats) in enumerate(zip(part, found, strict=True)):
+                if _owner(expert) == rank_and_world()[0]:
+                    matrix = {member.name: weight[expert].to(self.device).float()}
+                    own[place] = solve_group(
+                        matrix, {member.name: stats or others}, format, pipeline.rounding, self.stored
+                    )
+            return all_solved(own, [({member.name: tuple(member.shape[1:])}, format)] * len(part), self.device)
 
-        whole = stacked(solved(), count, self.settings.scratch)
+        solved = (each[member.name] for part in parts for each in solve_part(part))
+        whole = stacked(solved, count, self.settings.scratch)
         return Solved(whole, RunTimeParts(), self.input_scales.get(member.name), sum(tokens), tuple(notes))
 
 
