@@ -336,6 +336,8 @@ def main(
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt")
     show(TITLE, header, table, notes)
+    if json_path:
+        write_json(json_path, TITLE, header, table, notes)
     if plot:
         points = [
             {"layers": row["layers"], "value": row[column], "run": row["run"], "panel": column}
@@ -343,8 +345,6 @@ def main(
             for column in ("memory GiB", "seconds")
         ]
         lines(plot, points, x="layers", y="value", line="run", panel="panel", par=None)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
 
 
 if __name__ == "__main__":
