@@ -171,7 +171,7 @@ def _run(
     def remember(x: torch.Tensor) -> torch.Tensor:
         seen.append(x)
         # DDP may ask the outputs which parameters they come from, and takes others for unused: the head is used.
-        return x[..., :1] + sum(0 * p.flatten()[0] for p in used)
+        return x[..., :1] + sum(0 * p.flatten()[:1].sum() for p in used)
 
     used = [] if head is None else [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
     if head is None:

@@ -78,18 +78,20 @@ class TopTeacher:
     Attributes:
         tokens: int `[positions, k]`.
         logp: their log-probabilities at the temperature, float32 `[positions, k]`.
+        name: for messages.
     """
 
     tokens: torch.Tensor
     logp: torch.Tensor
+    name: str = "the cached teacher"
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < logits.shape[-1]:
+        if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
             raise UserError(
-                f"the cached teacher knows tokens {int(tokens.min()):,} to {int(tokens.max()):,}, and the student's "
-                f"vocabulary has {logits.shape[-1]:,}; cache a teacher of the same family"
+                f"{self.name} knows token {int(tokens.max()):,}, and the student's vocabulary has "
+                f"{logits.shape[-1]:,}; cache a teacher of the same family"
             )
         logq = logits.div_(temperature).log_softmax(dim=-1)
         p, known = logp.exp(), logq.gather(-1, tokens)
@@ -99,7 +101,9 @@ class TopTeacher:
         q = logq.exp_()
         # In a sum over the others, not as what is left of 1: that would be rounding where the student is sure.
         others = q.scatter(-1, tokens, 0.0).sum(dim=-1).clamp(min=tiny)
-        loss = (p * (logp - known)).sum(dim=-1) + torch.where(rest > 0, rest * (rest.clamp(min=tiny) / others).log(), 0)
+        loss = (p * (logp - known).masked_fill(p == 0, 0)).sum(dim=-1) + torch.where(
+            rest > 0, rest * (rest.clamp(min=tiny) / others).log(), 0
+        )
         scaled = q * (1 - rest / others)[:, None]
         scaled.scatter_(-1, tokens, q.gather(-1, tokens) - p)
         return loss, scaled.div_(temperature)

@@ -130,7 +130,7 @@ class CachedTeacher:
         """What the teacher says to a batch of its rows, int64 `[n, seqlen]`, in any order.
 
         Raises:
-            UserError: another temperature, or a row that the teacher has not read.
+            UserError: another temperature, a row that the teacher has not read, or a damaged file.
         """
         if temperature != self.temperature:
             raise UserError(
@@ -144,7 +144,10 @@ class CachedTeacher:
                 "teacher has read; train on the rows of the cache, cut and padded as they are"
             )
         index = torch.tensor(places)
-        return TopTeacher(self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1))
+        tokens, logp = self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1)
+        if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
+            raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")
+        return TopTeacher(tokens, logp, f"{self.path}: the cached teacher")
 
 
 def is_cached_teacher(path: str | Path) -> bool:

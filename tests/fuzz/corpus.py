@@ -41,6 +41,7 @@ _IMPORTED = (
 ROWS = "--calib in/tokens.safetensors --calib-samples 2 --seqlen 8"
 SHORT = "--samples 1 --seqlen 8"
 TO = "--out out --quiet"
+TRAINED = "--steps 1 --batch-size 2"
 RESUMED = f"quantize in/model --format nvfp4 --solver gptq {ROWS} {TO}"
 
 
@@ -89,6 +90,8 @@ def make(home: Path) -> list[Target]:
     make_some(home)
     _run(home, f"sensitivity in/model --calib in/tokens.safetensors {SHORT} --out in/scores.json --quiet")
     _run(home, "export in/ckpt --to onnx --out in/graph --quiet")
+    cached = "--cache-teacher in/teacher.safetensors --top 4 --data in/tokens.safetensors --samples 2 --seqlen 8"
+    _run(home, f"distill in/ckpt --teacher in/model {cached} {TRAINED} --out in/trained --quiet")
     shutil.copytree(home / "ckpt", home / "plain")
     for name in ("plan.json", "report.json", "report.html"):
         (home / "plain" / name).unlink()
@@ -273,6 +276,9 @@ def _targets(step: str) -> list[Target]:
         Target(f".out.partial/{step}", "safetensors", [RESUMED], 1),
         Target("m.gguf", "bytes", _of("m.gguf", [*run[:3], *run[4:6]]), 6),
         Target("tokens.safetensors", "safetensors", [calibrated, evaluate]),
+        Target(
+            "teacher.safetensors", "safetensors", [f"distill in/ckpt --teacher in/teacher.safetensors {TRAINED} {TO}"]
+        ),
     ]
     for name, kind in (("text.txt", "text"), ("records.jsonl", "lines"), ("chats.jsonl", "lines")):
         found.append(Target(name, kind, _of(name, with_text[-1:], "text.txt"), 2))

@@ -12,6 +12,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quant
@@ -116,6 +117,11 @@ def test_a_teacher_is_cached_first_and_serves_again(
     )
     result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
     assert result.exit_code == 2 and "its tensors are not as cache_teacher wrote them" in result.output
+    written["logp"][0, 0, 0] = torch.nan
+    with safe_open(cache, framework="pt") as file:
+        save_file(written, tmp_path / "torn", file.metadata())
+    result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
+    assert result.exit_code == 2 and "torn: holds tokens or probabilities that no teacher gives" in result.output
 
 
 def test_refusals(made: Path, tmp_path: Path) -> None:

@@ -184,6 +184,17 @@ def test_refusals(tmp_path: Path) -> None:
         quant.distill(student, tmp_path / "text", ROWS)
 
 
+def test_a_cached_teacher_may_rule_tokens_out() -> None:
+    """Its likeliest tokens then hold all probability, and some that have none."""
+    case = Case()
+    logits = torch.randn(POSITIONS, VOCABULARY).masked_fill(torch.arange(VOCABULARY) >= K - 2, -torch.inf)
+    logp, tokens = logits.log_softmax(-1).topk(K)
+    loss = chunked_kl(case.hidden, case.head, TopTeacher(tokens.int(), logp))
+    allowed = logits[:, : K - 2].double().log_softmax(-1)
+    logq = log_softmax(case.head(case.hidden).double(), -1)[:, : K - 2]
+    assert loss.item() == pytest.approx((allowed.exp() * (allowed - logq)).sum(-1).mean().item(), rel=1e-5)
+
+
 def test_a_trainer_distills(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra hf")
     teacher = tiny_models.llama(gain=2.0)
