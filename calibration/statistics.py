@@ -38,6 +38,7 @@ class LayerStats:
         block_moments: diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept.
         mean: of x, `[in]`.
         mean_drift: of r - x, `[in]`; None where x is the original input.
+        noise: mean square of what rounding changed in x, `[in]`; None where that was not measured.
     """
 
     tokens: int
@@ -46,6 +47,7 @@ class LayerStats:
     block_moments: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     mean_drift: torch.Tensor | None = None
+    noise: torch.Tensor | None = None
 
     def blocks(self, width: int) -> torch.Tensor:
         """Diagonal blocks of the second moment, `[in / width, width, width]`."""
@@ -75,11 +77,13 @@ def pooled_stats(
         before: what was pooled so far.
     """
     tokens = sum(stats.tokens for stats in found) if tokens is None else tokens
-    second, blocks = (None, None) if before is None else (before.second_moment, before.block_moments)
+    start = before or LayerStats(0)
+    second, blocks, noise = start.second_moment, start.block_moments, start.noise
     for stats in found:
         second = _plus(second, stats.second_moment, stats.tokens / tokens)
         blocks = _plus(blocks, stats.block_moments, stats.tokens / tokens)
-    return before if second is None and blocks is None else LayerStats(tokens, second, None, blocks)
+        noise = _plus(noise, stats.noise, stats.tokens / tokens)
+    return before if second is None and blocks is None else LayerStats(tokens, second, None, blocks, noise=noise)
 
 
 def _plus(total: torch.Tensor | None, tensor: torch.Tensor | None, share: float) -> torch.Tensor | None:
@@ -102,9 +106,12 @@ class MomentSum:
         self.cross: torch.Tensor | None = None
         self.first: torch.Tensor | None = None
         self.shift: torch.Tensor | None = None
+        self.noise: torch.Tensor | None = None
         self.spread: MomentSpread | None = None
 
-    def add(self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1) -> None:
+    def add(
+        self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1, noise: torch.Tensor | None = None
+    ) -> None:
         """Adds one batch.
 
         Args:
@@ -112,10 +119,11 @@ class MomentSum:
             drift: `[tokens, in]`, what it got in the original model, less `x`; None if that is zero.
             rows: how many calibration rows, each of as many tokens, the batch holds; their spread decides how far the
                 second moment is shrunk. 1 where that is not known, as behind a router.
+            noise: sum over the tokens of the squares of what rounding changed in `x`, `[in]`; None if nobody asks.
         """
         self.add_spread(x, rows)
         drift = None if drift is None else drift.to(x)
-        self.add_means(x, drift)
+        self.add_means(x, drift, noise)
         self.add_products(x, drift)
 
     def add_products(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
@@ -132,14 +140,12 @@ class MomentSum:
             assert self.cross is not None
             self.cross += columns_product(drift, x)
 
-    def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None) -> None:
-        """Adds one batch to the sums of inputs and drifts alone."""
+    def add_means(self, x: torch.Tensor, drift: torch.Tensor | None = None, noise: torch.Tensor | None = None) -> None:
+        """Adds one batch to the sums of inputs, drifts and noise alone."""
         self.tokens += len(x)
-        total = x.sum(0, dtype=torch.float32)
-        self.first = total if self.first is None else self.first.add_(total)
-        if drift is not None:
-            total = drift.sum(0, dtype=torch.float32)
-            self.shift = total if self.shift is None else self.shift.add_(total)
+        self.first = add_up(self.first, x.sum(0, dtype=torch.float32))
+        self.shift = add_up(self.shift, None if drift is None else drift.sum(0, dtype=torch.float32))
+        self.noise = add_up(self.noise, noise)
 
     def add_spread(self, x: torch.Tensor, rows: int) -> None:
         """Adds one batch to what decides the shrinkage alone."""
@@ -153,7 +159,8 @@ class MomentSum:
         """
         if not self.tokens:
             return None
-        means = [None if total is None else total / self.tokens for total in (self.first, self.shift)]
+        sums = (self.first, self.shift, self.noise)
+        means = [None if total is None else total / self.tokens for total in sums]
         if self.second is None:
             return LayerStats(self.tokens, None, None, None, *means)
         assert self.spread is not None
@@ -163,6 +170,13 @@ class MomentSum:
             return LayerStats(self.tokens, None, None, second, *means)
         drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
         return LayerStats(self.tokens, second, drift, None, *means)
+
+
+def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of what there is of both."""
+    if total is None or part is None:
+        return part if total is None else total
+    return total + part
 
 
 def rows_of(x: torch.Tensor) -> int:

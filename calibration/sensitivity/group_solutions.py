@@ -33,11 +33,12 @@ from quant.calibration.sensitivity.candidates import Candidate
 from quant.calibration.solvers.base import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import Branch, take_branches
-from quant.calibration.solvers.solver import Pipeline, get_pipeline, supports
+from quant.calibration.solvers.solver import get_pipeline, supports
 from quant.calibration.statistics import LayerStats, MomentSum, round_activation, rows_of, static_input_scale
 from quant.calibration.walk.collect import watch_inputs
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import LayerPlan
+from quant.recipes.solver_names import with_branch
 
 _BATCH_TOKENS = 2048
 # Bytes of second moments that are held at a time.
@@ -114,14 +115,14 @@ def solve_each_group(
         if pipeline.transforms or any(c.activation is not None for choices in part.values() for c in choices):
             _watch(model, watched, batches, inputs.add)
         works = {
-            group: [_Work(c, groups[group], model, pipeline, inputs, group, stored, rows.device) for c in choices]
+            group: [_Work(c, groups[group], model, solver, inputs, group, stored, rows.device) for c in choices]
             for group, choices in part.items()
         }
         if pipeline.needs_moment or any(c.rank for choices in part.values() for c in choices):
             _watch(model, watched, batches, partial(_add, works))
         for group, choices in works.items():
             for work in choices:
-                solution = work.solve(pipeline, stored)
+                solution = work.solve(stored)
                 if solution is not None:
                     found[group, work.candidate.name] = solution if home is None else solution.to(home)
             choices.clear()  # and with them the second moments
@@ -222,26 +223,26 @@ class _Work:
         candidate: Candidate,
         members: Sequence[LayerPlan],
         model: nn.Module,
-        pipeline: Pipeline,
+        solver: str,
         inputs: _Inputs,
         group: str,
         stored: torch.dtype,
         there: torch.device,
     ) -> None:
         self.candidate = candidate
+        self.pipeline = get_pipeline(with_branch(solver, candidate.rank) if candidate.rank else solver)
         self.there = there
         self.weights = {m.name: model.get_submodule(m.name).weight.detach() for m in members}  # type: ignore[operator]
         self.divisor = self.input_scale = None
         self.moment = MomentSum()
-        self.unrounded = MomentSum()  # filled where the input is rounded, and a branch sees it as it is
         # A solver that works from one pass over the original inputs sees them as they are.
-        self.activation = None if pipeline.at_once and not candidate.rank else candidate.activation
+        self.activation = None if self.pipeline.at_once else candidate.activation
         assert candidate.weight is not None
-        if pipeline.transforms and group in inputs.tokens:
+        if self.pipeline.transforms and group in inputs.tokens:
             seen = inputs.of(group)
             weight = torch.cat([w.to(self.there).float() for w in self.weights.values()])
             divisor = torch.ones_like(seen.amax)
-            for transform in pipeline.transforms:
+            for transform in self.pipeline.transforms:
                 here = seen.divided(divisor)
                 divisor = divisor * transform(weight * divisor, here, candidate.weight, candidate.activation, None)
             self.divisor = divisor
@@ -249,20 +250,21 @@ class _Work:
             amax = inputs.amax[group] if self.divisor is None else inputs.amax[group] / self.divisor
             self.input_scale = static_input_scale(amax.amax(), candidate.activation, stored)
 
-    def solve(self, pipeline: Pipeline, stored: torch.dtype) -> GroupSolution | None:
+    def solve(self, stored: torch.dtype) -> GroupSolution | None:
         """The group solved in the format; None without statistics of its input."""
         stats: LayerStats | None = self.moment.stats()
-        if stats is None and (pipeline.needs_moment or self.divisor is None or self.candidate.rank):
+        if stats is None and (self.pipeline.needs_moment or self.divisor is None):
             return None
         assert self.candidate.weight is not None
         weights = {name: w.to(self.there) for name, w in self.weights.items()}
         weights = {name: w.float() if self.divisor is None else w * self.divisor for name, w in weights.items()}
         branches: dict[str, Branch] = {}
         if self.candidate.rank:
-            seen = stats if self.activation is None else self.unrounded.stats()
-            assert seen is not None
-            weights, branches = take_branches(weights, seen, self.candidate.rank, stored)
-        solved = solve_group(weights, dict.fromkeys(weights, stats), self.candidate.weight, pipeline.rounding, stored)
+            assert stats is not None
+            weights, branches, stats = take_branches(weights, stats, self.candidate.rank, stored)
+        solved = solve_group(
+            weights, dict.fromkeys(weights, stats), self.candidate.weight, self.pipeline.rounding, stored
+        )
         return GroupSolution(solved, self.divisor, self.input_scale, branches)
 
 
@@ -277,7 +279,6 @@ def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows
             work.moment = plain
             continue
         divided = x if work.divisor is None else x / work.divisor
-        if work.candidate.rank and work.activation is not None:
-            work.unrounded.add(divided, rows=rows)
         rounded = round_activation(divided, work.activation, work.input_scale)
-        work.moment.add(rounded, rows=rows)
+        noise = (rounded - divided).float().square().sum(0) if work.candidate.rank and work.activation else None
+        work.moment.add(rounded, rows=rows, noise=noise)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from quant.calibration.solvers.base import GroupInputs, shared_global_scale
+from quant.calibration.solvers.lowrank import lowrank_branch, residual_weight
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
 
@@ -34,10 +35,13 @@ class Awq:
         inputs_alone: where inputs are rounded too, only their rounding counts and that of weights does not. So it is
             before GPTQ, which makes up for most of the weights' error; chosen on held-out rows of SmolLM2-135M.
         rows: at most so many output rows take part in the search.
+        rank: of the 16-bit branch that will be taken off the scaled weight; 0 for none. The branch takes the inputs
+            that matter most out of the rounding, and what is left for Q wants a higher power.
     """
 
     inputs_alone: bool = False
     rows: int = 512
+    rank: int = 0
 
     def __call__(
         self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
@@ -50,7 +54,7 @@ class Awq:
 
         part = weight[:: -(-len(weight) // self.rows)]
         round_input = (lambda x: round_activation(x, activation, None)) if activation else None
-        return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner)
+        return search_scale(part, inputs.sample, inputs.mean_abs, round_weight, round_input, owner, self.rank)
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def search_scale(
     round_weight: Callable[[Tensor], Tensor],
     round_input: Callable[[Tensor], Tensor] | None,
     owner: Tensor | None = None,
+    rank: int = 0,
 ) -> Tensor:
     """The scale `[in]` that AWQ's search finds.
 
@@ -105,16 +110,20 @@ def search_scale(
         round_weight: rounds a scaled weight.
         round_input: rounds scaled inputs; None where activations stay in 16 bit.
         owner: see `channel_scale`.
+        rank: of the branch that sees the scaled inputs unrounded.
     """
     wanted = inputs @ weight.t()
     best, least = torch.ones_like(magnitude), float("inf")
     for power in POWERS:
         scale = channel_scale(magnitude, weight, power, 0.0, owner)
-        scaled = inputs / scale
-        if round_input is not None:
-            scaled = round_input(scaled)
-        values = round_weight(weight * scale)
-        error = float((scaled @ values.t() - wanted).square().mean(1).mean())
+        given, values = inputs / scale, weight * scale
+        scaled = given if round_input is None else round_input(given)
+        left = wanted
+        if rank:
+            noise = (given if round_input is None else scaled - given).square().mean(0)
+            down, up = branch = lowrank_branch(values, noise, min(rank, *values.shape), values.dtype)
+            values, left = residual_weight(values, branch), wanted - given @ down.t() @ up.t()
+        error = float((scaled @ round_weight(values).t() - left).square().mean(1).mean())
         if error < least:
             best, least = scale, error
     return best

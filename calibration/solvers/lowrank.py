@@ -1,16 +1,19 @@
 """`lowrank_branch` finds a low-rank branch in 16 bit beside the quantized weight: W ≈ Q + B A, as in SVDQuant.
 
-The branch takes the directions in which the output is largest, and sees the input unrounded, so neither weight nor
-activation rounding touches them; what is left for Q is smaller and flatter.
+The branch sees the input unrounded, so neither weight nor activation rounding touches it; what is left for Q is
+smaller and flatter.
 
-Which rank-r product is best depends on the inputs. With M = L Lᵀ their second moment, the mean squared output error
-of leaving out R = W - B A is ‖R L‖², so by Eckart and Young the best branch comes from the largest singular values
-of the whitened weight,
+Q still gives the output of the rest R = W - B A, so what counts is not how large that output is, but how much noise R
+lets through. Rounding of the inputs adds noise of power n_j to input j, hardly correlated between inputs, and the
+output noise is Σ n_j ‖R_j‖² over the columns of R. Rounding of R itself adds errors in proportion to its weights: the
+same sum, with the power of input j for n_j. With L = diag(√n) that is ‖R L‖², so by Eckart and Young the best branch
+comes from the largest singular values of the weighted weight,
 
     W L = U S Vᵀ,    B = U_r √S_r,    A = √S_r V_rᵀ L⁻¹
 
-and with W L in hand, B A = U_r U_rᵀ W: the branch is W projected onto its r strongest *output* directions, so L⁻¹ is
-never needed, and a singular M does no harm. U comes from the eigenvectors of the smaller of W M Wᵀ and Lᵀ Wᵀ W L.
+and with W L in hand, B A = U_r U_rᵀ W: the branch is W projected onto its r noisiest *output* directions, so L⁻¹ is
+never needed, and an input without noise does no harm. U comes from the eigenvectors of the smaller of W L Lᵀ Wᵀ and
+Lᵀ Wᵀ W L.
 
 The branch is stored in the model's dtype, and Q is solved for what the *rounded* branch leaves.
 """
@@ -18,6 +21,7 @@ The branch is stored in the model's dtype, and Q is solved for what the *rounded
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 
@@ -29,33 +33,37 @@ Branch = tuple[torch.Tensor, torch.Tensor]
 
 def take_branches(
     weights: Mapping[str, torch.Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, Branch]]:
-    """What is left of weights with one input once a branch is taken off each, and the branches, by layer name.
+) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats]:
+    """What is left of weights with one input once a branch is taken off each.
 
     Args:
         weights: `[out, in]`.
-        stats: of the input as the branch sees it, with its second moment; its drift is made up for by both together.
+        stats: of the input; its drift is made up for by rest and branch together.
         rank: of the branches; at most the smaller side of each weight is taken.
         dtype: in which branches are stored.
+
+    Returns:
+        What is left and the branches, by layer name, and statistics to solve what is left with: without the drift.
     """
     assert stats.second_moment is not None
-    factor = factorize(stats.second_moment)
+    noise = stats.second_moment.diagonal() if stats.noise is None else stats.noise
+    factor = None if stats.drift is None else factorize(stats.second_moment)
     left, branches = {}, {}
     for name, weight in weights.items():
-        wanted = corrected_weight(weight, stats.drift, factor)
-        branches[name] = lowrank_branch(wanted, factor.moment, min(rank, *weight.shape), dtype, name)
+        wanted = weight if factor is None else corrected_weight(weight, stats.drift, factor)
+        branches[name] = lowrank_branch(wanted, noise, min(rank, *weight.shape), dtype, name)
         left[name] = residual_weight(wanted, branches[name])
-    return left, branches
+    return left, branches, replace(stats, drift=None)
 
 
 def lowrank_branch(
-    weight: torch.Tensor, second_moment: torch.Tensor | None, rank: int, dtype: torch.dtype, name: str = "weight"
+    weight: torch.Tensor, noise: torch.Tensor, rank: int, dtype: torch.dtype, name: str = "weight"
 ) -> Branch:
-    """The best branch of rank `rank` under the norm of the inputs.
+    """The branch of rank `rank` that leaves the least noise.
 
     Args:
         weight: `[out, in]`.
-        second_moment: mean of x xᵀ, `[in, in]`; None weighs all inputs alike.
+        noise: power of the noise of each input, in any unit, `[in]`.
         rank: at least 1 and at most the smaller side of the weight.
         dtype: in which the branch is stored.
         name: how errors call the layer.
@@ -73,10 +81,7 @@ def lowrank_branch(
             f"{name} {list(weight.shape)}: low-rank branch of rank {rank}; it must be 1 to {min(rows, columns)}"
         )
     wide = weight.double()
-    moment = (
-        torch.eye(columns, dtype=wide.dtype, device=wide.device) if second_moment is None else second_moment.double()
-    )
-    directions = _output_directions(wide, moment, rank)
+    directions = _output_directions(wide * noise.double().sqrt(), rank)
     down = directions.t() @ wide
     # A direction is of unit length; half the size of its row of `down` moves over to it.
     size = down.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny).sqrt()
@@ -89,15 +94,12 @@ def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:
     return (weight.double() - up.double() @ down.double()).to(weight.dtype)
 
 
-def _output_directions(weight: torch.Tensor, moment: torch.Tensor, rank: int) -> torch.Tensor:
+def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
     """Left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
-    rows, columns = weight.shape
+    rows, columns = weighted.shape
     if rows <= columns:
-        directions: torch.Tensor = torch.linalg.eigh(weight @ moment @ weight.t())[1][:, -rank:].flip(1)
+        directions: torch.Tensor = torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
         return directions
-    # More outputs than inputs: with M = L Lᵀ from its eigenvectors, Lᵀ Wᵀ W L is the smaller matrix.
-    values, vectors = torch.linalg.eigh(moment)
-    half = weight @ (vectors * values.clamp(min=0).sqrt())
-    strongest = torch.linalg.eigh(half.t() @ half)[1][:, -rank:].flip(1)
-    directions = torch.linalg.qr(half @ strongest)[0]
+    strongest = torch.linalg.eigh(weighted.t() @ weighted)[1][:, -rank:].flip(1)
+    directions = torch.linalg.qr(weighted @ strongest)[0]
     return directions

@@ -119,8 +119,8 @@ def get_pipeline(name: str) -> Pipeline:
     spec = parse_solver(name, tuple(SOLVERS), tuple(TRANSFORMS))
     rounding = SOLVERS[spec.rounding]
     transforms = [TRANSFORMS[key] for key in spec.transforms]
-    if isinstance(rounding, Gptq):
-        transforms = [replace(t, inputs_alone=True) if isinstance(t, Awq) else t for t in transforms]
+    alone = isinstance(rounding, Gptq)
+    transforms = [replace(t, inputs_alone=alone, rank=spec.rank) if isinstance(t, Awq) else t for t in transforms]
     reconstruction = Reconstruction(steps=spec.autoround) if spec.autoround else None
     return Pipeline(spec, tuple(transforms), rounding, reconstruction)
 

@@ -59,14 +59,6 @@ class _Rounded:
     wanted: Mapping[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _Collected:
-    """Sums over a group's inputs: as they are rounded, and before, where a branch reads them so."""
-
-    rounded: Moments
-    unrounded: Moments
-
-
 class BlockWork:
     """One block from original to quantized."""
 
@@ -240,16 +232,16 @@ class BlockWork:
         for group in stage:
             group.kept.clear()
 
-    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[_Collected], list[list[Branch]]]:
+    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[Moments], list[list[Branch]]]:
         """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
         # Tokens that a router has sent to many experts take less memory than the experts' moments.
         columns = stage[0].members[0].shape[-1]
         later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
-        moments = [_Collected(Moments(later=later), Moments(later=later)) for _ in stage]
+        moments = [Moments(later=later) for _ in stage]
         pairs: list[list[Entry]] = [[] for _ in stage]
         judged = self._held_out(self.batches)
 
-        def watch(group: Group, found: _Collected, held: list[Entry]) -> Callable[..., None]:
+        def watch(group: Group, found: Moments, held: list[Entry]) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
                 x = args[0].reshape(-1, args[0].shape[-1])
                 if len(x) == 0:
@@ -286,7 +278,7 @@ class BlockWork:
     def _add(
         self,
         group: Group,
-        found: _Collected,
+        found: Moments,
         x: torch.Tensor,
         drift: torch.Tensor | None,
         rows: int,
@@ -294,9 +286,10 @@ class BlockWork:
         """Adds a batch of inputs to the group's statistics."""
         if not group.pipeline.needs_moment:
             return
-        if _has_branch(group):
-            found.unrounded.add(self.clock[0], group.input(x), drift, rows)
-        found.rounded.add(self.clock[0], group.round_input(x), drift, rows)
+        rounded, noise = group.round_input(x), None
+        if group.pipeline.spec.rank and group.activation is not None:
+            noise = (rounded - group.input(x)).float().square().sum(0)
+        found.add(self.clock[0], rounded, drift, rows, noise)
 
     def _promote(self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[Branch]) -> bool:
         """Asks the guard. True where the group has another format now and is to be solved again."""
@@ -315,7 +308,6 @@ class BlockWork:
             self.solved[name] = (member, self.solved[name][1])
         if not changed:
             return False
-        group.unrounded = None
         for name in group.names:
             original = self.stand_ins.pop(name).original
             if name in self.biases:
@@ -337,7 +329,7 @@ class BlockWork:
         return False
 
     def _solve_collected(
-        self, stage: list[Group], moments: Sequence[_Collected], owners: Sequence[int] | None = None
+        self, stage: list[Group], moments: Sequence[Moments], owners: Sequence[int] | None = None
     ) -> None:
         """Solves sibling groups; one that no token reached gets the pooled statistics of the others.
 
@@ -346,21 +338,17 @@ class BlockWork:
             moments: sums over their inputs, which are empty afterwards.
             owners: the ranks that solve them; None where each rank solves them all, sharing their rows.
         """
-        sums, unrounded = [each.rounded for each in moments], [each.unrounded for each in moments]
-        parts = at_a_time(len(stage), stage[0].members[0].shape[-1], sums[0].sum.width)
+        parts = at_a_time(len(stage), stage[0].members[0].shape[-1], moments[0].sum.width)
         ranks = [None if owners is None else owners[part] for part in parts]
         others = None
-        counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in sums]), strict=True)]
+        counts = [sum(of_ranks) for of_ranks in zip(*gathered([each.tokens for each in moments]), strict=True)]
         if any(group.pipeline.needs_moment and not tokens for group, tokens in zip(stage, counts, strict=True)):
             for part, solvers in zip(parts, ranks, strict=True):
                 others = pooled(
-                    stats_of(sums[part], self.device, solvers, again=True), self.device, solvers, sum(counts), others
+                    stats_of(moments[part], self.device, solvers, again=True), self.device, solvers, sum(counts), others
                 )
         for part, solvers in zip(parts, ranks, strict=True):
-            if any(map(_has_branch, stage[part])):
-                for group, stats in zip(stage[part], stats_of(unrounded[part], self.device, solvers), strict=True):
-                    group.unrounded = stats
-            self._solve_part(stage[part], stats_of(sums[part], self.device, solvers), others, solvers)
+            self._solve_part(stage[part], stats_of(moments[part], self.device, solvers), others, solvers)
 
     def _solve_part(
         self,
@@ -438,7 +426,9 @@ class BlockWork:
         weights = {member.name: self.targets[name] for member, name in zip(group.members, group.names, strict=True)}
         branches: dict[str, Branch] = {}
         if group.pipeline.spec.rank:
-            weights, branches, stats = self._take_branches(group, weights, stats)
+            assert stats is not None
+            # Rest and branch together correct the inputs' drift.
+            weights, branches, stats = take_branches(weights, stats, group.pipeline.spec.rank, self.stored)
         solved = solve_stacked(weights, stats, group.weight_format, group.pipeline.rounding, self.stored)
         return _Rounded(solved, branches, weights)
 
@@ -472,15 +462,6 @@ class BlockWork:
         bias.data = bias + (target @ wanted - stand_in.dense.float() @ stats.mean).to(bias)
         if "bias corrected" not in group.notes:
             group.notes.append("bias corrected")
-
-    def _take_branches(
-        self, group: Group, weights: Mapping[str, torch.Tensor], stats: LayerStats | None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats | None]:
-        """Each weight's rest to be rounded, and its branch. Both together correct the inputs' drift."""
-        seen = stats if group.unrounded is None else group.unrounded
-        assert stats is not None and seen is not None
-        left, branches = take_branches(weights, seen, group.pipeline.spec.rank, self.stored)
-        return left, branches, replace(stats, drift=None) if group.unrounded is None else stats
 
     def _reconstruct(self, calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> None:
         """Refines the finished block against the original's outputs."""
@@ -562,8 +543,8 @@ class BlockWork:
 
         hooks = {}
         for group in self.groups:
-            sums[group.names[0]] = _Collected(Moments(group.weight_format.block[1] or None), Moments())
-            hooks[group.names[0]] = watch(group, sums[group.names[0]].rounded)
+            sums[group.names[0]] = Moments(group.weight_format.block[1] or None)
+            hooks[group.names[0]] = watch(group, sums[group.names[0]])
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
         siblings: dict[str, list[Group]] = {}
@@ -599,11 +580,6 @@ def _look_at_no_data(group: Group) -> None:
     group.members = [replace(member, solver=_DATA_FREE) for member in group.members]
     group.pipeline = get_pipeline(_DATA_FREE)
     group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
-
-
-def _has_branch(group: Group) -> bool:
-    """Whether a branch reads the group's inputs before they are rounded."""
-    return bool(group.pipeline.spec.rank and group.activation is not None)
 
 
 def _pair(tensors: Sequence[torch.Tensor | None]) -> Branch:

@@ -15,7 +15,7 @@ import torch
 from quant.calibration.observers import get_observer
 from quant.calibration.ranks import gathered, in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
-from quant.calibration.statistics import LayerStats, round_activation, static_input_scale
+from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.scratch import Scratch
 from quant.formats.format import Format
@@ -90,7 +90,6 @@ class Group:
         amax: largest magnitude by channel, `[in]`.
         divisor: what the input has been divided by, `[in]`, by itself or by a folded scale.
         parts, input_scale: see `Solved`; branches are the members' own.
-        unrounded: statistics of the inputs before rounding, where a branch reads them.
         notes: for the plan.
     """
 
@@ -107,7 +106,6 @@ class Group:
     divisor: torch.Tensor | None = None
     parts: RunTimeParts = field(default_factory=RunTimeParts)
     input_scale: torch.Tensor | None = None
-    unrounded: LayerStats | None = None
     notes: list[str] = field(default_factory=list)
 
     @property

@@ -22,9 +22,9 @@ import torch
 from quant.calibration.fast_matmul import columns_product, fast_matmul
 from quant.calibration.ranks import gathered, in_order, number_of, rank_and_world, sum_in_order
 from quant.calibration.shrinkage import MomentSpread
-from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats
+from quant.calibration.statistics import LayerStats, MomentSum, add_up, pooled_stats
 
-Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int]
+Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None]
 
 # Bytes of second moments that a rank holds at a time.
 _BUDGET = 1 << 29
@@ -45,14 +45,21 @@ class Moments:
     @property
     def tokens(self) -> int:
         """How many this rank has added."""
-        return self.sum.tokens + sum(len(x) for _, x, _, _ in self.waiting)
+        return self.sum.tokens + sum(len(x) for _, x, *_ in self.waiting)
 
-    def add(self, batch: int, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1) -> None:
+    def add(
+        self,
+        batch: int,
+        x: torch.Tensor,
+        drift: torch.Tensor | None = None,
+        rows: int = 1,
+        noise: torch.Tensor | None = None,
+    ) -> None:
         """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
         if self.later:
-            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x), rows))
+            self.waiting.append((number_of(batch), x, None if drift is None else drift.to(x), rows, noise))
         else:
-            self.sum.add(x, drift, rows)
+            self.sum.add(x, drift, rows, noise)
 
 
 def at_a_time(count: int, columns: int, width: int | None = None) -> list[slice]:
@@ -75,8 +82,8 @@ def stats_of(
     with fast_matmul():
         if rank_and_world()[1] == 1:
             for each in moments:
-                for _, x, drift, rows in each.waiting:
-                    each.sum.add(x, drift, rows)
+                for _, x, drift, rows, noise in each.waiting:
+                    each.sum.add(x, drift, rows, noise)
         elif owners is None:
             for each in moments:
                 _add_together(each, device)
@@ -119,23 +126,23 @@ def pooled(
 
 def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
-    own = [(*x.shape, drift is not None, rows) for _, x, drift, rows in waiting]
+    own = [(*x.shape, drift is not None, rows) for _, x, drift, rows, _ in waiting]
     outlines = [outline for part in gathered(own) for outline in part]
     if not outlines:
         return
     places, (_, columns, drifts, _) = [place for place, *_ in waiting], outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
-    for part, (_, x, drift, rows) in zip(means, waiting, strict=True):
-        part.add_means(x, drift)
+    for part, (_, x, drift, rows, noise) in zip(means, waiting, strict=True):
+        part.add_means(x, drift, noise)
         part.add_spread(x, rows)
     total.spread = MomentSpread(columns, device)
     small = [
-        (place, [part.first, part.shift, None if part.spread is None else part.spread.sums])
+        (place, [part.first, part.shift, part.noise, None if part.spread is None else part.spread.sums])
         for place, part in zip(places, means, strict=True)
     ]
-    for _, (first, shift, sums) in in_order(small, device):
-        total.first = first if total.first is None or first is None else total.first.add_(first)
-        total.shift = shift if total.shift is None or shift is None else total.shift.add_(shift)
+    for _, (first, shift, noise, sums) in in_order(small, device):
+        total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)
+        total.noise = add_up(total.noise, noise)
         assert sums is not None
         total.spread.sums += sums
     total.tokens = total.spread.tokens = sum(tokens for tokens, *_ in outlines)
@@ -148,7 +155,7 @@ def _add_together(moments: Moments, device: torch.device) -> None:
         return part.second
 
     def cross(index: int) -> torch.Tensor:
-        _, x, drift, _ = waiting[index]
+        _, x, drift, *_ = waiting[index]
         assert drift is not None
         return columns_product(drift, x).add_(0.0)  # no negative zeros, as in a sum that begins with zeros
 
@@ -163,14 +170,14 @@ def _add_at_owners(moments: Sequence[Moments], device: torch.device, owners: Seq
     rank, most = rank_and_world()[0], 1 << 32
     # The rows of a batch travel as its first dimension.
     own = [
-        (index * most + place, [x.unflatten(0, (rows, -1)), drift])
+        (index * most + place, [x.unflatten(0, (rows, -1)), drift, noise])
         for index, each in enumerate(moments)
-        for place, x, drift, rows in each.waiting
+        for place, x, drift, rows, noise in each.waiting
     ]
-    for place, (x, drift) in in_order(own, device):
+    for place, (x, drift, noise) in in_order(own, device):
         index = place // most
         assert x is not None
         if owners[index] == rank:
-            moments[index].sum.add(x.flatten(0, 1), drift, len(x))
+            moments[index].sum.add(x.flatten(0, 1), drift, len(x), noise)
         else:
-            moments[index].sum.add_means(x.flatten(0, 1), drift)
+            moments[index].sum.add_means(x.flatten(0, 1), drift, noise)

@@ -6,6 +6,7 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -25,7 +26,7 @@ from quant.calibration.statistics import LayerStats, static_input_scale
 from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.sequential import solve_sequentially
 from quant.formats.format import FORMATS
-from quant.formats.tensor import fake_quantize
+from quant.formats.tensor import fake_quantize, round_activation
 from quant.recipes.layers import find_groups, find_layers
 from quant.recipes.plan import LayerPlan, Plan
 
@@ -428,6 +429,42 @@ def test_before_gptq_the_error_of_inputs_decides_the_scale() -> None:
         errors[power] = (off @ (weight * scale).double().t()).square().mean()
     best = min(errors, key=lambda power: float(errors[power]))
     torch.testing.assert_close(found, channel_scale(inputs.mean_abs, weight, best / 10, 0.0, None))
+
+
+def test_before_a_branch_the_error_of_what_it_leaves_decides_the_scale() -> None:
+    assert get_pipeline("awq+lowrank:5+gptq").transforms[0].rank == 5
+    x, weight = torch.randn(200, 64) * torch.logspace(-1, 1, 64), torch.randn(96, 64)
+    inputs = GroupInputs(x, x.abs().mean(0), x.abs().amax(0))
+    errors = []
+    for power in range(10):
+        scale = channel_scale(inputs.mean_abs, weight, power / 10, 0.0, None)
+        off = (fake_quantize(x / scale, NVFP4) - x / scale).double().numpy()
+        size = np.sqrt((off**2).mean(0))
+        scaled = (weight * scale).double().numpy()
+        u, s, vt = np.linalg.svd(scaled * size, full_matrices=False)
+        errors.append(((off @ (scaled - (u[:, :5] * s[:5]) @ vt[:5] / size).T) ** 2).mean())
+    found = replace(TRANSFORMS["awq"], inputs_alone=True, rank=5)(weight, inputs, NVFP4, NVFP4, None)
+    torch.testing.assert_close(found, channel_scale(inputs.mean_abs, weight, np.argmin(errors) / 10, 0.0, None))
+    without = replace(TRANSFORMS["awq"], inputs_alone=True)(weight, inputs, NVFP4, NVFP4, None)
+    assert not torch.equal(found, without)
+
+
+def test_a_branch_takes_what_lets_most_noise_through() -> None:
+    """First block, first group: the noise is what rounding changes in the embedded rows behind the first norm."""
+    model = _llama(seed=3)
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.mul_(torch.logspace(-1, 1, 64))
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(ROWS)).reshape(-1, 64)
+    weights = {name: _weight(model, f"model.layers.0.self_attn.{name}_proj").double().numpy() for name in "qkv"}
+    solved = _solve(model, _plan(model, "lowrank:4+gptq", "nvfp4"), ROWS, batch=4)
+    for name, weight in weights.items():
+        layer = solved[f"model.layers.0.self_attn.{name}_proj"]
+        off = (round_activation(x, NVFP4, layer.input_scale) - x).double().numpy()
+        size = np.sqrt((off**2).mean(0))
+        u, s, vt = np.linalg.svd(weight * size, full_matrices=False)
+        best = (u[:, :4] * s[:4]) @ vt[:4] / size
+        down, up = layer.parts.lowrank
+        np.testing.assert_allclose((up.double() @ down.double()).numpy(), best, atol=1e-4 * np.abs(best).max())
 
 
 def test_streamed_blocks_have_their_own_tensors_back(monkeypatch: pytest.MonkeyPatch) -> None:

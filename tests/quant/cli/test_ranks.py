@@ -113,7 +113,7 @@ def files(directory: Path) -> dict[str, bytes]:
 
 CASES = [
     ("llama", "--format=nvfp4", "--solver=rtn", "--kv-cache=fp8"),
-    ("llama", "--format=nvfp4", "--solver=awq+gptq", "--observer=mse"),
+    ("llama", "--format=nvfp4", "--solver=awq+lowrank:8+gptq", "--observer=mse"),
     ("qwen3_moe", "--format=nvfp4", "--solver=gptq"),
 ]
 MORE = [
