@@ -36,7 +36,7 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
         tokenizer: is saved with it.
 
     Attributes:
-        plan: of the quantized model, once a fit has ended; for `quant.save` and `quant.export`.
+        plan: of the quantized model, once a fit has ended; for `quant.save`.
     """
 
     def __init__(

@@ -124,7 +124,7 @@ def convert_qat(model: nn.Module) -> Plan:
         model: as `prepare_qat` left it, after training. What wraps it (DDP, torch.compile) is looked through.
 
     Returns:
-        The plan, for `quant.save` and `quant.export`.
+        The plan, for `quant.save`.
 
     Raises:
         UserError: the model was not prepared, its weights are sharded, or one of them is no longer finite.
