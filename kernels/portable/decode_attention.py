@@ -125,10 +125,11 @@ def attend_kernel(
     padded: tl.constexpr = width != units
     dtype: tl.constexpr = k.dtype.element_ty if kind == "16bit" else tl.float16
     unscale: tl.constexpr = 16384.0 if kind == "nvfp4" else 256.0 if kind == "fp8" and not asm else 1.0
-    part = tl.program_id(0)
-    kv_head = tl.program_id(1) % kv_heads
-    first = tl.program_id(1) // kv_heads * block_m
-    batch = tl.program_id(2)
+    # All but the batch along the first axis of the grid: the others end at 65,535.
+    part = tl.program_id(0) % splits
+    kv_head = tl.program_id(0) // splits % kv_heads
+    first = tl.program_id(0) // splits // kv_heads * block_m
+    batch = tl.program_id(1)
 
     row = first + tl.arange(0, block_m)
     inside = row < new * group
@@ -160,7 +161,7 @@ def attend_kernel(
             _fetch_to_l2(v + lines + piece_of_line)
         wait_for_previous()
 
-    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row * q_new
+    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row.to(tl.int64) * q_new
     q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
     if pieces > 1:
         q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)
@@ -331,7 +332,7 @@ def launch(
     overlap = overlap_options(q) if tiles.overlap else {"overlap": False}
     scales = [x if x is not None else lengths for x in (pages.k_scale, pages.v_scale)]
     blocks = [x if x is not None else k for x in (pages.k_blocks, pages.v_blocks)]
-    attend_kernel[splits, pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
+    attend_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses,
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
         options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,

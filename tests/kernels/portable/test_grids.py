@@ -14,9 +14,12 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.attention_operands import AttentionOptions
+from quant.kernels.attention_tiles import DecodeTiles
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch
-from quant.kernels.portable import casts, decoder_step, embedding, matmul_grouped
+from quant.kernels.pages import KVPages
+from quant.kernels.portable import casts, decode_attention, decoder_step, embedding, matmul_grouped
 from quant.kernels.tiles import guess
 
 TOKENS, LIMIT = 140_000, 65_535
@@ -52,12 +55,23 @@ def linear() -> None:
     dispatch.run(x, weight, None, tiles)
 
 
+def attend() -> None:
+    pages = KVPages(half(1, 2, 16, 16), half(1, 2, 16, 16), None, 16)
+    q, tiles = (
+        half(1, 2, 8 * LIMIT + 8, 16),
+        DecodeTiles(block_m=16, block_n=16, warps=1, stages=1, splits=1, overlap=False),
+    )
+    one = torch.zeros(1, dtype=torch.int32)
+    decode_attention.launch(q, pages, one[None], one, AttentionOptions(), tiles)
+
+
 CASES: dict[str, Callable[[], Any]] = {
     "look_up": look_up,
     "swiglu": lambda: decoder_step.swiglu(half(TOKENS, 64)),
     "add_rmsnorm": lambda: decoder_step.add_rmsnorm(half(TOKENS, 32), None, half(32), 1e-5),
     "quantize": lambda: casts.quantize(half(TOKENS, 32), FORMATS["fp8_token"]),
     "weigh": weigh,
+    "attend": attend,
     "route": route,
     "grouped": grouped,
     "linear": linear,
