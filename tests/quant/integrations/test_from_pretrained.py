@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+from packaging import version
 
 import quant
 from quant.api.convert import convert
@@ -35,6 +36,12 @@ def files(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in directory.iterdir()}
 
 
+MIXTRAL = pytest.mark.skipif(
+    version.parse(transformers.__version__) < version.parse("5.23"),
+    reason="transformers 5.17 would run Mixtral's experts with random numbers, so such checkpoints are refused there",
+)
+
+
 @pytest.mark.parametrize(
     ("build", "format", "options"),
     [
@@ -42,7 +49,7 @@ def files(directory: Path) -> dict[str, bytes]:
         (tiny_models.llama, "nvfp4", {"solver": "rotation+gptq", "exclude": ["*.0.*"]}),
         (tiny_models.llama, "int4a16_g32", {"solver": "lowrank"}),
         (tiny_models.llama, "fp8", {}),
-        (tiny_models.mixtral, "nvfp4", {}),
+        pytest.param(tiny_models.mixtral, "nvfp4", {}, marks=MIXTRAL),
         (tiny_models.qwen3_moe, "fp8", {}),
     ],
 )
