@@ -351,6 +351,10 @@ class Partial:
         """Of each of the checkpoint's files that earlier runs began: how many bytes are whole, and their SHA-256."""
         return {name: (size, hashed.copy()) for name, (size, hashed) in self._shards.items()}
 
+    def moving(self, made_of: Mapping[str, str]) -> Moving:
+        """The log that moves what is kept into the checkpoint's files; `made_of` as in `Moving`."""
+        return Moving(self, made_of)
+
     def moved(self, shard: str, size: int, sha256: str, parts: Collection[str]) -> None:
         """Notes that the first `size` bytes of one of the checkpoint's files are on the disk.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,9 +23,11 @@ from quant.export.checkpoint import (
 )
 from quant.export.directory import new_directory
 from quant.export.names import StoredNames, stored_names
-from quant.export.partial import Moving, Partial
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.plan import PLAN_FILE, Plan
+
+if TYPE_CHECKING:
+    from quant.export.partial import Partial
 
 Finish = Callable[[Path, dict[str, str], list[str]], None]
 
@@ -103,7 +105,7 @@ def write_model(
     made_of: dict[str, str] = {}
     tensors = checkpoint_tensors(model, stored_dtype(model), names, state, made_of)
     masks = {names.stored(name) for name, _ in model.named_buffers()}
-    log = None if partial is None else Moving(partial, made_of)
+    log = None if partial is None else partial.moving(made_of)
     where: dict[str, Any] = {} if partial is None else {"work": partial.path, "kept": partial.shards}
     with new_directory(Path(directory), overwrite=overwrite, **where) as temporary:
         hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)

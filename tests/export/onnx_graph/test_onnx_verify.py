@@ -83,7 +83,8 @@ def test_a_wide_layer_is_compared_in_slices(tmp_path: Path, monkeypatch: pytest.
     sliced = verify(model, path)["layers"][0]
     assert whole["passed"] and sliced["passed"]
     for key in ("fake_quant", "onnx"):
-        assert sliced[key] == pytest.approx(whole[key], rel=0.2, abs=1e-9)
+        # Products of another shape may be summed in another order, which moves the last bits of float32.
+        assert sliced[key] == pytest.approx(whole[key], rel=0.2, abs=1e-6)
     damaged = onnx.load(path)
     (codes,) = (tensor for tensor in damaged.graph.initializer if tensor.name == "0.codes")
     data = bytearray(codes.raw_data)

@@ -261,7 +261,10 @@ def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
         expected += matrix
 
     def work() -> None:
-        torch.distributed.init_process_group("gloo")  # as a training script does, which may quantize on one rank alone
+        # As a training script does, which may quantize on one rank alone; its ranks meet elsewhere than those below.
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        meeting = f"file://{tmp_path}/meeting.{world}"
+        torch.distributed.init_process_group("gloo", meeting, rank=rank, world_size=world)
         assert ranks.rank_and_world() == (0, 1)
         torch.distributed.destroy_process_group()
         ranks.join()
