@@ -87,9 +87,7 @@ def pooled_stats(
 
 
 def _plus(total: torch.Tensor | None, tensor: torch.Tensor | None, share: float) -> torch.Tensor | None:
-    if tensor is None:
-        return total
-    return tensor * share if total is None else total + tensor * share
+    return add_up(total, None if tensor is None else tensor * share)
 
 
 class MomentSum:

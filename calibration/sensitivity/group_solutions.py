@@ -118,7 +118,7 @@ def solve_each_group(
             group: [_Work(c, groups[group], model, solver, inputs, group, stored, rows.device) for c in choices]
             for group, choices in part.items()
         }
-        if pipeline.needs_moment or any(c.rank for choices in part.values() for c in choices):
+        if any(work.pipeline.needs_moment for choices in works.values() for work in choices):
             _watch(model, watched, batches, partial(_add, works))
         for group, choices in works.items():
             for work in choices:
@@ -150,7 +150,7 @@ def _parts(
     parts: list[dict[str, Sequence[Candidate]]] = [{}]
     held = 0
     for group, choices in wanted.items():
-        size = 4 * groups[group][0].shape[-1] ** 2 * sum(1 + (c.rank > 0) for c in choices)
+        size = 4 * groups[group][0].shape[-1] ** 2 * len(choices)
         if parts[-1] and held + size > _MOMENTS.get(device, _MOMENTS["cpu"]):
             parts.append({})
             held = 0

@@ -49,6 +49,9 @@ from quant.recipes.plan import LayerPlan
 
 _DATA_FREE = "mse"  # the solver of effort 1
 
+# Of a group on a held-out row: its input, and that of the original model.
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class _Rounded:
@@ -232,8 +235,8 @@ class BlockWork:
         for group in stage:
             group.kept.clear()
 
-    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[Moments], list[list[Branch]]]:
-        """Statistics of each group; for the guard also pairs (input, wanted input) on held-out rows."""
+    def _collect(self, stage: list[Group], calls: Sequence[Call]) -> tuple[list[Moments], list[list[_Pair]]]:
+        """Sums over the inputs of each group; for the guard also pairs on held-out rows."""
         # Tokens that a router has sent to many experts take less memory than the experts' moments.
         columns = stage[0].members[0].shape[-1]
         later = len(stage) > 1 and sum(group.tokens for group in stage) < len(stage) * columns
@@ -291,7 +294,7 @@ class BlockWork:
             noise = (rounded - group.input(x)).float().square().sum(0)
         found.add(self.clock[0], rounded, drift, rows, noise)
 
-    def _promote(self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[Branch]) -> bool:
+    def _promote(self, group: Group, targets: Mapping[str, torch.Tensor], pairs: list[_Pair]) -> bool:
         """Asks the guard. True where the group has another format now and is to be solved again."""
         guard = self.settings.guard
         assert guard is not None
@@ -582,7 +585,7 @@ def _look_at_no_data(group: Group) -> None:
     group.notes.append(f"no calibration token reached it: solved with {_DATA_FREE}, which looks at none")
 
 
-def _pair(tensors: Sequence[torch.Tensor | None]) -> Branch:
+def _pair(tensors: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, torch.Tensor]:
     first, second = tensors
     assert first is not None and second is not None
     return first, second

@@ -161,7 +161,7 @@ def attend_kernel(
             _fetch_to_l2(v + lines + piece_of_line)
         wait_for_previous()
 
-    q_row = batch.to(tl.int64) * q_batch + head * q_head + token_of_row.to(tl.int64) * q_new
+    q_row = batch.to(tl.int64) * q_batch + head.to(tl.int64) * q_head + token_of_row.to(tl.int64) * q_new
     q0 = _query(q, q_row, inside, unit, pieces, 0, dim, dtype)
     if pieces > 1:
         q1 = _query(q, q_row, inside, unit, pieces, 1, dim, dtype)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.walk.experts import stacked
 from quant.errors import UserError, counted, listed
 from quant.export.checkpoint_check import value_problem
 from quant.formats.format import Format, get_format
@@ -37,7 +38,6 @@ from quant.integrations.modelopt_quantizers import (
     is_compressed,
     is_enabled,
     is_quantizer,
-    stacked,
     tensor_amax,
     weight_of,
 )
@@ -344,12 +344,11 @@ def _solved(
     if layer.kind == "experts":
         matrices = expert_matrices(model, layer.name)
         each = quantizers.weight if len(quantizers.weight) > 1 else quantizers.weight * len(matrices)
-        weight = stacked(
-            [
-                weight_of(quantizer, matrix, layer.weight, tensor_amax(quantizer))
-                for quantizer, matrix in zip(each, matrices, strict=True)
-            ]
+        solved = (
+            weight_of(quantizer, matrix, layer.weight, tensor_amax(quantizer))
+            for quantizer, matrix in zip(each, matrices, strict=True)
         )
+        weight = stacked(solved, len(matrices))
     elif quantizers.packed is not None:
         weight = compressed_weight(quantizers.weight[0], quantizers.packed, layer.weight)
     else:

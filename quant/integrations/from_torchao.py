@@ -165,8 +165,7 @@ def _float8(name: str, tensor: Any) -> _Read:
 def _int8(name: str, tensor: Any) -> _Read:
     _check_symmetric(name, tensor.zero_point)
     weight = _weight(tensor.qdata, tensor.scale, _format(name, tensor, INT8))
-    kwargs, scale = tensor.act_quant_kwargs, tensor.act_quant_scale
-    pre_scale = None if tensor.act_pre_scale is None else tensor.act_pre_scale.reshape(-1)
+    kwargs, scale, pre_scale = tensor.act_quant_kwargs, tensor.act_quant_scale, _pre_scale(tensor)
     if kwargs is None:
         return _Read(weight, pre_scale=pre_scale)
     _check_symmetric(name, tensor.act_quant_zero_point)
@@ -184,9 +183,8 @@ def _int4(name: str, tensor: Any) -> _Read:
     _check_symmetric(name, tensor.zero_point)
     # Scales are kept [groups, out], codes two to a byte.
     weight = _weight(tensor.qdata.view(torch.uint8), tensor.scale.transpose(-2, -1), _format(name, tensor, INT4))
-    pre_scale = None if tensor.act_pre_scale is None else tensor.act_pre_scale.reshape(-1)
     is_fp8 = tensor.activation_dtype is torch.float8_e4m3fn
-    return _Read(weight, get_format("fp8_token") if is_fp8 else None, pre_scale=pre_scale)
+    return _Read(weight, get_format("fp8_token") if is_fp8 else None, pre_scale=_pre_scale(tensor))
 
 
 def _intx(name: str, tensor: Any) -> _Read:
@@ -276,6 +274,11 @@ def _weight(codes: torch.Tensor, scale: torch.Tensor, format: Format) -> BlockSc
     return BlockScaledTensor(
         codes.contiguous(), scale.float().reshape(format.scale_shape(shape)).contiguous(), format, shape
     )
+
+
+def _pre_scale(tensor: Any) -> torch.Tensor | None:
+    """The factor of the inputs, `[in]`."""
+    return None if tensor.act_pre_scale is None else tensor.act_pre_scale.reshape(-1)
 
 
 def _check_symmetric(name: str, zero_point: torch.Tensor | None) -> None:

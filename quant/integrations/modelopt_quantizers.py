@@ -13,7 +13,6 @@ Everything is read by name: nothing here imports ModelOpt, and states that were 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -247,13 +246,3 @@ def compressed_weight(quantizer: Any, packed: Any, format: Format) -> BlockScale
     scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
     second = quantizer._double_scale.detach().float().reshape(()) if format.global_scale else None
     return BlockScaledTensor(codes.contiguous(), scale.contiguous(), format, shape, second)
-
-
-def stacked(matrices: Sequence[BlockScaledTensor]) -> BlockScaledTensor:
-    """The matrices of experts as one tensor `[experts, out, in]`."""
-    first = matrices[0]
-    second = None
-    if first.global_scale is not None:
-        second = torch.stack([m.global_scale for m in matrices if m.global_scale is not None])
-    codes, scale = torch.stack([m.codes for m in matrices]), torch.stack([m.scale for m in matrices])
-    return BlockScaledTensor(codes, scale, first.format, (len(matrices), *first.shape), second)

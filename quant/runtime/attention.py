@@ -189,15 +189,21 @@ def _attend_ring(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same as `_attend`, where each process of a group has a share of the tokens."""
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = None if sliding_window is None or sliding_window >= q.shape[2] * group.size() else sliding_window
     given = {"a sliding window": window, "a soft cap": softcap, "attention sinks": s_aux, "a mask": mask}
-    if named := [what for what, value in given.items() if value is not None] + ["no causal mask"] * (not causal):
+    if named := [what for what, value in given.items() if value is not None] + ["no causal mask"] * (
+        not _is_causal(module, is_causal)
+    ):
         raise UserError(f"{type(module).__name__} has {', '.join(named)}, which attention over a group does not take")
     out = ring_attention(
         q, k, v, format=format, softmax_scale=scaling, group=group, check=getattr(module, "layer_idx", 0) == 0
     )
     return out.transpose(1, 2).contiguous(), None
+
+
+def _is_causal(module: nn.Module, given: bool | None) -> bool:
+    """Whether queries see earlier keys alone: what transformers says in the call, or else the module."""
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
@@ -284,7 +290,7 @@ def _attend(
     """
     if s_aux is not None:
         raise UserError(f"{type(module).__name__} has attention sinks, which quantized attention does not take")
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    causal = _is_causal(module, is_causal)
     options = {"softmax_scale": scaling, "softcap": softcap}
     layer = getattr(k, "quant_layer", None)
     if layer is not None:
