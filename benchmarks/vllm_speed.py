@@ -217,6 +217,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
+    parser.add_argument("--switch", default="1", choices=("1", "overlap"), help="BLOCKSCALE_VLLM of the plug-in")
     parser.add_argument("--profile", action="store_true", help="also the time of a step on the GPU")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
@@ -228,7 +229,7 @@ def main() -> None:
 
     args.label = args.label or args.shape
     args.folder = write_config(args.shape, args.layers, args.out / args.label)
-    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs), "plug-in": Engine(args, "plugin", "1", args.ours)}
+    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs), "plug-in": Engine(args, "plugin", args.switch, args.ours)}
     ready = {label: each.answer() for label, each in engines.items()}
     print(f"ready after {ready}", file=sys.stderr, flush=True)
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
@@ -250,7 +251,7 @@ def main() -> None:
                          "speed-up": f"{best['vLLM'] / best['plug-in']:.3f}"})  # fmt: skip
         print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
         (args.out / f"{args.label}.json").write_text(json_text(found, indent=1) + "\n")
-    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
+    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}, {args.switch}")
     for each in engines.values():
         each.process.kill()
 
