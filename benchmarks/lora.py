@@ -1,10 +1,10 @@
 """This benchmark trains LoRA adapters over a quantized model: tokens a second and memory, beside bitsandbytes' NF4.
 
 The model is a Llama of the 8B shape with random weights, quantized by rounding; embeddings and head stay in BF16. A row
-is a fresh process that trains rank-16 adapters on all linear layers of the decoder with AdamW, one row of tokens a step.
-Ours and NF4 get their adapters from PEFT, the same loop and the same settings; gradient checkpointing is on unless
---keep-activations is given. `tokens/s` is from the median of the steps after the first five, `GB` the most that torch
-allocated while training.
+is a fresh process that trains rank-16 adapters on all linear layers of the decoder with AdamW, one row of tokens a
+step. Ours and NF4 get their adapters from PEFT, the same loop and the same settings. Gradient checkpointing is on
+unless --keep-activations is given; logits are made 512 tokens at a time, for all rows, unless --whole-logits is given.
+`tokens/s` is from the median of the steps after the first five, `GB` the most that torch allocated while training.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from typing import Any
 import click
 import torch
 from _table import machine, show, versions, write_json
+from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 
 import quant
 from quant.recipes.json_text import json_text
 
 TITLE = "LoRA over a quantized model"
+CHUNK = 512  # tokens whose logits are held at a time
 BASES = ("nvfp4a16", "fp8_channel", "int4a16", "nf4", "bf16")
 
 
@@ -62,7 +65,22 @@ def to_nf4(model: Any) -> None:
             module.weight = None
 
 
-def measure(base: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool) -> dict[str, Any]:
+def loss_of(model: Any, ids: torch.Tensor, whole: bool) -> torch.Tensor:
+    """The mean cross entropy of the next tokens."""
+    if whole:
+        return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
+
+    def part(state: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(model.lm_head(state).float(), wanted, reduction="sum")
+
+    states = model.model(input_ids=ids, use_cache=False).last_hidden_state[0, :-1].split(CHUNK)
+    parts = (checkpoint(part, *each, use_reentrant=False) for each in zip(states, ids[0, 1:].split(CHUNK), strict=True))
+    return torch.stack(list(parts)).sum() / (ids.shape[1] - 1)
+
+
+def measure(
+    base: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, whole: bool, profile: bool
+) -> dict[str, Any]:
     """Trains adapters over one base; gives tokens/s, seconds of a step, GB and the last loss."""
     from peft import LoraConfig, get_peft_model
 
@@ -84,19 +102,29 @@ def measure(base: str, hidden: int, layers: int, tokens: int, steps: int, rank: 
     if on_gpu:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(steps):
-        started = time.perf_counter()
+    inner = model.get_base_model()
+
+    def step() -> float:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss = loss_of(inner, ids, whole)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        last = loss.item()
+        return float(loss)
+
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        last = step()
         seconds.append(time.perf_counter() - started)
-    step = statistics.median(seconds[5:] or seconds)
+    each = statistics.median(seconds[5:] or seconds)
     peak = torch.cuda.max_memory_allocated() / 1e9 if on_gpu else None
-    return {"base": base, "tokens/s": tokens / step, "ms/step": 1e3 * step, "GB": peak, "loss": last}
+    if profile:
+        with torch.profiler.profile() as profiler:
+            step()
+        for order in ("self_cpu_time_total", *(["self_cuda_time_total"] if on_gpu else [])):
+            print(profiler.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=60), file=sys.stderr)
+    return {"base": base, "tokens/s": tokens / each, "ms/step": 1e3 * each, "GB": peak, "loss": last}
 
 
 @click.command(help=__doc__)
@@ -107,26 +135,32 @@ def measure(base: str, hidden: int, layers: int, tokens: int, steps: int, rank: 
 @click.option("--steps", default=20, show_default=True)
 @click.option("--rank", default=16, show_default=True)
 @click.option("--keep-activations", "keep", is_flag=True, help="No gradient checkpointing.")
+@click.option("--whole-logits", "whole", is_flag=True, help="All logits at once, as transformers' own loss has them.")
+@click.option("--profile", is_flag=True, help="Also print where a step spends its time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--row", hidden=True, help="Measure one base here and print it as JSON.")
 def main(
-    bases: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, json_path: Path | None,
-    row: str | None,
+    bases: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, whole: bool, profile: bool,
+    json_path: Path | None, row: str | None,
 ) -> None:  # fmt: skip
     if row:
-        print(json_text(measure(row, hidden, layers, tokens, steps, rank, keep)))
+        print(json_text(measure(row, hidden, layers, tokens, steps, rank, keep, whole, profile)))
         return
     options = [f"--hidden={hidden}", f"--layers={layers}", f"--tokens={tokens}", f"--steps={steps}", f"--rank={rank}"]
+    flags = {"--keep-activations": keep, "--whole-logits": whole, "--profile": profile}
+    options += [flag for flag, given in flags.items() if given]
     table: list[dict[str, Any]] = []
     notes = [f"{layers} layers of {hidden} x {hidden * 7 // 2}, rank {rank}, 1 x {tokens} tokens."]
     for base in bases.split(","):
         if base == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
             notes.append("bitsandbytes is not installed here, so NF4 has no row.")
             continue
-        command = [sys.executable, "-W", "ignore", __file__, *options, *(["--keep-activations"] if keep else [])]
-        done = subprocess.run([*command, "--row", base], capture_output=True, text=True, check=False)
+        command = [sys.executable, "-W", "ignore", __file__, *options, "--row", base]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise click.ClickException(f"{base} failed:\n{done.stderr[-3000:]}")
+        if profile:
+            click.echo(done.stderr, err=True)
         table.append(json.loads(done.stdout.splitlines()[-1]))
         click.echo(str(table[-1]), err=True)
     header = machine() | versions("transformers", "peft", "bitsandbytes")

@@ -87,7 +87,7 @@ def main(
     calibration = quant.token_rows(f"{TOKENS}:calibration", None, samples=calibration_rows, seqlen=SEQLEN)
     material = quant.token_rows(f"{TOKENS}:calibration", None, samples=98, seqlen=SEQLEN)
     if own:
-        material = torch.cat([material, generate_rows(teacher, own, SEQLEN, seed=0)])
+        material = torch.cat([material, generate_rows(teacher, tokenizer, samples=own, seqlen=SEQLEN)])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
     texts = {
         "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),

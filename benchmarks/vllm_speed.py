@@ -3,16 +3,17 @@
     python benchmarks/vllm_speed.py llama-8b                       torch.compile and CUDA graphs, as vLLM has them
     python benchmarks/vllm_speed.py qwen3-30b-a3b --engine '{"compilation_config": {"mode": 0}}'
 
-Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. Two engines
-are ready at the same time in two processes, and one measures while the other waits. A step is the difference between
-two generations of 2 and of 66 tokens, divided by 64, so set-up cancels out: it holds attention, norms, the scheduler
-and the sampler. Prompts are in the prefix cache by then. Prefill is the time to the first token of one new prompt. Each
-figure is the least of its rounds. `--profile` adds the time in which any kernel of a step ran, by PyTorch's profiler.
+Weights are random NVFP4 with inputs in 16 bit, the head is in BF16, and only config.json exists on disk. The engines,
+one without the plug-in and one for each --switch, are ready at the same time in processes of their own, and one
+measures while the others wait. A step is the difference between two generations of 2 and of 66 tokens, divided by 64,
+so set-up cancels out: it holds attention, norms, the scheduler and the sampler. Prompts are in the prefix cache by
+then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds. `--profile` adds
+the time in which any kernel of a step ran, by PyTorch's profiler.
 
     python benchmarks/vllm_speed.py llama-8b --layers 4 --batch 16 --context 32000 --prefill 0 --kv-gib 8 \
         --engine '{"max_model_len": 32768}' --theirs '{"kv_cache_dtype": "fp8"}' --ours '{"kv_cache_dtype": "nvfp4"}'
 
-compares KV caches. vLLM must be importable. Both engines together take about 30 GB (8B) or 50 GB (30B).
+compares KV caches. vLLM must be importable. Two engines take about 30 GB (8B) or 50 GB (30B).
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ def main() -> None:
     parser.add_argument("--engine", type=json.loads, default={}, help="further arguments of vllm.LLM, as JSON")
     parser.add_argument("--theirs", type=json.loads, default={}, help="the same, for vLLM without the plug-in")
     parser.add_argument("--ours", type=json.loads, default={}, help="the same, for vLLM with the plug-in")
-    parser.add_argument("--switch", default="1", choices=("1", "overlap"), help="BLOCKSCALE_VLLM of the plug-in")
+    parser.add_argument("--switch", nargs="+", default=["1"], help="values of BLOCKSCALE_VLLM, an engine for each")
     parser.add_argument("--profile", action="store_true", help="also the time of a step on the GPU")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
@@ -229,7 +230,10 @@ def main() -> None:
 
     args.label = args.label or args.shape
     args.folder = write_config(args.shape, args.layers, args.out / args.label)
-    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs), "plug-in": Engine(args, "plugin", args.switch, args.ours)}
+    engines = {
+        "vLLM": Engine(args, "vllm", "0", args.theirs),
+        "plug-in": Engine(args, "plugin", args.switch, args.ours),
+    }
     ready = {label: each.answer() for label, each in engines.items()}
     print(f"ready after {ready}", file=sys.stderr, flush=True)
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
@@ -247,11 +251,12 @@ def main() -> None:
         rows = []
         for what, by_label in found.items():
             best = {label: min(each["ms"] for each in answers) for label, answers in by_label.items()}
-            rows.append({args.label: what, **{f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()},
-                         "speed-up": f"{best['vLLM'] / best['plug-in']:.3f}"})  # fmt: skip
+            times = {f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()}
+            gains = {f"× {label}": f"{best['vLLM'] / ms:.3f}" for label, ms in best.items() if label != "vLLM"}
+            rows.append({args.label: what, **times, **gains})
         print(f"After round {number + 1}:\n\n{markdown(rows)}\n", flush=True)
         (args.out / f"{args.label}.json").write_text(json_text(found, indent=1) + "\n")
-    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}, {args.switch}")
+    print(f"Engine: {json_text(args.engine)}, {json_text(args.theirs)} and {json_text(args.ours)}")
     for each in engines.values():
         each.process.kill()
 

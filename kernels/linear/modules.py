@@ -34,7 +34,7 @@ from quant.kernels.counters import reserve
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.layout import WIDENED, is_prepacked, is_wanted, prepack, restore, why_not
 from quant.kernels.linear import experts
-from quant.kernels.linear.ops import quantized_linear
+from quant.kernels.linear.ops import autocast_dtype, quantized_linear
 from quant.kernels.linear.oracle import as_stored
 from quant.kernels.linear.stack import ExpertStack
 
@@ -187,7 +187,7 @@ class _QuantModule(nn.Module):
         codes = self.codes
         if type(codes) is not torch.Tensor or codes.is_meta or _is_traced():
             return
-        computed = torch.get_autocast_dtype(codes.device.type) if _is_autocast(codes.device.type) else dtype
+        computed = autocast_dtype(codes.device.type) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
         with _arranging, torch.inference_mode(False):
             if not (codes.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -269,10 +269,6 @@ def restore_layout(model: nn.Module) -> None:
 
 def _is_traced() -> bool:
     return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-
-
-def _is_autocast(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
 
 
 def _is_offloaded(module: nn.Module) -> bool:

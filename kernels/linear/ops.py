@@ -162,6 +162,14 @@ def register(
             )
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype in which autocast computes on a kind of device, such as "cuda"; None where it is off."""
+    # `torch.amp.is_autocast_available`, which knows every kind, breaks the graphs of torch.compile before torch 2.13.
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
 def _in_autocast(op: Any, device: str) -> Any:
     bias_at = next((i for i, argument in enumerate(op._schema.arguments) if argument.name == "bias"), None)
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 from quant.errors import UserError
 from quant.integrations.dense import DenseExperts, dense_linear
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.linear.stack import ExpertStack
 
 
@@ -28,6 +29,24 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         if isinstance(base_layer, QuantLinear):  # whose weight is dequantized when it is asked for
             return base_layer.codes.device, base_layer.dtype
         return super()._get_base_layer_device_and_dtype(base_layer)  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As PEFT's. Where it can, the product that makes an adapter's output also adds it to the layer's."""
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if args or kwargs or self.disable_adapters or self.merged or not all(self._is_plain(x, name) for name in names):
+            return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        y: torch.Tensor = self.base_layer(x)
+        for name in names:
+            low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
+            up = self.lora_B[name].weight
+            y = torch.addmm(y.flatten(0, -2), low, up.t(), alpha=self.scaling[name]).view(y.shape)
+        return y
+
+    def _is_plain(self, x: torch.Tensor, name: str) -> bool:
+        """Whether an adapter is two products in one dtype, autocast's or that of the input."""
+        down, up = self.lora_A[name], self.lora_B[name]
+        same = down.weight.dtype == up.weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None
+        return same and up.bias is None and name not in self.lora_variant and x.dtype is not torch.float64
 
     def make_dense(self) -> None:
         """Puts a linear layer in 16 bit in the place of the quantized one, into which PEFT then merges."""

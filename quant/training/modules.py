@@ -36,6 +36,7 @@ from quant.kernels.linear.fake_rounding import (
     round_weight,
 )
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
+from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.linear.stack import ExpertStack
 
 SCALES = ("recomputed", "frozen", "learned")
@@ -315,7 +316,4 @@ def _amax(weight: torch.Tensor) -> torch.Tensor:
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
-    device = x.device.type
-    if x.dtype is torch.float64 or not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
+    return x.dtype if x.dtype is torch.float64 else autocast_dtype(x.device.type) or x.dtype

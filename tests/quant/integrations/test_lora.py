@@ -79,6 +79,36 @@ def test_outputs_and_gradients_are_those_of_adapters_on_the_dequantized_model(fo
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_autocast_gives_one_layer_with_its_adapters_to_the_rounding_of_bf16(dropout: float) -> None:
+    """Against float64; dropout draws the same places where the seed is the same."""
+    model = with_adapters(quantized("nvfp4"), lora_dropout=dropout, lora_alpha=12)
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    x = torch.randn(3, 40, layer.in_features).bfloat16().requires_grad_()
+    torch.manual_seed(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype is torch.bfloat16 and y.shape == (3, 40, layer.out_features)
+    y.backward(dy := torch.randn(y.shape).bfloat16())
+    torch.manual_seed(1)
+    dropped, down, up = (
+        layer.lora_dropout["default"](x.detach()).double(),
+        layer.lora_A["default"],
+        layer.lora_B["default"],
+    )
+    a, b = down.weight.detach().bfloat16().double(), up.weight.detach().bfloat16().double()
+    low = dropped @ a.T
+    whole = x.detach().double() @ layer.base_layer.dequantize(torch.float64).T + 3 * low @ b.T
+
+    def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+        return bool((found.double() - wanted).norm() < 0.005 * wanted.norm())
+
+    assert close(y.detach(), whole)
+    rows, d = dy.double().flatten(0, 1), dropped.flatten(0, 1)
+    assert close(up.weight.grad, 3 * rows.T @ low.flatten(0, 1))
+    assert close(down.weight.grad, (3 * rows @ b).T @ d)
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}, {"lora_dropout": 0.5}])
 def test_variants_of_peft_work(options: Any) -> None:
     done = quantized("nvfp4", tiny_models.opt if "lora_bias" in options else tiny_models.llama)

@@ -30,8 +30,8 @@ def test_weights_and_their_gradients(name: str, dtype: torch.dtype, given: bool)
     dy = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2)).bfloat16()
     found = {}
     for device in ("cpu", "cuda"):
-        leaf = w.to(device).requires_grad_()
-        learned = None if scale is None else scale.to(device).requires_grad_()
+        leaf = w.to(device).detach().requires_grad_()
+        learned = None if scale is None else scale.to(device).detach().requires_grad_()
         own = None if second is None else second.to(device)
         y = round_weight(leaf, format, torch.bfloat16, scale=learned, global_scale=own, stored=dtype)
         y.backward(dy.to(device))
@@ -52,7 +52,7 @@ def test_inputs_and_their_gradients(name: str, static: bool) -> None:
     scale = torch.tensor(5e-4 if format.global_scale else 5e-3) if static else None
     found = {}
     for device in ("cpu", "cuda"):
-        leaf = x.to(device).requires_grad_()
+        leaf = x.to(device).detach().requires_grad_()
         y = round_input(leaf, format, None if scale is None else scale.to(device))
         y.float().square().sum().backward()
         found[device] = [y.detach().cpu(), leaf.grad.cpu()]
