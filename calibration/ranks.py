@@ -9,6 +9,7 @@ the bit, on any number of ranks. The functions here do that; with one rank they 
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -25,6 +26,8 @@ Entry = tuple[int, Sequence[torch.Tensor | None]]
 # Ranks find each other within minutes. Later `quant.cli.ranks.watch` sees whether all live, and one of them may take
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
+
+_MESSAGE = 1 << 10  # bytes that ranks exchange at least
 
 _joined = False
 _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
@@ -68,12 +71,22 @@ def leave() -> None:
 
 def gathered(value: T) -> list[T]:
     """The value of each rank, in their order; it is pickled on its way."""
-    _, world = rank_and_world()
-    if world == 1:
+    if rank_and_world()[1] == 1:
         return [value]
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, value)
-    return found
+    own = pickle.dumps(value)
+    # Most values fit into the message that says how long they are.
+    found = _exchanged(len(own).to_bytes(8, "little") + own, _MESSAGE)
+    sizes = [int.from_bytes(message[:8], "little") for message in found]
+    whole = _exchanged(own, max(sizes)) if max(sizes) > _MESSAGE - 8 else [message[8:] for message in found]
+    return [pickle.loads(message[:size]) for message, size in zip(whole, sizes, strict=True)]
+
+
+def _exchanged(message: bytes, size: int) -> list[bytes]:
+    """The messages of all ranks, cut or filled up to `size` bytes."""
+    own = torch.frombuffer(bytearray(message[:size].ljust(size)), dtype=torch.uint8)
+    found = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
+    dist.all_gather(found, own)
+    return [tensor.numpy().tobytes() for tensor in found]
 
 
 def from_first(make: Callable[[], T]) -> T:

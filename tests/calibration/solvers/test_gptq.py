@@ -9,7 +9,15 @@ import torch
 
 from quant.calibration.shrinkage import shrink
 from quant.calibration.solvers.block_search import round_with_feedback, search_block
-from quant.calibration.solvers.gptq import Gptq, block_factors, block_order, corrected_weight, factorize, gptq
+from quant.calibration.solvers.gptq import (
+    Gptq,
+    block_factors,
+    block_order,
+    corrected_weight,
+    factorize,
+    gptq,
+    inverse_of_upper,
+)
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_solver
 from quant.calibration.statistics import LayerStats, MomentSum, diagonal_blocks
@@ -64,6 +72,15 @@ def test_feedback_is_the_closed_form_of_optimal_brain_surgery() -> None:
         torch.testing.assert_close(values[j, 0], rounded, rtol=0, atol=1e-6)
         inverse = torch.linalg.inv(moment[j:, j:])
         left[:, j:] -= torch.outer(left[:, j] - rounded, inverse[0] / inverse[0, 0])
+
+
+def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", 16)
+    for size in (7, 16, 50):
+        upper = torch.randn(size, size).triu() + 8 * torch.eye(size)
+        found = inverse_of_upper(upper)
+        torch.testing.assert_close(found.double(), torch.linalg.inv(upper.double()), rtol=1e-5, atol=1e-7)
+        assert torch.equal(found, found.triu())
 
 
 def test_corrected_weight_is_the_least_squares_answer() -> None:

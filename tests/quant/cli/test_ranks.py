@@ -24,7 +24,8 @@ import torch
 from safetensors.torch import save_file
 
 from quant.calibration import ranks
-from quant.calibration.ranks import in_order, number_of, own_batches, sum_in_order
+from quant.calibration.ranks import gathered, in_order, number_of, own_batches, sum_in_order
+from quant.calibration.solvers import gptq, rows
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch
 from quant.cli.run import evaluate_command
@@ -126,8 +127,13 @@ MORE = [
 
 
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE)])
-def test_ranks_write_the_bytes_of_one(case: tuple[str, ...], home: Path, tmp_path: Path) -> None:
+def test_ranks_write_the_bytes_of_one(
+    case: tuple[str, ...], home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, *arguments = case
+    # Rows of these small weights, and columns of their factors, are shared as those of large ones are.
+    monkeypatch.setattr(gptq, "_SLAB", 16)
+    monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
     for count in (1, 3):  # of four batches, one rank has two
         run(options(home, model, tmp_path / str(count), *arguments), count, tmp_path / "log")
     assert files(tmp_path / "3") == files(tmp_path / "1")
@@ -268,6 +274,7 @@ def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
         assert ranks.rank_and_world() == (0, 1)
         torch.distributed.destroy_process_group()
         ranks.join()
+        assert gathered("rank" * 1000 * rank) == ["rank" * 1000 * each for each in range(world)]  # many messages long
         own = list(own_batches(len(matrices)))
         assert own == [number_of(i) for i in range(len(own))]
         found = sum_in_order(own, lambda i: matrices[own[i]].clone(), (7, 5), torch.device("cpu"))
