@@ -60,6 +60,7 @@ from quant.recipes.plan import LayerPlan, Plan
 
 Progress = Callable[[int, int], None]
 Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
+_Captured = tuple[dict[str, Call], list[dict[str, Call]]]
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -181,10 +182,10 @@ class _Walk:
         self._merge_rotations(names)
         with placed(self.model, self.settings.device) as there:
             chains = find_chains(self.model, names, lambda: self.model(self.few.to(there))) if names else []
-        for chain in chains:
-            planned = [place for place, name in enumerate(chain) if self._layers_of(name)]
-            if planned:
-                self._walk_chain(chain[: planned[-1] + 1])
+            walks = [walk for walk in map(self._up_to_the_last_planned, chains) if walk]
+            captured = [self._captured(walk, there) for walk in walks[:1]]  # while the model is there
+        for walk in walks:
+            self._walk_chain(walk, captured)
         if any(layer.name not in self._inside(chains) for layer in self.layers):
             self._solve_rest(chains)
 
@@ -209,11 +210,21 @@ class _Walk:
     def _layers_of(self, block: str) -> list[LayerPlan]:
         return [layer for layer in self.layers if layer.name.startswith(f"{block}.")]
 
-    def _walk_chain(self, chain: list[str]) -> None:
+    def _up_to_the_last_planned(self, chain: list[str]) -> list[str]:
+        planned = [place for place, name in enumerate(chain) if self._layers_of(name)]
+        return chain[: planned[-1] + 1] if planned else []
+
+    def _captured(self, chain: list[str], there: torch.device) -> _Captured:
+        """What the blocks of a chain are called with on a few tokens, and on each batch of this rank."""
+        few = calls_of_chain(self.model, chain, [lambda: self.model(self.few.to(there))])[0]
+        return few, calls_of_chain(self.model, chain, [partial(self._run, batch, there) for batch in self.batches])
+
+    def _walk_chain(self, chain: list[str], captured: list[_Captured]) -> None:
         device, dtype = self.settings.device, self.settings.dtype_for(self.stored)
-        with placed(self.model, device) as there:
-            few = calls_of_chain(self.model, chain, [lambda: self.model(self.few.to(there))])[0]
-            calls = calls_of_chain(self.model, chain, [partial(self._run, batch, there) for batch in self.batches])
+        if not captured:
+            with placed(self.model, device) as there:
+                captured.append(self._captured(chain, there))
+        few, calls = captured.pop()
         first = [by_block[chain[0]].hidden for by_block in calls]
         home = home_of_states(sum(hidden.numel() for hidden in first) * dtype.itemsize, device)
         states = [hidden.to(home, dtype) for hidden in first]
