@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -30,6 +31,7 @@ _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 _MESSAGE = 1 << 10  # bytes that ranks exchange at least
 
 _joined = False
+_meeting: Future[None] | None = None
 _sharing: ContextVar[bool] = ContextVar("sharing", default=False)
 
 
@@ -56,6 +58,32 @@ def join() -> None:
     _joined = True
 
 
+def meet(device: torch.device | None) -> None:
+    """Begins to connect the GPUs of all ranks: NCCL takes seconds for it, in which their weights are read.
+
+    Args:
+        device: of this rank. All ranks must come here together.
+    """
+    global _meeting
+    if rank_and_world()[1] > 1 and device is not None and device.type == "cuda":
+        thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
+        _meeting = thread.submit(_connect, device)
+        thread.shutdown(wait=False)
+
+
+def _connect(device: torch.device) -> None:
+    with torch.cuda.device(device):
+        dist.broadcast(torch.zeros(1, device=device), src=0)
+
+
+def _met() -> None:
+    """Waits for what `meet` has begun: NCCL wants its messages in the same order on all ranks."""
+    global _meeting
+    if _meeting is not None:
+        _meeting.result()
+        _meeting = None
+
+
 def leave() -> None:
     """Ends the common work when all ranks have come here: what follows, each does for itself.
 
@@ -64,6 +92,7 @@ def leave() -> None:
     """
     global _joined
     if _joined:
+        _met()
         wait_for_all()
         _joined = False
         dist.destroy_process_group()
@@ -186,6 +215,7 @@ def _broadcast(
 ) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.contiguous()
     if tensor.numel():
+        _met()
         dist.broadcast(tensor.view(-1).view(torch.uint8), src=owner)
     return tensor
 
@@ -204,6 +234,7 @@ def sum_in_order(
         shape: of the matrices, which are float32.
         device: where they are.
     """
+    _met()
     rank, world = rank_and_world()
     order = sorted((place, owner, index) for owner, found in enumerate(gathered(list(places)))
                    for index, place in enumerate(found))  # fmt: skip

@@ -13,6 +13,7 @@ from operator import attrgetter
 import torch
 from torch import nn
 
+from quant.calibration.placement import home_of_states
 from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
 from quant.calibration.walk.sequential import Keeper, States
 from quant.export.partial import Partial, Step
@@ -175,7 +176,9 @@ class BlockKeeper(Keeper):
         nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
         large, due = from_first(lambda: self._is_due(nbytes))
         if large or due:
-            self.partial.put("states", {**_of_all_ranks(kinds, states.few.device), "few": states.few}, {"block": block})
+            home = home_of_states(nbytes, states.few.device)
+            found = _of_all_ranks(kinds, states.few.device, home)
+            self.partial.put("states", {**found, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
             return states
@@ -215,8 +218,10 @@ def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
-def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
-    """The hidden states of all batches by name, on the first rank; nothing on the others."""
+def _of_all_ranks(
+    kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device, home: torch.device | None
+) -> dict[str, torch.Tensor]:
+    """The hidden states of all batches by name, on the first rank at `home`; nothing on the others."""
     rank, world = rank_and_world()
     found = {}
     for kind, states in kinds.items():
@@ -224,7 +229,7 @@ def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.dev
         for number, (state,) in in_order(own, device):
             if rank == 0:
                 assert state is not None
-                found[f"{kind}:{number}"] = state if world == 1 else state.cpu()
+                found[f"{kind}:{number}"] = state if world == 1 else state.to(home)
     return found
 
 

@@ -23,7 +23,7 @@ from quant.calibration.inputs import Inputs, inputs_of, understood
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
 from quant.calibration.progress import Progress, reporter
-from quant.calibration.ranks import dealt, from_first, rank_and_world, wait_for_all
+from quant.calibration.ranks import dealt, from_first, meet, rank_and_world, wait_for_all
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.lowrank import residual_weight
 from quant.calibration.solvers.rotation import rotate_weight
@@ -100,10 +100,12 @@ def solve_plan(
                 f"{layer.name}: its weight is on the meta device, where there are no values; load the model first. "
                 "quant.make_plan plans without"
             )
+    there = find_device(device)
+    if _looks_at_data(plan):
+        meet(there)
     read_stored(model, _needed_throughout(model, plan))
     if rank_and_world()[0] == 0:  # which ends the other ranks where it raises; each would read all of it
         _check_finite(model, plan)
-    there = find_device(device)
     settings = _settings(plan, there if elsewhere(model, there) else None)
     if partial is not None:
         settings = replace(settings, scratch=Scratch(partial.path, usable_bytes(memory)))
@@ -129,7 +131,7 @@ def _solve_and_scale(
     partial: Partial | None,
     memory: int | None,
 ) -> Quantized:
-    if settings.guard is not None or any(solver_needs_data(layer) for layer in plan.quantized):
+    if _looks_at_data(plan):
         assert data is not None
         quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)
     else:
@@ -140,6 +142,11 @@ def _solve_and_scale(
         install_kv_scales(model, _kv_scales(model, plan, data, settings.device, partial))
     mark_quantized(model)
     return quantized
+
+
+def _looks_at_data(plan: Plan) -> bool:
+    """Whether weights are solved on the inputs that they get, block by block."""
+    return bool(plan.provenance.get("guard")) or any(solver_needs_data(layer) for layer in plan.quantized)
 
 
 def _kv_scales(
