@@ -234,7 +234,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     by_formats: dict[str, list[LayerPlan]] = {}
     for layer in plan.quantized:
         if layer.kind == "conv":
-            continue  # which none of them runs: `check_reload` says so
+            continue  # which none of them runs: `quant.api.reload.trial` says so
         by_formats.setdefault(layer.formats, []).append(layer)
     for formats, layers in by_formats.items():
         who = _counted([layer.name for layer in layers])

@@ -1,4 +1,4 @@
-"""`check_reload` loads a checkpoint before it appears, on the meta device: here, and in transformers.
+"""A checkpoint is loaded before it appears, on the meta device: here (`check_read_back`) and in transformers (`trial`).
 
 transformers fills what it does not find with random numbers and drops what it has no place for; its log says so, and
 the model runs. The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are
@@ -25,8 +25,9 @@ import torch.distributed as dist
 
 from quant.api.checkpoint import Checkpoint, fill, outline
 from quant.errors import UserError, counted, listed
-from quant.export.checkpoint_reader import BESIDE, TensorFiles
+from quant.export.checkpoint_reader import BESIDE
 from quant.export.names import StoredNames
+from quant.export.tensor_file import Made
 from quant.extras import require
 from quant.models import huggingface
 from quant.models.configs import one_line
@@ -53,34 +54,42 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
-def check_reload(directory: Path, model: Any, *, allow_missing: bool = False) -> list[str]:
+def trial(
+    directory: Path,
+    model: Any,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | Made],
+    *,
+    allow_missing: bool = False,
+) -> list[str]:
     """What a user has to know before loading a checkpoint with transformers: one sentence, or nothing.
 
     Inside a process group of a training script it is not tried: compressed-tensors would wait for all of its ranks.
 
     Args:
-        directory: with config.json, the plan and the weight files.
+        directory: with config.json.
         model: of transformers, quantized; its class is the one that is tried.
+        plan: of the checkpoint.
+        tensors: of the checkpoint, which may be still to be written; names, shapes and dtypes alone are looked at.
         allow_missing: missing and unexpected tensors are a warning, and no error.
 
     Raises:
         UserError: tensors would be missing, or some would have no place; the message names them.
     """
-    plan = _read_back(directory, type(model))
     unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
     known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
     if not known or (dist.is_available() and dist.is_initialized()):
         return []
     version = require("transformers", "hf").__version__
-    tensors = {name: tensor.to("meta") for name, tensor in TensorFiles(directory, meta=True).items()}
+    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
     try:
-        info = _load(directory, type(model), tensors)
+        info = _load(directory, type(model), names)
     except Exception as error:  # transformers' own code, which may fail in any way
         if unknown:
             return [_unknown_layers(unknown.values(), version)]
-        if any(not tensor.numel() for tensor in tensors.values()):
+        if any(not tensor.numel() for tensor in names.values()):
             return []  # as it should; `runtime_warnings` says so
-        if not _loads_dequantized(directory, type(model), tensors):
+        if not _loads_dequantized(directory, type(model), names):
             way_out = "load it with quant.load"
         else:
             way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
@@ -110,8 +119,16 @@ def _unknown_layers(layers: Collection[LayerPlan], version: str) -> str:
     return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and does not load this checkpoint"
 
 
-def _read_back(directory: Path, cls: Any) -> Plan:
-    """The plan of the checkpoint; raises UserError where `quant.load` cannot read it."""
+def check_read_back(directory: Path, cls: Any) -> None:
+    """Reads a checkpoint's names and single numbers as `quant.load` does.
+
+    Args:
+        directory: with config.json, the plan and the weight files.
+        cls: of the model.
+
+    Raises:
+        UserError: it cannot be read.
+    """
     try:
         opened = Checkpoint(directory, outline(directory), meta=True)
         fill(opened, built=True)
@@ -120,7 +137,6 @@ def _read_back(directory: Path, cls: Any) -> Plan:
             f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
             f"way that is not known here ({one_line(error)}); keep those layers in 16 bit with --exclude"
         ) from error
-    return opened.plan
 
 
 def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from quant.api.reload import check_experts, check_reload
+from quant.api.reload import check_experts, check_read_back, trial
 from quant.calibration.blocks import stored_dtype
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import (
@@ -108,12 +109,17 @@ def write_model(
     log = None if partial is None else partial.moving(made_of)
     where: dict[str, Any] = {} if partial is None else {"work": partial.path, "kept": partial.shards}
     with new_directory(Path(directory), overwrite=overwrite, **where) as temporary:
-        hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
         plan.save(temporary / PLAN_FILE)
         messages = []
         if hasattr(getattr(model, "config", None), "save_pretrained"):
             write_config(temporary, model, plan, names)
-            messages = check_reload(temporary, model, allow_missing=allow_missing)
+            with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
+                tried = thread.submit(trial, temporary, model, plan, tensors, allow_missing=allow_missing)
+                hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
+            check_read_back(temporary, type(model))  # both replace functions of PyTorch meanwhile
+            messages = tried.result()
+        else:
+            hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
         if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
             model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if tokenizer is not None:

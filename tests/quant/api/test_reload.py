@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import quant
-from quant.api.reload import check_reload
+from quant.api.reload import check_read_back, trial
 from quant.cli.job import Job
 from quant.cli.pipeline import run
 from quant.errors import UserError
@@ -34,14 +34,17 @@ def rename(directory: Path, old: str, new: str) -> None:
 
 def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
     done, out = saved
-    assert check_reload(out, done.model) == []
+    check_read_back(out, type(done.model))
+    assert trial(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
 
 
 def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, Path]) -> None:
     done, out = saved
     rename(out, "layers.1.mlp.up_proj", "layers.1.mlp.other_proj")
     with pytest.raises(UserError, match=r"could not be read back.*layers\.1\.mlp\.up_proj"):
-        check_reload(out, done.model)
+        check_read_back(out, type(done.model))
+    with pytest.raises(UserError, match=r"finds no tensor for .*layers\.1\.mlp\.up_proj"):
+        trial(out, done.model, done.plan, load_file(out / "model.safetensors"))
 
 
 def granite() -> torch.nn.Module:
