@@ -26,7 +26,9 @@ from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import Parts, Plan
 
 SHARD_BYTES = 5 * 1000**3
-_SHARDS_AT_ONCE = 4
+# A file is written and hashed by one thread each, SHA-256 being the slower. So a checkpoint of some size has several.
+_LEAST_SHARD_BYTES = 1000**3
+_SHARDS_AT_ONCE = 8
 _QUANTIZED = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 _MADE_LATE = 1 << 20  # bytes from which on a tensor is made when it is written
 SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
@@ -154,12 +156,14 @@ def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]
 def write_tensors(
     directory: Path,
     tensors: Mapping[str, torch.Tensor | Made],
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     *,
     masks: Collection[str] | None = None,
     log: FileLog | None = None,
 ) -> dict[str, str]:
     """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
+
+    By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
 
     A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
     into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`, `log`: see
@@ -171,6 +175,9 @@ def write_tensors(
     shards: list[dict[str, torch.Tensor | Made]] = [{}]
     exact: dict[str, str] = {}
     size = 0
+    if shard_bytes is None:
+        share = sum(tensor.nbytes for tensor in tensors.values()) // _SHARDS_AT_ONCE
+        shard_bytes = min(max(share, _LEAST_SHARD_BYTES), SHARD_BYTES)
     for name, tensor in tensors.items():
         if (
             isinstance(tensor, torch.Tensor)
@@ -203,7 +210,8 @@ def write_tensors(
         except OSError as error:
             raise OSError(f"{directory / name} cannot be written: {error}") from error
 
-    with ThreadPoolExecutor(_SHARDS_AT_ONCE, thread_name_prefix="shard") as writing:
+    threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
+    with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:
         return dict(zip(names, writing.map(write, names, shards), strict=True))
 
 

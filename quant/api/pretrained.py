@@ -152,14 +152,14 @@ def _upload(directory: Path, files: list[str], token: str | bool | None, options
     )  # fmt: skip
 
 
-def _shard_bytes(size: int | str | None) -> int:
+def _shard_bytes(size: int | str | None) -> int | None:
     if isinstance(size, str):
         units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
         number, unit = size[:-2], size[-2:].upper()
         if unit not in units or not number.strip().isdigit():
             raise UserError(f"max_shard_size={size!r} is no size: give a number of bytes, or one such as '2GB'")
         size = int(number) * units[unit]
-    return SHARD_BYTES if size is None else min(size, SHARD_BYTES)
+    return None if size is None else min(size, SHARD_BYTES)
 
 
 def _refuse_adapters(model: nn.Module) -> None:

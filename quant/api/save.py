@@ -15,7 +15,6 @@ from quant.api.reload import check_experts, check_read_back, trial
 from quant.calibration.blocks import stored_dtype
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import (
-    SHARD_BYTES,
     checkpoint_tensors,
     layer_weights,
     plan_of_model,
@@ -92,13 +91,12 @@ def write_model(
     finish: Finish | None = None,
     partial: Partial | None = None,
     state: Mapping[str, torch.Tensor] | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
 ) -> dict[str, str]:
     """As `save`, for a plan that `check_plan` has passed and with the names of the model's tensors on disk.
 
     In the directory of `partial` the checkpoint is built, and what it keeps moves from there. `state` has the tensors
-    that are not quantized, in the place of the model's. No file but that of one larger tensor is larger than
-    `shard_bytes`.
+    that are not quantized, in the place of the model's. `shard_bytes` is as of `write_tensors`.
     """
     if not allow_missing:
         check_experts(plan, names)

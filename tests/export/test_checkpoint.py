@@ -211,6 +211,18 @@ def test_shards_stay_below_the_limit_and_the_index_finds_all(tmp_path: Path, lim
         )
 
 
+@pytest.mark.parametrize(
+    ("least", "most", "shards"), [(0, 9000, [2] * 8), (0, 400, [1] * 16), (2000, 9000, [5, 5, 5, 1])]
+)
+def test_by_default_a_shard_has_an_eighth_of_the_bytes_within_limits(
+    tmp_path: Path, least: int, most: int, shards: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quant.export.checkpoint._LEAST_SHARD_BYTES", least)
+    monkeypatch.setattr("quant.export.checkpoint.SHARD_BYTES", most)
+    write_tensors(tmp_path, {f"layer.{i:02}.weight": torch.randn(10, 10) for i in range(16)})
+    assert [len(load_file(file)) for file in sorted(tmp_path.glob("*.safetensors"))] == shards
+
+
 FULL_DISK = """
 import resource, sys, torch
 from pathlib import Path
