@@ -34,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -412,6 +413,7 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--calibration-rows", default=32, show_default=True, help="Rows that methods with data get.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default cuda where there is one.")
 @click.option("--threads", type=int, help="CPU threads of torch.")
+@click.option("--jobs", default=1, show_default=True, help="Rows to measure at a time; their seconds grow with it.")
 @click.option("--only", multiple=True, metavar="GLOB", help="Only rows whose name matches, or `bars`; may be repeated.")
 @click.option("--solver", "solvers", multiple=True, help="One more composition for the NVFP4 settings.")
 @click.option("--checkpoint", "checkpoints", multiple=True, metavar="'SETTING NAME=DIR'",
@@ -424,7 +426,7 @@ def _parse_checkpoints(given: Sequence[str]) -> dict[str, Path]:
 @click.option("--texts", type=click.Path(path_type=Path), hidden=True, help="The rows that all processes share.")
 def main(
     model: str, tokens: Path, calib: str, rows: int, calibration_rows: int, device: str | None, threads: int | None,
-    only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
+    jobs: int, only: tuple[str, ...], solvers: tuple[str, ...], checkpoints: tuple[str, ...], modelopt_cpu: bool,
     list_only: bool, json_path: Path | None, plot_path: Path | None, row: str | None, texts: Path | None,
 ) -> None:  # fmt: skip
     if threads:
@@ -453,17 +455,21 @@ def main(
     predictions = rows * (_seqlen(tokens) - 1)
     table: list[dict[str, Any]] = []
     base: float | None = None
-    for name in names:
-        click.echo(f"measuring {name} … ", err=True, nl=False)
-        result = measure_in_fresh_process(name, arguments)
+    pool = click.get_current_context().with_resource(ThreadPoolExecutor(jobs))
+    running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in names}
+    for done in as_completed(running):
+        name, result = running[done], done.result()
         said = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
-        click.echo(result.get("error") or f"KL {said} in {result['s']:.1f} s", err=True)
+        found = f"KL {said} in {result['s']:.1f} s" if "s" in result else result["error"]
+        click.echo(f"{name}: {found}", err=True)
         base = result.get("base perplexity", base)
         table = in_order([*table, table_row(name, result, settings)])
         protocol = (
             f"{model} on {device}: perplexity {'unknown' if base is None else f'{base:.2f}'} before; "
             f"{predictions} predictions a text; methods that need data got {made_of}."
         )
+        if jobs > 1:
+            protocol += f" {jobs} rows were measured at a time, so their seconds are too long."
         if json_path:
             # After every row, so that a run that is cut short leaves what it has measured.
             write_json(json_path, TITLE, header, table, [protocol, *notes])

@@ -79,7 +79,16 @@ def loss_of(model: Any, ids: torch.Tensor, whole: bool) -> torch.Tensor:
 
 
 def measure(
-    base: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, whole: bool, profile: bool
+    base: str,
+    hidden: int,
+    layers: int,
+    tokens: int,
+    steps: int,
+    rank: int,
+    keep: bool,
+    whole: bool,
+    compiled: bool,
+    profile: bool,
 ) -> dict[str, Any]:
     """Trains adapters over one base; gives tokens/s, seconds of a step, GB and the last loss."""
     from peft import LoraConfig, get_peft_model
@@ -103,6 +112,8 @@ def measure(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     inner = model.get_base_model()
+    if compiled:
+        inner.model.compile()
 
     def step() -> float:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
@@ -136,18 +147,19 @@ def measure(
 @click.option("--rank", default=16, show_default=True)
 @click.option("--keep-activations", "keep", is_flag=True, help="No gradient checkpointing.")
 @click.option("--whole-logits", "whole", is_flag=True, help="All logits at once, as transformers' own loss has them.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the decoder.")
 @click.option("--profile", is_flag=True, help="Also print where a step spends its time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--row", hidden=True, help="Measure one base here and print it as JSON.")
 def main(
-    bases: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, whole: bool, profile: bool,
-    json_path: Path | None, row: str | None,
+    bases: str, hidden: int, layers: int, tokens: int, steps: int, rank: int, keep: bool, whole: bool, compiled: bool,
+    profile: bool, json_path: Path | None, row: str | None,
 ) -> None:  # fmt: skip
     if row:
-        print(json_text(measure(row, hidden, layers, tokens, steps, rank, keep, whole, profile)))
+        print(json_text(measure(row, hidden, layers, tokens, steps, rank, keep, whole, compiled, profile)))
         return
     options = [f"--hidden={hidden}", f"--layers={layers}", f"--tokens={tokens}", f"--steps={steps}", f"--rank={rank}"]
-    flags = {"--keep-activations": keep, "--whole-logits": whole, "--profile": profile}
+    flags = {"--keep-activations": keep, "--whole-logits": whole, "--compile": compiled, "--profile": profile}
     options += [flag for flag, given in flags.items() if given]
     table: list[dict[str, Any]] = []
     notes = [f"{layers} layers of {hidden} x {hidden * 7 // 2}, rank {rank}, 1 x {tokens} tokens."]

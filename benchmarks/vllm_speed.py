@@ -230,10 +230,10 @@ def main() -> None:
 
     args.label = args.label or args.shape
     args.folder = write_config(args.shape, args.layers, args.out / args.label)
-    engines = {
-        "vLLM": Engine(args, "vllm", "0", args.theirs),
-        "plug-in": Engine(args, "plugin", args.switch, args.ours),
-    }
+    engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
+    for switch in args.switch:
+        label = "plug-in" if switch == "1" else f"plug-in, {switch}"
+        engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
     ready = {label: each.answer() for label, each in engines.items()}
     print(f"ready after {ready}", file=sys.stderr, flush=True)
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}

@@ -259,4 +259,6 @@ def test_a_graph_gives_the_tokens_of_transformers(family: str, preset: str | Non
         assert generation._decode(model, ids, 60, tokens.extend) == "" and len(tokens) == 60
         logits = model(torch.cat([ids, torch.tensor([tokens], device="cuda")], 1)).logits[0, ids.shape[1] - 1 : -1]
     chosen = logits.gather(1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
-    assert bool((logits.amax(1) - chosen <= 0.1 * logits.float().std(1)).all())
+    # Inputs rounded to FP8 differ where those in BF16 did by their last bit.
+    gap, least = (logits.amax(1) - chosen).float() / logits.float().std(1), 0.3 if preset == "fp8_channel" else 0.1
+    assert float(gap.max()) <= least, gap

@@ -1,4 +1,4 @@
-"""DDP and FSDP2 on two processes give the gradients of one, and what they trained packs to what one trained."""
+"""DDP and FSDP2 on two processes (gloo, NCCL) give the gradients of one, and train what then packs to the same."""
 
 from __future__ import annotations
 
@@ -31,14 +31,17 @@ def step(model: Any, teacher: Any, rows: torch.Tensor) -> None:
     optimizer.step()
 
 
-def joined(rank: int, folder: str) -> None:
+def joined(rank: int, folder: str, device: str) -> None:
     """One of two processes; its rows are its half, and the first writes what was trained."""
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=300)
-    )
-    teacher, own = tiny_models.llama(seed=1, gain=2.0), ROWS[2 * rank : 2 * rank + 2]
-    model = prepared()
+        "nccl" if device == "cuda" else "gloo", f"file://{folder}/meet", rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=300),
+    )  # fmt: skip
+    teacher, own = tiny_models.llama(seed=1, gain=2.0).to(device), ROWS[2 * rank : 2 * rank + 2].to(device)
+    model = prepared().to(device)
     ddp = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
     step(ddp, teacher, own)
     # As a Trainer wraps it: DDP then looks from the outputs for the parameters that they come from.
@@ -48,7 +51,7 @@ def joined(rank: int, folder: str) -> None:
     from torch.distributed.fsdp import fully_shard
 
     sharded = copy.deepcopy(model)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    mesh = dist.device_mesh.init_device_mesh(device, (2,))
     for layer in sharded.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(sharded, mesh=mesh)
@@ -58,15 +61,21 @@ def joined(rank: int, folder: str) -> None:
     whole = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
     if rank == 0:
         again = prepared()
-        again.load_state_dict(whole)
+        again.load_state_dict({name: tensor.cpu() for name, tensor in whole.items()})
         states = {"ddp": ddp.module.state_dict(), "asking": asking.module.state_dict(), "fsdp": again.state_dict()}
-        torch.save(states, f"{folder}/trained")
+        torch.save(
+            {way: {name: tensor.cpu() for name, tensor in state.items()} for way, state in states.items()},
+            f"{folder}/trained",
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
-    mp.spawn(joined, (str(tmp_path),), nprocs=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_two_processes_train_as_one_does(device: str, tmp_path: Path) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    mp.spawn(joined, (str(tmp_path), device), nprocs=2)
     model, teacher = prepared(), tiny_models.llama(seed=1, gain=2.0)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     step(model, teacher, ROWS)
