@@ -8,6 +8,7 @@ the bit, on any number of ranks. The functions here do that; with one rank they 
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,12 +24,14 @@ import torch.distributed as dist
 T = TypeVar("T")
 Entry = tuple[int, Sequence[torch.Tensor | None]]
 """Tensors and their place in the order in which one rank would have come to them."""
+Outline = tuple[tuple[int, ...], torch.dtype]
 
 # Ranks find each other within minutes. Later `quant.cli.ranks.watch` sees whether all live, and one of them may take
 # long over a large file.
 _GATHERING, _PATIENCE = timedelta(minutes=10), timedelta(days=7)
 
 _MESSAGE = 1 << 10  # bytes that ranks exchange at least
+_SMALL = 1 << 22  # bytes of tensors that a rank sends in one message
 
 _joined = False
 _meeting: Future[None] | None = None
@@ -194,11 +197,18 @@ def in_order(
         yield from ((place, tuple(tensors)) for place, tensors in sorted(own, key=lambda entry: entry[0]))
         return
     outlines = [(place, [None if t is None else (tuple(t.shape), t.dtype) for t in tensors]) for place, tensors in own]
+    everywhere = gathered(outlines)
     schedule = sorted(
-        ((place, owner, index, outline) for owner, found in enumerate(gathered(outlines))
+        ((place, owner, index, outline) for owner, found in enumerate(everywhere)
          for index, (place, outline) in enumerate(found)),
         key=lambda item: item[:3],
     )  # fmt: skip
+    sizes = [sum(_room(o) for _, outline in found for o in outline if o is not None) for found in everywhere]
+    if max(sizes) <= _SMALL:
+        packed = _packed([t for _, tensors in own for t in tensors if t is not None], max(sizes), device)
+        whole = [_unpacked(packed[owner], everywhere[owner]) for owner in range(world)]
+        yield from ((place, whole[owner][index]) for place, owner, index, _ in schedule)
+        return
     for place, owner, index, outline in schedule:
         sent = own[index][1] if owner == rank else [None] * len(outline)
         yield (
@@ -208,6 +218,44 @@ def in_order(
                 for tensor, shape in zip(sent, outline, strict=True)
             ),
         )
+
+
+def _room(outline: Outline) -> int:
+    """Bytes of a tensor among others, each of which begins where any dtype may."""
+    shape, dtype = outline
+    return -(-math.prod(shape) * dtype.itemsize // 16) * 16
+
+
+def _packed(tensors: Sequence[torch.Tensor], size: int, device: torch.device | None) -> list[torch.Tensor]:
+    """The tensors of each rank, one behind the other, as `size` bytes."""
+    _met()
+    own, place = torch.zeros(size, dtype=torch.uint8, device=device), 0
+    for tensor in tensors:
+        own[place : place + tensor.nbytes] = tensor.contiguous().view(-1).view(torch.uint8)
+        place += _room((tuple(tensor.shape), tensor.dtype))
+    found = [torch.empty_like(own) for _ in range(rank_and_world()[1])]
+    if size:
+        dist.all_gather(found, own)
+    return found
+
+
+def _unpacked(
+    packed: torch.Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
+) -> list[tuple[torch.Tensor | None, ...]]:
+    """The tensors of one rank's entries."""
+    found, place = [], 0
+    for _, outline in outlines:
+        tensors: list[torch.Tensor | None] = []
+        for each in outline:
+            if each is None:
+                tensors.append(None)
+                continue
+            shape, dtype = each
+            part = packed[place : place + math.prod(shape) * dtype.itemsize]
+            tensors.append(part.view(dtype).view(shape).clone())
+            place += _room(each)
+        found.append(tuple(tensors))
+    return found
 
 
 def _broadcast(
@@ -221,7 +269,7 @@ def _broadcast(
 
 
 def sum_in_order(
-    places: Sequence[int], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
+    places: Sequence[Sequence[int]], make: Callable[[int], torch.Tensor], shape: Sequence[int], device: torch.device
 ) -> torch.Tensor:
     """The sum of matrices that several ranks hold, in order, on every rank.
 
@@ -229,15 +277,14 @@ def sum_in_order(
     one matrix of each rank, and the sum is the one that adding matrix after matrix gives.
 
     Args:
-        places: of this rank's matrices, rising.
-        make: gives the matrix of an index into `places`; every one is asked for once.
+        places: of each rank's matrices, rising.
+        make: gives the matrix of an index into this rank's; every one is asked for once.
         shape: of the matrices, which are float32.
         device: where they are.
     """
     _met()
     rank, world = rank_and_world()
-    order = sorted((place, owner, index) for owner, found in enumerate(gathered(list(places)))
-                   for index, place in enumerate(found))  # fmt: skip
+    order = sorted((place, owner, i) for owner, found in enumerate(places) for i, place in enumerate(found))
     rows, rest = -(-shape[0] // world), shape[1:]
     total: torch.Tensor | None = None
     for turn in _turns([owner for _, owner, _ in order]):

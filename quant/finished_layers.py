@@ -177,8 +177,8 @@ class BlockKeeper(Keeper):
         large, due = from_first(lambda: self._is_due(nbytes))
         if large or due:
             home = home_of_states(nbytes, states.few.device)
-            found = _of_all_ranks(kinds, states.few.device, home)
-            self.partial.put("states", {**found, "few": states.few}, {"block": block})
+            tensors = _of_all_ranks(kinds, states.few.device, home)
+            self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
             return states

@@ -50,7 +50,7 @@ from quant.formats.tensor import BlockScaledTensor, choose_scale, quantize_with_
 _LAZY = 128
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
-# Columns of an inverse that are found together on a CPU and on a GPU, and the number of such slabs that ranks share.
+# Columns of a factor that are taken together on a CPU and on a GPU, and the number of such slabs that ranks share.
 _SLAB, _SLAB_GPU, _SHARED_SLABS = 256, 2048, 4
 
 # Solves the blocks of a window: see `_solve_window`, whose arguments after the first these are.
@@ -164,8 +164,7 @@ def inverse_of_upper(upper: Tensor) -> Tensor:
     all a third of the operations. Ranks that solve one weight together share the columns of a large matrix; one rank
     takes the same ones together, because a product of other sizes may add up in another order.
     """
-    width = _SLAB_GPU if upper.is_cuda else _SLAB
-    slabs = {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+    slabs = _slabs(upper)
     rank, shared = rank_and_world()[0], shares_rows() and len(slabs) >= _SHARED_SLABS
     owners = dealt([stop**2 * (stop - start) for start, stop in slabs.items()]) if shared else [rank] * len(slabs)
     own: list[Entry] = []
@@ -181,6 +180,22 @@ def inverse_of_upper(upper: Tensor) -> Tensor:
     return inverse
 
 
+def _slabs(upper: Tensor) -> dict[int, int]:
+    """Where runs of columns of a triangular matrix start and stop."""
+    width = _SLAB_GPU if upper.is_cuda else _SLAB
+    return {start: min(start + width, len(upper)) for start in range(0, len(upper), width)}
+
+
+def _times_inverse(x: Tensor, upper: Tensor) -> Tensor:
+    """`x` M⁻¹ = (`x` Uᵀ) U of `[n, in]`, U's zeros left out: little more than half of the operations."""
+    left, found = torch.empty_like(x), torch.empty_like(x)
+    for start, stop in _slabs(upper).items():
+        left[:, start:stop] = x[:, start:] @ upper[start:stop, start:].t()
+    for start, stop in _slabs(upper).items():
+        found[:, start:stop] = left[:, :stop] @ upper[:stop, start:stop]
+    return found
+
+
 def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Tensor:
     """W + W drift M⁻¹: the weight that maps the inputs as they are closest to the outputs as they should be.
 
@@ -193,8 +208,8 @@ def corrected_weight(weight: Tensor, drift: Tensor | None, factor: Factor) -> Te
         return weight
     step = weight @ drift
     if factor.order is None:
-        return weight + step @ factor.inverse.t() @ factor.inverse
-    return weight.index_add(1, factor.order, step[:, factor.order] @ factor.inverse.t() @ factor.inverse)
+        return weight + _times_inverse(step, factor.inverse)
+    return weight.index_add(1, factor.order, _times_inverse(step[:, factor.order], factor.inverse))
 
 
 def gptq(

@@ -17,8 +17,8 @@ from quant.formats.format import Format
 from quant.formats.parallel import bounds_of, run_parts
 from quant.formats.tensor import BlockScaledTensor
 
-# On a GPU: rows of a part at least, and parts at most.
-_LEAST, _MOST = 2048, 4
+# On a GPU: rows of a part at least, and numbers of parts, which two ranks share evenly.
+_LEAST, _COUNTS = 2048, (4, 2, 1)
 
 
 def solve_by_rows(
@@ -32,7 +32,10 @@ def solve_by_rows(
         format: the target. A weight whose scales span rows is solved in one part.
     """
     rows = len(weight)
-    count = min(rows // _LEAST, _MOST) if weight.is_cuda else search_threads(*weight.shape)
+    if weight.is_cuda:
+        count: float = next((count for count in _COUNTS if rows >= count * _LEAST), 1)
+    else:
+        count = search_threads(*weight.shape)
     parts = bounds_of(rows, count) if format.block[0] == 1 else []
     if len(parts) < 2:
         return solve(weight)

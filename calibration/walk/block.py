@@ -174,12 +174,12 @@ class BlockWork:
         counting = _hooks(self.block, {name: count(name) for name in sorted(parents)})
         with counting, _hooks(self.block, {g.names[0]: watch(i) for i, g in enumerate(self.groups)}):
             outputs = self._outputs(calls)
-        found = gathered((order, self.calls))
-        self.calls = sum((counted for _, counted in found), Counter())
-        called = [index for _, index in sorted((c for part, _ in found for c in part), key=itemgetter(0))]
+        orders, counts, tokens = zip(*gathered((order, self.calls, [g.tokens for g in self.groups])), strict=True)
+        self.calls = sum(counts, Counter())
+        called = [index for _, index in sorted((c for part in orders for c in part), key=itemgetter(0))]
         for index, group in enumerate(self.groups):
             group.calls = called.count(index) // self.batches if called.count(index) % self.batches == 0 else 2
-            group.pool(self.device)
+            group.pool(self.device, sum(of_rank[index] for of_rank in tokens))
         first = {index: place for place, index in reversed(list(enumerate(called)))}
         self.groups = [self.groups[i] for i in sorted(range(len(self.groups)), key=lambda i: first.get(i, len(called)))]
         return outputs
@@ -551,8 +551,9 @@ class BlockWork:
         with _hooks(self.block, hooks):
             outputs = self._outputs(calls)
         siblings: dict[str, list[Group]] = {}
-        for group in self.groups:
-            group.pool(self.device)
+        tokens = gathered([group.tokens for group in self.groups])
+        for index, group in enumerate(self.groups):
+            group.pool(self.device, sum(of_rank[index] for of_rank in tokens))
             group.fix_input_scale(self.settings.observer, self.stored)
             siblings.setdefault(group.pattern, []).append(group)
         for stage in siblings.values():

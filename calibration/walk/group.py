@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from quant.calibration.observers import get_observer
-from quant.calibration.ranks import gathered, in_order
+from quant.calibration.ranks import in_order
 from quant.calibration.solvers.solver import Pipeline, get_pipeline
 from quant.calibration.statistics import round_activation, static_input_scale
 from quant.calibration.walk.guard import Guard
@@ -129,14 +129,14 @@ class Group:
         """The input as the quantized layer sees it, but for its rounding."""
         return self.parts.input(x)
 
-    def pool(self, device: torch.device) -> None:
-        """Puts together what all ranks have seen, batch by batch."""
+    def pool(self, device: torch.device, tokens: int) -> None:
+        """Puts together what all ranks have seen, batch by batch; `tokens` reached any of them."""
         for _, (amax, total) in in_order(self.seen, device):
             assert amax is not None and total is not None
             self.amax = amax if self.amax is None else torch.maximum(self.amax, amax)
             self.total = total if self.total is None else self.total + total
         self.seen.clear()
-        self.tokens = sum(gathered(self.tokens))
+        self.tokens = tokens
 
     def kept_everywhere(self, every: int = 1) -> Iterator[torch.Tensor]:
         """Every so-manieth of the inputs that ranks have kept, batch by batch."""

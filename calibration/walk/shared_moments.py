@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 
@@ -126,11 +127,11 @@ def pooled(
 
 def _add_together(moments: Moments, device: torch.device) -> None:
     total, waiting = moments.sum, moments.waiting
-    own = [(*x.shape, drift is not None, rows) for _, x, drift, rows, _ in waiting]
-    outlines = [outline for part in gathered(own) for outline in part]
+    everywhere = gathered([(place, *x.shape, drift is not None, rows) for place, x, drift, rows, _ in waiting])
+    outlines = [outline for _, *outline in chain.from_iterable(everywhere)]
     if not outlines:
         return
-    places, (_, columns, drifts, _) = [place for place, *_ in waiting], outlines[0]
+    places, (_, columns, drifts, _) = [[place for place, *_ in part] for part in everywhere], outlines[0]
     means = [MomentSum(total.width) for _ in waiting]
     for part, (_, x, drift, rows, noise) in zip(means, waiting, strict=True):
         part.add_means(x, drift, noise)
@@ -138,7 +139,7 @@ def _add_together(moments: Moments, device: torch.device) -> None:
     total.spread = MomentSpread(columns, device)
     small = [
         (place, [part.first, part.shift, part.noise, None if part.spread is None else part.spread.sums])
-        for place, part in zip(places, means, strict=True)
+        for (place, *_), part in zip(waiting, means, strict=True)
     ]
     for _, (first, shift, noise, sums) in in_order(small, device):
         total.first, total.shift = add_up(total.first, first), add_up(total.shift, shift)

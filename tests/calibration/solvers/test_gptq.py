@@ -83,7 +83,9 @@ def test_the_inverse_of_a_triangular_matrix_is_found_in_parts(monkeypatch: pytes
         assert torch.equal(found, found.triu())
 
 
-def test_corrected_weight_is_the_least_squares_answer() -> None:
+@pytest.mark.parametrize("slab", [256, 3])
+def test_corrected_weight_is_the_least_squares_answer(slab: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quant.calibration.solvers.gptq._SLAB", slab)
     x, r = torch.randn(200, 8, dtype=torch.float64), torch.randn(200, 8, dtype=torch.float64)
     weight = torch.randn(5, 8, dtype=torch.float64)
     factor = factorize(x.t() @ x / 200, 0.0)

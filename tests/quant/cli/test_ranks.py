@@ -277,13 +277,16 @@ def test_sums_in_order_are_those_of_one_rank(tmp_path: Path) -> None:
         assert gathered("rank" * 1000 * rank) == ["rank" * 1000 * each for each in range(world)]  # many messages long
         own = list(own_batches(len(matrices)))
         assert own == [number_of(i) for i in range(len(own))]
-        found = sum_in_order(own, lambda i: matrices[own[i]].clone(), (7, 5), torch.device("cpu"))
+        found = sum_in_order(gathered(own), lambda i: matrices[own[i]].clone(), (7, 5), torch.device("cpu"))
         assert torch.equal(found, expected)
-        entries = [(number, [matrices[number][: number % 3], None]) for number in own]
-        everything = list(in_order(entries, torch.device("cpu")))
-        assert [number for number, _ in everything] == list(range(8))
-        for number, (values, nothing) in everything:
-            assert nothing is None and values is not None and torch.equal(values, matrices[number][: number % 3])
+        entries = [(number, [matrices[number][: number % 3], None, matrices[number].bool()]) for number in own]
+        for small in (1 << 20, 0):  # bytes that go in one message
+            ranks._SMALL = small  # type: ignore[misc]
+            everything = list(in_order(entries, torch.device("cpu")))
+            assert [number for number, _ in everything] == list(range(8))
+            for number, (values, nothing, signs) in everything:
+                assert nothing is None and values is not None and torch.equal(values, matrices[number][: number % 3])
+                assert signs is not None and torch.equal(signs, matrices[number].bool())
 
     for count in (1, 3, 5):
         codes, said = in_ranks([work] * count, tmp_path / "log")
