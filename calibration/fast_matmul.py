@@ -85,17 +85,17 @@ def _multiplies_bf16(device_type: str) -> bool:
 
 
 def add_second_moment(total: torch.Tensor, x: torch.Tensor) -> None:
-    """`total += xᵀ x` in pairs of BF16.
+    """`total += xᵀ x` in pairs of BF16. The product is whole before it is added, as where several ranks add up theirs.
 
     Args:
         total: float32 `[in, in]`.
         x: float32 `[tokens, in]`, on a GPU where `has_pairs` holds.
     """
     high, low = _pair(x)
-    total += _of_columns(high, high)
-    mixed = _of_columns(high, low)
-    total += mixed
-    total += mixed.t()
+    product, mixed = _of_columns(high, high), _of_columns(high, low)
+    product += mixed
+    product += mixed.t()
+    total += product
 
 
 def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -274,7 +274,7 @@ def sum_in_order(
     """The sum of matrices that several ranks hold, in order, on every rank.
 
     Each rank adds up a slab of rows of all of them, and the slabs are put together. So a rank never holds more than
-    one matrix of each rank, and the sum is the one that adding matrix after matrix gives.
+    two matrices of its own, and the sum is the one that adding matrix after matrix gives.
 
     Args:
         places: of each rank's matrices, rising.
@@ -287,6 +287,7 @@ def sum_in_order(
     order = sorted((place, owner, i) for owner, found in enumerate(places) for i, place in enumerate(found))
     rows, rest = -(-shape[0] // world), shape[1:]
     total: torch.Tensor | None = None
+    sent: tuple[Any, torch.Tensor, torch.Tensor, list[int]] | None = None
     for turn in _turns([owner for _, owner, _ in order]):
         owners = [order[i][1] for i in turn]
         sends = rank in owners
@@ -294,15 +295,34 @@ def sum_in_order(
         if sends and len(mine) < rows * world:
             mine = torch.cat([mine, mine.new_zeros(rows * world - len(mine), *rest)])
         slabs = mine.new_empty(rows * len(turn), *rest)
+        if sent is not None:
+            total = _with_slabs(total, *sent)
         received = [rows if owner in owners else 0 for owner in range(world)]
-        dist.all_to_all_single(slabs, mine.contiguous(), received, [rows if sends else 0] * world)
-        by_owner = dict(zip(sorted(owners), slabs.split(rows), strict=True))
-        for owner in owners:
-            total = by_owner[owner].clone() if total is None else total.add_(by_owner[owner])
+        work = dist.all_to_all_single(
+            slabs, mine.contiguous(), received, [rows if sends else 0] * world, async_op=device.type == "cuda"
+        )
+        sent = work, mine, slabs, owners  # on their way while a GPU makes the next
+        if work is None:
+            total, sent = _with_slabs(total, *sent), None
+    if sent is not None:
+        total = _with_slabs(total, *sent)
     assert total is not None
     whole = total.new_empty(rows * world, *rest)
     dist.all_gather(list(whole.split(rows)), total)
     return whole[: shape[0]]
+
+
+def _with_slabs(
+    total: torch.Tensor | None, work: Any, mine: torch.Tensor, slabs: torch.Tensor, owners: Sequence[int]
+) -> torch.Tensor:
+    """The sum so far with the slabs of one turn, when they have come and `mine` has gone."""
+    if work is not None:
+        work.wait()
+    by_owner = dict(zip(sorted(owners), slabs.chunk(len(owners)), strict=True))
+    for owner in owners:
+        total = by_owner[owner].clone() if total is None else total.add_(by_owner[owner])
+    assert total is not None
+    return total
 
 
 def _turns(owners: Iterable[int]) -> list[list[int]]:

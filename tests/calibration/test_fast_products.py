@@ -41,6 +41,22 @@ def test_pairs_lose_no_digits_that_matter(monkeypatch: pytest.MonkeyPatch) -> No
     check_sums("cpu")
 
 
+def test_batches_add_up_as_their_sums_alone_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ranks which have multiplied out a batch each come to the bits of one rank."""
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    monkeypatch.setattr("quant.calibration.statistics.has_pairs", lambda x: True)
+    monkeypatch.setattr(fast_matmul, "has_pairs", lambda x: True)
+    batches = [[part[start : start + 200] for part in inputs("cpu")] for start in (0, 200, 400)]
+    together, alone = MomentSum(), []
+    for x, drift in batches:
+        together.add_products(x, drift)
+        alone.append(MomentSum())
+        alone[-1].add_products(x, drift)
+    for name in ("second", "cross"):
+        first, second, third = (getattr(each, name) for each in alone)
+        assert torch.equal(getattr(together, name), first + second + third)
+
+
 def test_bf16_alone_would_lose_them() -> None:
     x, _ = inputs("cpu")
     rounded = x.bfloat16().float()
