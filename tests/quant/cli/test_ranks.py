@@ -23,7 +23,7 @@ import tiny_models
 import torch
 from safetensors.torch import save_file
 
-from quant.calibration import ranks
+from quant.calibration import fast_matmul, ranks, statistics
 from quant.calibration.ranks import gathered, in_order, number_of, own_batches, sum_in_order
 from quant.calibration.solvers import gptq, rows
 from quant.cli.quantize import quantize_command
@@ -134,6 +134,10 @@ def test_ranks_write_the_bytes_of_one(
     # Rows of these small weights, and columns of their factors, are shared as those of large ones are.
     monkeypatch.setattr(gptq, "_SLAB", 16)
     monkeypatch.setattr(rows, "search_threads", lambda *_: 2)
+    # And second moments are added up as on a GPU; the tests below add them up as a CPU does.
+    monkeypatch.setattr(fast_matmul, "_of_columns", lambda x, y: x.float().t() @ y.float())
+    for module in (fast_matmul, statistics):
+        monkeypatch.setattr(module, "has_pairs", lambda x: True)
     for count in (1, 3):  # of four batches, one rank has two
         run(options(home, model, tmp_path / str(count), *arguments), count, tmp_path / "log")
     assert files(tmp_path / "3") == files(tmp_path / "1")
