@@ -68,6 +68,7 @@ def meet(device: torch.device | None) -> None:
         device: of this rank. All ranks must come here together.
     """
     global _meeting
+    _met()
     if rank_and_world()[1] > 1 and device is not None and device.type == "cuda":
         thread = ThreadPoolExecutor(1, thread_name_prefix="meeting")
         _meeting = thread.submit(_connect, device)

@@ -174,10 +174,10 @@ class BlockKeeper(Keeper):
         if states.original is not states.quantized:
             kinds["original"] = states.original
         nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
-        large, due = from_first(lambda: self._is_due(nbytes))
+        device = states.few.device
+        large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
         if large or due:
-            home = home_of_states(nbytes, states.few.device)
-            tensors = _of_all_ranks(kinds, states.few.device, home)
+            tensors = _of_all_ranks(kinds, device if fit else torch.device("cpu"))
             self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
             self.kept_states = time.perf_counter()
         if not large:
@@ -218,18 +218,19 @@ def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
-def _of_all_ranks(
-    kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device, home: torch.device | None
-) -> dict[str, torch.Tensor]:
-    """The hidden states of all batches by name, on the first rank at `home`; nothing on the others."""
+def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """The hidden states of all batches by name, on the first rank; nothing on the others.
+
+    Those of several ranks meet on `device`; those of one rank stay where they are.
+    """
     rank, world = rank_and_world()
     found = {}
     for kind, states in kinds.items():
-        own = [(number_of(i), [state]) for i, state in enumerate(states)]
+        own = [(number_of(i), [state if world == 1 else state.to(device)]) for i, state in enumerate(states)]
         for number, (state,) in in_order(own, device):
             if rank == 0:
                 assert state is not None
-                found[f"{kind}:{number}"] = state if world == 1 else state.to(home)
+                found[f"{kind}:{number}"] = state
     return found
 
 
