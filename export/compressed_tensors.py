@@ -275,6 +275,13 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
             "compressed-tensors up to 0.20 shares scales otherwise where an input is no [batch, tokens, in], and gives "
             "slightly other logits"
         )
+    narrow = [m.name for m in plan.quantized if _is_one_int4_group(m)]
+    if narrow:
+        warnings.append(
+            f"{_counted(narrow)} another runtime than vLLM 0.26: where experts are no wider than a group of INT4, it "
+            "puts the scales of their gate and up projections in a wrong order, and gives wrong output; keep the "
+            "experts in another format"
+        )
     cut = () if names.apart else names.cut
     kept = [m.name for m in plan.layers if m.kind == "experts" and m.weight is None and m.name.split(".")[-1] in cut]
     others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
@@ -308,6 +315,18 @@ def rotation_warnings(plan: Plan) -> list[str]:
         "one token repeats). The solver rotation:merge leaves nothing to do at run time: it rotates where the modules "
         "around absorb the rotation"
     ]
+
+
+def _is_one_int4_group(layer: LayerPlan) -> bool:
+    """Whether it is a down projection of experts with one INT4 group a row.
+
+    vLLM's `_process_weights_marlin` orders the scales of gate and up by `intermediate_size_per_partition`,
+    which is the width of the other projection (vllm 0.26.0, fused_moe/oracle/int_wna16.py).
+    """
+    format = layer.weight
+    if layer.kind != "experts" or format is None or not format.element.is_integer or format.element.bits != 4:
+        return False
+    return layer.name.endswith(("down_proj", "w2")) and layer.shape[-1] <= format.block[1]
 
 
 def _is_plain(format: Format) -> bool:

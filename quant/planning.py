@@ -62,7 +62,8 @@ def make_plan(
         layers, unknown = layers_of_state_dict(model), NOT_RUN
     if recipe.solver is None:
         level = effort if isinstance(model, nn.Module) else min(effort, 1)
-        chosen = solver_of(level, recipe.activation, experts=any(layer.kind == "experts" for layer in layers))
+        experts = any(layer.kind == "experts" or ".experts." in layer.name for layer in layers)
+        chosen = solver_of(level, recipe.activation, experts=experts)
         recipe = replace(recipe, solver=chosen)
         record = {"level": level, "solver": chosen, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
         provenance = {**(provenance or {}), **({"effort": record} if effort else {})}

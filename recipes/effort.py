@@ -2,7 +2,7 @@
 
     0   rounds to nearest: seconds
     1   searches the scales of blocks by their squared error: no data
-    2   solves each layer on calibration text by second-order rounding
+    2   solves each layer on calibration text by second-order rounding, and scales 4-bit inputs before
     3   does everything that costs nothing at run time: scales inputs where something is rounded there, merges
         rotations, and refines each finished block
 
@@ -11,7 +11,7 @@ What a recipe, a plan or `--solver` says goes before it.
 
 from __future__ import annotations
 
-from quant.formats.format import is_16bit
+from quant.formats.format import FORMATS, is_16bit
 
 EFFORTS = (0, 1, 2, 3)
 DEFAULT = 2
@@ -24,15 +24,20 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
     Args:
         effort: from 0 to 3.
         activation: format of inputs, "keep" for 16 bit.
-        experts: whether the model has fused experts, which no block-wise refinement can learn.
+        experts: whether the model has experts. No block-wise refinement can learn fused ones, and to find where scales
+            can go, a block is copied in float64, which is too large with hundreds of them.
 
     Raises:
         ValueError: there is no such effort.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
-    if effort < 3:
-        return ("rtn", "mse", "gptq")[effort]
+    if effort < 2:
+        return ("rtn", "mse")[effort]
+    four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
+    first = "awq:merge+" if four_bits and not experts else ""
+    if effort == 2:
+        return f"{first}gptq"
     # Rotations spread outliers of inputs, which small blocks of 4-bit inputs keep apart: there scaling is better.
-    first = "rotation:merge" if is_16bit(activation) else "awq"
-    return f"{first}+gptq" if experts else f"{first}+gptq+autoround"
+    first = "rotation:merge+" if is_16bit(activation) else "" if experts else "awq:merge+"
+    return f"{first}gptq" if experts else f"{first}gptq+autoround"

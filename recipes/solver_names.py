@@ -3,6 +3,7 @@
     scaling + rotation + lowrank + rounding + autoround        awq+gptq, rotation:64+gptq, awq+lowrank:16+gptq
 
 A name says which parts there are, and a number where a part takes one; `calibration.solvers.solver` says what they do.
+`:merge` after a scaling or a rotation leaves it out where no module around can absorb it.
 Plans hold names, and a plan can be checked without any of what they stand for.
 """
 
@@ -17,7 +18,7 @@ ROUNDINGS = (
 TRANSFORMS = ("awq", "smoothquant")
 # Steps that take a number, and what it is if none is given: largest block, rank, optimizer steps.
 STEPS = {"rotation": 128, "lowrank": 32, "autoround": 200}
-MERGE = "rotation:merge"
+MERGE = "merge"
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class SolverSpec:
     Attributes:
         name: as recipes and `--solver` spell it.
         transforms: keys of the input scalings, in order.
+        merged: those of them that are left out where no module around can absorb the scale.
         rotation: largest block of a rotation at run time; 0 for none.
         merge: whether rotations are merged into the modules around, before anything else.
         rank: of the 16-bit branch; 0 for none.
@@ -36,6 +38,7 @@ class SolverSpec:
 
     name: str
     transforms: tuple[str, ...]
+    merged: frozenset[str]
     rotation: int
     merge: bool
     rank: int
@@ -58,29 +61,35 @@ def parse_solver(
             known ones.
     """
     order = {**dict.fromkeys(transforms, 0), "rotation": 1, "lowrank": 2, **dict.fromkeys(roundings, 3), "autoround": 4}
+    merging = {*transforms, "rotation"}
     found: dict[str, int] = {}
+    merged: set[str] = set()
     last = 0
     for part in name.split("+"):
         key, _, number = part.partition(":")
         if key not in order:
             raise ValueError(
                 f"unknown solver {key!r}; known solvers: {', '.join(roundings)}; joined to them by '+', before: "
-                f"{', '.join(transforms)}, rotation[:block] or {MERGE}, lowrank[:rank]; after: autoround[:steps]"
+                f"{', '.join(f'{transform}[:{MERGE}]' for transform in transforms)}, rotation[:block] or "
+                f"rotation:{MERGE}, lowrank[:rank]; after: autoround[:steps]"
             )
         if order[key] < last or key in found or (order[key] == last == 3):
             raise ValueError(
                 f"solver {name!r}: {key!r} comes too late; the order is scaling+rotation+lowrank+rounding+autoround"
             )
         last = order[key]
-        if number and part != MERGE and (key not in STEPS or not number.isdecimal() or int(number) < 1):
+        if number == MERGE and key in merging:
+            merged.add(key)
+        elif number and (key not in STEPS or not number.isdecimal() or int(number) < 1):
             raise ValueError(f"solver {name!r}: {part!r}; only {', '.join(STEPS)} take a number, a whole one from 1")
-        found[key] = 0 if part == MERGE else int(number or STEPS.get(key, 0))
+        found[key] = 0 if key in merged else int(number or STEPS.get(key, 0))
     implied = "gptq" if found.keys() & STEPS.keys() else "mse"
     return SolverSpec(
         name,
         transforms=tuple(key for key in found if key in transforms),
+        merged=frozenset(merged - {"rotation"}),
         rotation=found.get("rotation", 0),
-        merge=MERGE in name.split("+"),
+        merge="rotation" in merged,
         rank=found.get("lowrank", 0),
         rounding=next((key for key in found if key in roundings), implied),
         autoround=found.get("autoround", 0),

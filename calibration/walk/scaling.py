@@ -1,6 +1,7 @@
 """`InputScaling` scales the inputs of a block: transforms choose the scales, and the modules before take them up.
 
-A scale that no module can take up stays with the group as `pre_scale`, for run time (see `solvers.fold`).
+A scale that no module can take up stays with the group as `pre_scale`, for run time (see `solvers.fold`), or there is
+none, where the solver's name says so (`awq:merge`).
 """
 
 from __future__ import annotations
@@ -48,7 +49,11 @@ class InputScaling:
             assert group.total is not None and group.amax is not None
             every = max(group.tokens // SAMPLED_TOKENS, 1)
             sample = torch.cat([x.float() for x in group.kept_everywhere(every)])
-            for transform in group.pipeline.transforms:
+            spec = group.pipeline.spec
+            for key, transform in zip(spec.transforms, group.pipeline.transforms, strict=True):
+                if found is None and key in spec.merged:
+                    group.notes.append(f"no module around can absorb an input scale: without {key}")
+                    continue
                 weight = torch.cat([self.targets[name] for name in group.names])
                 divisor = torch.ones_like(group.total) if group.divisor is None else group.divisor
                 inputs = GroupInputs(sample, group.total / group.tokens, group.amax).divided(divisor)

@@ -274,6 +274,19 @@ def test_attention_beside_fused_experts_is_transformed(solver: str) -> None:
     assert errors[solver] < errors["rtn"]
 
 
+def test_scales_that_are_merged_or_left_out_leave_nothing_to_run_time() -> None:
+    """In GPT-2 norms absorb the scales of what they feed; GELU lets none through, nor does a fused q, k, v."""
+    base, ids = tiny_models.gpt2(), IDS % 64
+    done = {s: quantize(copy.deepcopy(base), "nvfp4", ids, solver=s) for s in ("awq+gptq", "awq:merge+gptq")}
+    kept = {solver: {m.name for m in each.plan.quantized if m.parts.pre_scale} for solver, each in done.items()}
+    assert {name.rpartition(".h.")[2][2:] for name in kept["awq+gptq"]} == {"attn.c_proj", "mlp.c_proj"}
+    assert not kept["awq:merge+gptq"]
+    left = {m.name for m in done["awq:merge+gptq"].plan.quantized if "without awq" in m.reason}
+    assert left == kept["awq+gptq"]
+    norms = [each.model.get_submodule("transformer.h.0.ln_2").weight for each in (*done.values(),)]
+    assert torch.equal(*norms) and not torch.equal(norms[0], base.transformer.h[0].ln_2.weight)
+
+
 def test_fused_experts_are_solved_on_the_tokens_that_reach_them() -> None:
     base = _moe()
     model = copy.deepcopy(base)
