@@ -149,6 +149,12 @@ def _scale_gradient(
 ) -> torch.Tensor:
     """LSQ's gradient of block scales, float32 of their shape."""
     format = FORMATS[format_name]
+    if weight.is_cuda and has_triton() and weight.dim() == 2:
+        from quant.kernels.portable.training import fake_rounding
+
+        if fake_rounding.can_sum(format, weight.shape):
+            with torch.cuda.device_of(weight):
+                return fake_rounding.scale_gradient(gradient, weight, format, scale, global_scale)
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step

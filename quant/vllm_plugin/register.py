@@ -3,7 +3,7 @@
 It puts our kernel classes at the head of vLLM's lists, where they take quantized layers with inputs in 16 bit. vLLM is
 left as it is, with one line in its log that says why, where the environment has `BLOCKSCALE_VLLM=0`, where vLLM is a
 release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU. `BLOCKSCALE_VLLM=overlap`
-also replaces norms and SwiGLU (`quant/vllm_plugin/between.py`), which no GPU has run inside vLLM yet.
+also replaces norms and SwiGLU (`quant/vllm_plugin/between.py`).
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.

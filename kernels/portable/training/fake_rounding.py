@@ -7,7 +7,8 @@ A program owns a tile `[block_n, block_k]` of the weight `[N, K]`, and reads it 
 The grid is that of any element number, computed as `quant.formats.rounding.round_to` does: the exponent bits of the
 quotient give the distance of its neighbours, a power of two, and adding and subtracting 1.5 · 2^23 rounds to integers.
 Divisions are correctly rounded, so the result is the oracle's bit for bit. `mask_kernel` is the straight-through
-gradient under a scale that is given: it passes where the weight is within the range of its block.
+gradient under a scale that is given: it passes where the weight is within the range of its block. `slope_kernel` sums
+LSQ's gradient of a scale over its block.
 """
 
 from __future__ import annotations
@@ -110,10 +111,39 @@ def mask_kernel(
     tl.store(out + row * K + k[None, :], dw.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def slope_kernel(
+    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr,
+    rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, float32 contiguous `[N, K / columns]`: the sum over each block of dY · (q - u), or dY · q."""
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
+    steps = tl.div_rn(w, step)
+    within = tl.where(tl.abs(w) <= largest * step, steps, 0.0)
+    slope = dy * (_on_grid(steps, largest, mantissa, lowest, top, integer) - within)
+    summed = tl.sum(slope.reshape(block_n, block_k // columns, columns), 2) * second
+    blocks = tl.program_id(0) * (block_k // columns) + tl.arange(0, block_k // columns)
+    at = row * (K // columns) + blocks[None, :]
+    tl.store(out + at, summed, mask=(n[:, None] < N) & (blocks[None, :] < K // columns))
+
+
 def can_measure(format: Format, shape: Sequence[int]) -> bool:
     """Whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
+    return not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
+
+
+def can_sum(format: Format, shape: Sequence[int]) -> bool:
+    """Whether `scale_gradient` takes a weight of `shape`: its blocks are runs of a row, and tiles hold whole ones."""
     rows, columns = format.block
-    return rows == 1 and 0 < columns <= 32 and not format.scale.is_wide and shape[-1] % columns == 0
+    return rows == 1 and 0 < columns <= _BLOCK_K and _BLOCK_K % columns == 0 and shape[-1] % columns == 0
 
 
 def round_weight(
@@ -157,6 +187,24 @@ def masked_gradient(
     mask_kernel[_grid(N, K)](
         gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
         weight.stride(0), scale.stride(0), **_common(format, global_scale),
+    )  # fmt: skip
+    return out
+
+
+def scale_gradient(
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
+    gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
+    out, element = torch.empty_like(scale, dtype=torch.float32), format.element
+    slope_kernel[_grid(N, K)](
+        gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
+        weight.stride(0), scale.stride(0), mantissa=element.mantissa, lowest=element.min_normal,
+        top=2.0**element.max_exponent, integer=element.is_integer, **_common(format, global_scale),
     )  # fmt: skip
     return out
 

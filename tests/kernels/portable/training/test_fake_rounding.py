@@ -9,6 +9,7 @@ from assembler import assemble
 from interpreter import interpreted
 
 from quant.formats.format import FORMATS
+from quant.formats.rounding import round_to
 from quant.formats.tensor import quantize, round_with_scale
 from quant.kernels.aot import compile_kernel
 from quant.kernels.linear.fake_rounding import measured_scale
@@ -79,6 +80,38 @@ def test_the_mask_passes_what_is_in_range(name: str) -> None:
     inside = w.double().abs() <= format.element.max * step
     assert 0 < int((~inside).sum()) < w.numel() / 2
     assert torch.equal(found, dy.float() * inside)
+
+
+@pytest.mark.parametrize("name", [n for n, f in FORMATS.items() if fake_rounding.can_sum(f, (37, 384))])
+def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
+    """Against LSQ's formula in float64; a block in five is beyond its range."""
+    format, w = FORMATS[name], weight(columns=384)
+    scale, second = scales(w, name)
+    scale = scale * torch.where(torch.arange(scale.numel()).view(scale.shape) % 5 == 0, 0.25, 1.0)
+    dy = torch.randn(w.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    with interpreted():
+        found = fake_rounding.scale_gradient(dy, w, format, scale, second)
+    columns, whole = format.block[1], 1.0 if second is None else float(second)
+    step = (scale * whole).repeat_interleave(columns, 1)
+    steps = w / step  # float32, so that ties fall as they do there
+    inside = w.abs() <= format.element.max * step
+    slope = dy.double() * (round_to(steps, format.element).double() - torch.where(inside, steps, 0.0).double())
+    expected = slope.unflatten(1, (-1, columns)).sum(2) * whole
+    assert 0 < int((~inside).sum()) < w.numel() / 3 and found.shape == scale.shape
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("arch", [89, 90, 120])
+@pytest.mark.parametrize(("columns", "integer"), [(16, False), (128, True)])
+def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: int, integer: bool) -> None:
+    pointers = {"gradient": "*bf16", "weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*fp32"}
+    sizes = dict.fromkeys(("N", "K", "gradient_stride", "weight_stride", "scale_stride"), "i32")
+    constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": integer, "largest": 6.0, "rows": 1,
+                 "columns": columns, "has_global": not integer, "block_n": 16, "block_k": 256}  # fmt: skip
+    compiled = compile_kernel(
+        fake_rounding.slope_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
+    )
+    assert assemble(compiled).spilled == 0
 
 
 @pytest.mark.parametrize("arch", [89, 90, 120])
