@@ -110,11 +110,11 @@ def loss_warnings(results: Sequence[LayerResult]) -> list[str]:
 def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
     """‖w‖² and ‖w − w_q‖², summed in float64."""
     elements = 64 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
-    signal = noise = 0.0
+    signal = noise = torch.zeros((), dtype=torch.float64, device=quantized.codes.device)  # no part is waited for
     for index in range(len(weight)) if weight.dim() > 2 else [...]:
         matrix = quantized if index is ... else quantized.matrix(index)
         for rows, part in matrix.row_chunks(elements):
             w = weight[index][rows].to(part.codes.device).double().flatten()
-            signal += float(w.dot(w))
-            noise += float(w.sub_(part.dequantize().flatten()).dot(w))
-    return signal, noise
+            signal = signal + w.dot(w)
+            noise = noise + w.sub_(part.dequantize().flatten()).dot(w)
+    return float(signal), float(noise)

@@ -517,11 +517,15 @@ def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, p
     if layer.kind == "experts":
         return layer_result(layer, weight, solved)
     counted = replace(layer, parts=Parts.of(parts))
+    if not parts.hadamard and parts.lowrank is None:
+        return layer_result(counted, weight, solved)
     turned = rotate_weight(weight.float(), parts.hadamard)
     left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
     result = layer_result(counted, left, solved)
+    if parts.lowrank is None or not result.relative_error:
+        return result
     share = float(left.norm() / turned.norm().clamp(min=torch.finfo(torch.float32).tiny))
-    if parts.lowrank is None or not result.relative_error or not share:
+    if not share:
         return result
     error = result.relative_error * share
     return replace(result, relative_error=error, snr_db=-20 * math.log10(error))
