@@ -40,13 +40,24 @@ def versions(*distributions: str) -> dict[str, str]:
     return found
 
 
-def show(title: str, header: Mapping[str, str], rows: Sequence[Row], notes: Sequence[str] = ()) -> None:
-    """Prints the title, the header facts, the rows as a Markdown table and the notes below it."""
+def show(
+    title: str,
+    header: Mapping[str, str],
+    rows: Sequence[Row],
+    notes: Sequence[str] = (),
+    json_path: Path | None = None,
+) -> None:
+    """Prints the title, the header facts, the rows as a Markdown table and the notes below it.
+
+    Where a `json_path` is given, the same facts are written there.
+    """
     print(f"## {title}\n")
     print("; ".join(f"{key} {value}" for key, value in header.items()), end="\n\n")
     print(markdown(rows))
     for note in notes:
         print(f"\n{note}")
+    if json_path:
+        write_json(json_path, title, header, rows, notes)
 
 
 def show_all(

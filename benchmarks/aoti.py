@@ -24,7 +24,7 @@ from pathlib import Path
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
@@ -187,9 +187,7 @@ def main(
     header = {**machine(), **versions("triton"), "layers": str(layers), "tokens": str(tokens)}
     made = ", ".join(f"{kind} {time_:.0f} s" for kind, time_ in seconds.items())
     notes = [f"Packages, made side by side: {made}." if made else "The packages were there already."]
-    show(TITLE, header, rows, notes)
-    if json_file is not None:
-        write_json(json_file, TITLE, header, rows, notes)
+    show(TITLE, header, rows, notes, json_path=json_file)
     if failed:
         sys.exit(1)
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import click
 import torch
-from _table import show, write_json
+from _table import show
 from scale import HEAD, VOCABULARY
 from torch import nn
 
@@ -228,9 +228,7 @@ def main(h100: Path, cpu: Path, rows: str, json_path: Path | None) -> None:
     machines = [json.loads(file.read_text(encoding="utf-8"))["header"] for file in (h100, cpu)]
     header = {"H100": machines[0]["gpu"] + ", " + machines[0]["cpu"], "two cores": machines[1]["cpu"]}
     notes = [f"GPTQ on {samples}×{seqlen} tokens. What was not measured is computed from the cost of one block."]
-    show(TITLE, header, found, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, found, notes)
+    show(TITLE, header, found, notes, json_path=json_path)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from torch import nn
 
 from quant.export.engine.build import export_engine
@@ -153,9 +153,7 @@ def main(gigabytes: float, name: str, checks: bool, target: str, json_file: Path
         **versions("onnx", "tensorrt-rtx"),
         "model": f"{size / 1e9:.2f} GB {name}, {len(model)} layers",
     }
-    show(TITLE, header, rows, [])
-    if json_file is not None:
-        write_json(json_file, TITLE, header, rows, [])
+    show(TITLE, header, rows, json_path=json_file)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from _texts import SEQLEN, python_rows
 from layer_error import TOKENS, inputs_of
 from torch import Tensor
@@ -131,9 +131,7 @@ def main(model: str, blocks: str, calibration_rows: int, rows: int, json_path: P
             table.append(row)
             click.echo(str(row), err=True)
     header = machine() | versions("transformers")
-    show(TITLE, header, table)
-    if json_path:
-        write_json(json_path, TITLE, header, table)
+    show(TITLE, header, table, json_path=json_path)
 
 
 if __name__ == "__main__":

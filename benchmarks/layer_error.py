@@ -20,7 +20,7 @@ from pathlib import Path
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from _texts import SEQLEN, python_rows, reference_rows
 from torch import Tensor, nn
 
@@ -116,9 +116,7 @@ def main(
                 table.append({**facts, **errors})
                 click.echo(str(table[-1]), err=True)
     header = machine() | versions("transformers")
-    show(TITLE, header, table)
-    if json_path:
-        write_json(json_path, TITLE, header, table)
+    show(TITLE, header, table, json_path=json_path)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
@@ -176,9 +176,7 @@ def main(
         table.append(json.loads(done.stdout.splitlines()[-1]))
         click.echo(str(table[-1]), err=True)
     header = machine() | versions("transformers", "peft", "bitsandbytes")
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+    show(TITLE, header, table, notes, json_path=json_path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from safetensors.torch import save_file
 from scale import write_model
 
@@ -102,9 +102,7 @@ def main(layers: int, hidden: int, solver: str, rows: str, count: int, repeats: 
     table = [row(name, quiet[name], busy[name]) for name in WAITING]
     notes = [f"{solver} of {layers} layers {hidden} wide on {rows} tokens; {count} neighbour(s); seconds of solving."]
     header = machine() | versions()
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+    show(TITLE, header, table, notes, json_path=json_path)
 
 
 if __name__ == "__main__":

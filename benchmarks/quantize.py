@@ -27,7 +27,7 @@ from pathlib import Path
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 
 from quant.formats.format import FORMATS
 from quant.formats.number import E2M1
@@ -199,9 +199,7 @@ def main(
         results[name] = measure_in_fresh_process(name, options)
     table = [table_row(name, (sweep_rows if CASES[name].sliced else rows, columns), results) for name in names]
     header = machine(threads) | versions("nvidia-modelopt")
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+    show(TITLE, header, table, notes, json_path=json_path)
 
 
 if __name__ == "__main__":

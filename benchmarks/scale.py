@@ -33,7 +33,7 @@ from typing import Any
 import click
 import torch
 from _plot import lines
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from safetensors.torch import save_file
 
 from quant.recipes.json_text import json_text
@@ -335,9 +335,7 @@ def main(
             shutil.rmtree(model)
     notes = ["Memory: peak of the process's own, the page cache not counted. Weights are random."]
     header = machine(threads) | versions("transformers", "nvidia-modelopt")
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+    show(TITLE, header, table, notes, json_path=json_path)
     if plot:
         points = [
             {"layers": row["layers"], "value": row[column], "run": row["run"], "panel": column}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from _texts import SEQLEN, python_rows
 
 import quant
@@ -58,9 +58,7 @@ def main(
         click.echo(str(table[-1]), err=True)
     note = f"{solver} to {weight}, inputs {activation}; {calibration_rows} rows of WikiText-2 for calibration."
     header = machine() | versions("transformers")
-    show(TITLE, header, table, [note])
-    if json_path:
-        write_json(json_path, TITLE, header, table, [note])
+    show(TITLE, header, table, [note], json_path=json_path)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import click
 import torch
 from _peers import _modelopt_config
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from _texts import SEQLEN, python_rows
 from torch import nn
 
@@ -155,9 +155,7 @@ def main(
             notes.append(f"{name} failed: {' '.join(str(error).split())[:200]}")
     notes.insert(0, f"{steps} steps of {batch} x {seqlen} tokens; {len(material)} rows of text, {own} the model's own.")
     header = machine() | versions("transformers", "nvidia-modelopt", "torchao")
-    show(TITLE, header, table, notes)
-    if json_path:
-        write_json(json_path, TITLE, header, table, notes)
+    show(TITLE, header, table, notes, json_path=json_path)
 
 
 if __name__ == "__main__":

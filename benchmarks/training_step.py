@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 import torch
-from _table import machine, show, versions, write_json
+from _table import machine, show, versions
 from torch import nn
 
 import quant
@@ -65,9 +65,7 @@ def main(
             del model
     header = machine() | versions("transformers", "triton")
     note = f"{layers} layers of {hidden} x {intermediate}, {tokens} tokens."
-    show(TITLE, header, rows, [note])
-    if json_path:
-        write_json(json_path, TITLE, header, rows, [note])
+    show(TITLE, header, rows, [note], json_path=json_path)
 
 
 def _time(model: Any, ids: torch.Tensor, steps: int) -> tuple[float, float | None]:
