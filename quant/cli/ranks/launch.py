@@ -7,6 +7,7 @@ itself they are there already. Only the first rank prints.
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from quant.errors import UserError, counted, printable
 from quant.kernels.processor import cores
@@ -49,18 +51,27 @@ def local_device(asked: str) -> str:
     return f"cuda:{torch.cuda.current_device()}"
 
 
+def free_port() -> int:
+    """A port of this machine at which nothing listens, where ranks can meet.
+
+    It is below those that systems give to outgoing connections, of which one might take it before the ranks have met.
+    """
+    for port in random.SystemRandom().sample(range(15_000, 32_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise UserError("no port from 15000 to 31999 is free for ranks to meet at: close what listens there")
+
+
 def launch(command: str, arguments: Sequence[str], count: int) -> int:
     """Runs a command of the toolbox as `count` ranks of this machine, and gives its exit code.
 
     What the first rank prints is printed. What others say on standard error is shown where the command fails.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     threads = int(os.environ.get("OMP_NUM_THREADS", cores()))  # of one rank; a quota has been seen to
     common = os.environ | {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
-        "OMP_NUM_THREADS": str(max(threads // count, 1)),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count), "OMP_NUM_THREADS": str(max(threads // count, 1)),
     }  # fmt: skip
     program = [sys.executable, "-m", "quant", command, *arguments]
     said = [tempfile.TemporaryFile() for _ in range(count)]  # noqa: SIM115 -- closed below

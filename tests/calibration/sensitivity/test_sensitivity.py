@@ -27,6 +27,7 @@ from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.sensitivity.units import run_units, total
+from quant.cli.ranks.launch import free_port
 from quant.evaluation import evaluate
 from quant.formats.tensor import fake_quantize
 from quant.planning import make_plan
@@ -379,7 +380,7 @@ if os.environ.get("RANK", "0") == "0":
 @pytest.mark.slow
 def test_one_rank_and_two_give_the_same_bits(tmp_path: Path) -> None:
     root = str(ROOT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = [sys.executable, "-c", _RANK, root]
     one, two = [*script, str(tmp_path / "one")], [*script, str(tmp_path / "two")]
     alone = subprocess.run(one, capture_output=True, text=True, check=True, env=environment)

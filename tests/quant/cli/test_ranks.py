@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -65,10 +64,7 @@ def in_ranks(work: Sequence[Callable[[], object]], log: Path) -> tuple[list[int]
     Returns:
         How they ended: minus the signal, or the exit code; and what each said on standard error.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
+    port, children = launch.free_port(), []
     for rank, function in enumerate(work):
         child = os.fork()
         if child == 0:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 import torch.multiprocessing as mp
 
 import quant
+from quant.cli.ranks.launch import free_port
 
 pytest.importorskip("accelerate", reason="the extra hf")
 pytestmark = pytest.mark.slow
@@ -63,9 +63,7 @@ def joined(rank: int, folder: str, kind: str, port: int) -> None:
 def test_two_processes_resume(kind: str, tmp_path: Path) -> None:
     if kind == "lora":
         pytest.importorskip("peft", reason="the extra training")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     mp.spawn(joined, (str(tmp_path), kind, port), nprocs=2)
     start, whole, again = torch.load(tmp_path / "states", weights_only=True)
     assert all(torch.equal(tensor, again[name]) for name, tensor in whole.items())
