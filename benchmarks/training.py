@@ -1,8 +1,9 @@
 """This benchmark trains quantized models, by distillation from the original, and measures what it gains and takes.
 
 Each row starts from a quantized SmolLM2-135M, trains it for the same steps on the same rows with the same loss and the
-same loop, and compares it with the original on WikiText-2's test text and on Python source, which nothing was trained
-on. Training rows are WikiText-2's validation text, and with --own rows that the model wrote itself.
+same loop, and compares it with the original on WikiText-2's test text, on Python source and on prose about Python,
+which nothing was trained on. Training rows are WikiText-2's validation text, and with --own rows that the model wrote
+itself; `--text mix` trains and calibrates on the package's mixture instead.
 
     PTQ    the start: post-training quantization by SOLVER
     QAD    distillation from that start
@@ -26,11 +27,12 @@ import click
 import torch
 from _peers import _modelopt_config
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows
+from _texts import SEQLEN, python_rows, reference_rows
 from torch import nn
 
 import quant
 from quant.calibration.texts.generate import generate_rows
+from quant.calibration_data import mixed_text
 from quant.evaluation import evaluate
 from quant.training.loop import Trained, train, train_rounded_alone
 
@@ -80,6 +82,8 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--seqlen", default=SEQLEN, show_default=True)
 @click.option("--rate", "rates", default="1e-4", show_default=True, help="Learning rates, separated by commas.")
 @click.option("--calibration-rows", default=8, show_default=True)
+@click.option("--text", default="wikitext", show_default=True, type=click.Choice(["wikitext", "mix"]))
+@click.option("--text-rows", default=98, show_default=True, help="Rows of that text to train on.")
 @click.option("--own", default=0, show_default=True, help="Training rows that the model writes itself.")
 @click.option("--rows", default=8, show_default=True, help="Rows to evaluate on, of each text.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the decoder of the student.")
@@ -87,21 +91,29 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
-    calibration_rows: int, own: int, rows: int, compiled: bool, peers: bool, json_path: Path | None,
+    calibration_rows: int, text: str, text_rows: int, own: int, rows: int, compiled: bool, peers: bool,
+    json_path: Path | None,
 ) -> None:  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = quant.open_model(model)
     tokenizer, teacher = source.load_tokenizer(), source.model.to(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     teacher = teacher.to(dtype).requires_grad_(False)
-    calibration = quant.token_rows(f"{TOKENS}:calibration", None, samples=calibration_rows, seqlen=SEQLEN)
-    material = quant.token_rows(f"{TOKENS}:calibration", None, samples=98, seqlen=SEQLEN)
+
+    def drawn(count: int) -> torch.Tensor:
+        if text == "wikitext":
+            return quant.token_rows(f"{TOKENS}:calibration", None, samples=count, seqlen=SEQLEN)
+        plan = quant.make_plan(teacher, preset, solver="gptq")
+        return mixed_text(teacher, plan, tokenizer, samples=count, seqlen=SEQLEN, device=device)[0]
+
+    calibration, material = drawn(calibration_rows), drawn(text_rows)
     if own:
         material = torch.cat([material, generate_rows(teacher, tokenizer, samples=own, seqlen=SEQLEN)])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
     texts = {
         "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
         "Python source": python_rows(tokenizer, rows, "report"),
+        "prose on Python": reference_rows(tokenizer, rows, "report"),
     }
     table: list[dict[str, Any]] = []
     notes: list[str] = []
