@@ -52,7 +52,12 @@ def block_bytes(
     codes = sum(layer.nbytes for layer in experts if scratch is None or not scratch.takes(layer.nbytes))
     one_expert = max((layer.numel // layer.shape[0] for layer in experts), default=0)
     together = max((_together(layer) for layer in experts), default=0)
-    phases = 4 * _SQUARES * _widest(linear), codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts)
+    scales = any(get_pipeline(layer.solver).transforms for layer in linear)
+    phases = (
+        8 * weights if scales else 0,  # a copy in float64, in which `scaling` looks for what absorbs a scale
+        4 * _SQUARES * _widest(linear),
+        codes + together + 2 * one_expert * 4 + 4 * _SQUARES * _widest(experts),
+    )
     return dtype.itemsize * (weights + solved + kept) + max(phases)
 
 
