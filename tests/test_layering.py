@@ -33,7 +33,19 @@ PARTS = {
     "recipes": (".",),
     "calibration": (".", "texts", "solvers", "walk", "sensitivity"),
     "export": ("onnx_graph", "engine", "."),
-    "quant": (".", "vllm_plugin", "models", "runtime", "page", "allocation", "api", "training", "integrations", "cli"),
+    "quant": (
+        ".",
+        "vllm_plugin",
+        "sglang_plugin",
+        "models",
+        "runtime",
+        "page",
+        "allocation",
+        "api",
+        "training",
+        "integrations",
+        "cli",
+    ),
 }
 
 # The oracle stays pure: nothing but these, at any level.
