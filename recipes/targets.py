@@ -164,6 +164,7 @@ _HUMMING = "by the package humming, or by our plug-in on Hopper"
 _MODELOPT = "model_executor/layers/quantization/modelopt.py"
 _QUANT_ALGOS, _MIXED, _BLOCKS = "QUANT_ALGOS", "ModelOptMixedPrecisionConfig", "ModelOptFp8PbWoLinearMethod"
 _SGLANG = "srt/layers/quantization/compressed_tensors/compressed_tensors.py, _get_scheme_from_parts"
+_SGLANG_LINEAR = ("fp8@fp8_token", "fp8_channel@fp8")
 _TRTLLM = "tensorrt_llm/models/quant_config_utils.py"
 _RTX = (
     Pair("fp8", "fp8", kinds=_LINEAR),
@@ -227,20 +228,22 @@ _ALL = (
         "sglang",
         "SGLang 0.5.23, from the compressed-tensors checkpoint",
         (
-            Pair("nvfp4", "nvfp4", note="from SM100"),
+            Pair("nvfp4", "nvfp4", note=_HOPPER),
             Pair("nvfp4", None, STORAGE),
-            Pair("mxfp4", None, STORAGE, kinds=_EXPERTS),
-            *(replace(pair, source="") for pair in _FP8),
+            # Its class for experts takes FP8 with scales a tensor on both sides, a channel and a token, or squares.
+            *(replace(pair, source="", kinds=_LINEAR if str(pair) in _SGLANG_LINEAR else pair.kinds) for pair in _FP8),
             Pair("fp8", None, STORAGE, kinds=_LINEAR),
             Pair("fp8_channel", None, STORAGE, kinds=_LINEAR),
-            Pair("int8", "int8_token", note="from SM75"),
+            Pair("int8", "int8_token", note="from SM75", kinds=_LINEAR),
+            Pair("int8", "int8_tensor", note="from SM75", kinds=_LINEAR),
             *(Pair(w, None, STORAGE) for w in _INT4),
         ),
         kv_cache=("fp8",),
         fused=_FUSED,
-        source=f"sglang 0.5.23, {_SGLANG}; read, not run",
+        source=f"sglang 0.5.23, {_SGLANG} and get_moe_scheme, asked for each pair on a CPU; no model was run",
         refused={
-            "mxfp4@mxfp4": f"it has no scheme for it ({_SGLANG})",
+            "mxfp4": f"it has no scheme for linear layers ({_SGLANG}), and looks for the codes of experts under names "
+            "that the layout does not have, except in DeepSeek and Kimi K3 (srt/layers/quantization/mxfp4.py)",
             "mxfp8": f"it has no scheme for it ({_SGLANG})",
         },
     ),

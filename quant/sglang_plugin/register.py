@@ -5,7 +5,8 @@ Hopper GPUs, where SGLang has Marlin. It must be asked for, since nobody has run
 written from SGLang's source, and its classes were tested on a CPU.
 
 SGLang has no lists of kernels, as vLLM has. Its plug-ins put functions of their own around methods
-(
+(`sglang/srt/plugins/hook_registry.py`). They do not replace its classes, which its loader knows by name
+(`WEIGHT_LOADER_V2_SUPPORTED` in `sglang/srt/layers/linear.py`).
 """
 
 from __future__ import annotations

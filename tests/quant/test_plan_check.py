@@ -114,6 +114,7 @@ def test_refusing_names_every_problem_and_every_place() -> None:
         ("sglang", "fp8_block", None, False),
         ("sglang", "mxfp8", "mxfp8", False),
         ("sglang", "mxfp4", None, False),
+        ("sglang", "int8", "int8_tensor", True),
         ("tensorrt-llm-compressed-tensors", "fp8", "fp8", False),
         ("tensorrt-llm-compressed-tensors", "mxfp8", "mxfp8", False),
         ("tensorrt-llm-compressed-tensors", "int8", "int8_token", False),  # it would take the codes for FP8
@@ -135,6 +136,24 @@ def test_targets_accept_what_their_loaders_do(target: str, weight: str, activati
     problems = validate(plan, layers_of(plan), get_target(target))
     assert (problems == []) is accepted
     assert accepted or set(where(problems)) == {m.name for m in plan.quantized}
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "accepted"),
+    [
+        ("nvfp4", None, True),
+        ("fp8", "fp8", True),
+        ("fp8_channel", "fp8_token", True),
+        ("fp8", "fp8_token", False),
+        ("fp8_channel", "fp8", False),
+        ("int8", "int8_token", False),  # "implemented only for NPU"
+        ("mxfp4", None, False),
+    ],
+)
+def test_sglang_takes_fewer_pairs_for_experts(weight: str, activation: str | None, accepted: bool) -> None:
+    experts = replace(block(0, weight, activation)[0], kind="experts")
+    problems = get_target("sglang").problems(experts)
+    assert (problems == []) is accepted and all("sglang" in problem for problem in problems)
 
 
 def test_target_tables_are_sound() -> None:
