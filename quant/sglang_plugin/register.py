@@ -6,7 +6,9 @@ written from SGLang's source, and its classes were tested on a CPU.
 
 SGLang has no lists of kernels, as vLLM has. Its plug-ins put functions of their own around methods
 (`sglang/srt/plugins/hook_registry.py`). They do not replace its classes, which its loader knows by name
-(`WEIGHT_LOADER_V2_SUPPORTED` in `sglang/srt/layers/linear.py`).
+(`WEIGHT_LOADER_V2_SUPPORTED` in `sglang/srt/layers/linear.py`). SGLang is left as it is, with one line in the log that
+says why, in a release whose scheme was not read, and where Triton is missing. Layers on another GPU stay with SGLang
+(`linear.py`).
 """
 
 from __future__ import annotations
