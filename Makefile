@@ -42,8 +42,8 @@ lint: .venv/.dev
 	$(RUN) ruff format --check .
 	$(RUN) mypy
 
-bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers
-	set -e; for script in benchmarks/[a-z]*.py; do echo "== $$script"; .venv/bin/python $$script; done
+bench: .venv/.bench  ## every measurement of docs/benchmarks.md, with its peers; those of vLLM need its environment
+	set -e; for script in $(filter-out benchmarks/vllm_%,$(wildcard benchmarks/[a-z]*.py)); do echo "== $$script"; .venv/bin/python $$script; done
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis out

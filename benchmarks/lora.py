@@ -158,6 +158,9 @@ def main(
     if row:
         print(json_text(measure(row, hidden, layers, tokens, steps, rank, keep, whole, compiled, profile)))
         return
+    if not torch.cuda.is_available() and hidden * layers > 1 << 14:
+        click.echo("this size needs a CUDA device; --hidden 512 --layers 2 tries the benchmark on a CPU")
+        return
     options = [f"--hidden={hidden}", f"--layers={layers}", f"--tokens={tokens}", f"--steps={steps}", f"--rank={rank}"]
     flags = {"--keep-activations": keep, "--whole-logits": whole, "--compile": compiled, "--profile": profile}
     options += [flag for flag, given in flags.items() if given]
