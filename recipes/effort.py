@@ -34,10 +34,10 @@ def solver_of(effort: int, activation: str, *, experts: bool = False) -> str:
         raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
     if effort < 2:
         return ("rtn", "mse")[effort]
-    four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
-    first = "awq:merge+" if four_bits and not experts else ""
+    scaling = "" if experts else "awq:merge+"
     if effort == 2:
-        return f"{first}gptq"
+        four_bits = not is_16bit(activation) and FORMATS[activation].element.bits == 4
+        return f"{scaling if four_bits else ''}gptq"
     # Rotations spread outliers of inputs, which small blocks of 4-bit inputs keep apart: there scaling is better.
-    first = "rotation:merge+" if is_16bit(activation) else "" if experts else "awq:merge+"
+    first = "rotation:merge+" if is_16bit(activation) else scaling
     return f"{first}gptq" if experts else f"{first}gptq+autoround"

@@ -220,6 +220,7 @@ class _Walk:
         return few, calls_of_chain(self.model, chain, [partial(self._run, batch, there) for batch in self.batches])
 
     def _walk_chain(self, chain: list[str], captured: list[_Captured]) -> None:
+        """Solves a chain; what is in `captured` is taken out, so that nothing else keeps the hidden states alive."""
         device, dtype = self.settings.device, self.settings.dtype_for(self.stored)
         if not captured:
             with placed(self.model, device) as there:

@@ -109,15 +109,17 @@ def write_model(
     with new_directory(Path(directory), overwrite=overwrite, **where) as temporary:
         plan.save(temporary / PLAN_FILE)
         messages = []
-        if hasattr(getattr(model, "config", None), "save_pretrained"):
+        known = hasattr(getattr(model, "config", None), "save_pretrained")
+        if known:
             write_config(temporary, model, plan, names)
-            with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
-                tried = thread.submit(trial, temporary, model, plan, tensors, allow_missing=allow_missing)
-                hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
+        with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
+            tried = (
+                thread.submit(trial, temporary, model, plan, tensors, allow_missing=allow_missing) if known else None
+            )
+            hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
+        if tried is not None:
             check_read_back(temporary, type(model))  # both replace functions of PyTorch meanwhile
             messages = tried.result()
-        else:
-            hashes = write_tensors(temporary, tensors, shard_bytes, masks=masks, log=log)
         if getattr(model, "generation_config", None) is not None and model.can_generate():  # type: ignore[operator]
             model.generation_config.save_pretrained(temporary)  # type: ignore[union-attr, operator]
         if tokenizer is not None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.kernels import hardware
 from quant.vllm_plugin import weights
 
@@ -43,14 +42,10 @@ def process_weights(original: Callable[..., None], scheme: Any, layer: Layer) ->
     if reason:
         _say(logging.WARNING, f"Blockscale: a linear layer in NVFP4 stays with SGLang: {reason}")
         return original(scheme, layer)
-    for name in ("weight_packed", "weight_scale", "weight_global_scale", "input_global_scale"):
+    for name in ("weight_packed", "input_global_scale"):
         if hasattr(layer, name):
             delattr(layer, name)
-    assert weight.global_scale is not None
-    tensors = {"weight": weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
-    for name, tensor in tensors.items():
-        layer.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))
-    layer.blockscale_format = weight.format.name
+    weights.hold(layer, weight)
     _say(logging.INFO, "Blockscale: linear layers in NVFP4 take our kernels")
     return None
 
@@ -65,16 +60,14 @@ def apply_weights(
     """`x @ weight.T + bias`, `[..., out]`, by our kernels where the layer has taken them."""
     if not layer.blockscale_format:
         return original(scheme, layer, x, bias)
-    return torch.ops.quant.linear(  # type: ignore[no-any-return]
-        x, layer.weight, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
-    )
+    return weights.multiply(layer, x, bias, layer.weight)
 
 
 def refuses(layer: Layer) -> str:
     """Why a layer cannot have our kernels where it is, empty if it can."""
     device = layer.weight_packed.device
-    if layer.params_dtype is not torch.bfloat16:
-        return f"our kernels take inputs in bfloat16, not in {layer.params_dtype}"
+    if reason := weights.refuses(layer.params_dtype):
+        return reason
     if not (device.type == "cuda" and hardware.current(device.index or 0).has_wgmma):
         return f"our kernels are for Hopper GPUs, and it is on {device}"
     return ""

@@ -30,7 +30,6 @@ from vllm.model_executor.kernels.linear import (
 from vllm.model_executor.parameter import permute_param_layout_
 from vllm.scalar_type import scalar_types
 
-import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.tensor import BlockScaledTensor
 from quant.vllm_plugin import weights
 
@@ -48,30 +47,12 @@ def taken() -> bool:
     return bool(_taken)
 
 
-def refuses(dtype: torch.dtype) -> str:
-    """Why a model in `dtype` cannot have our kernels, empty if it can."""
-    return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
-
-
 def take(layer: Layer, weight: BlockScaledTensor, codes: str = "weight") -> None:
     """Makes `weight` the parameters of `layer`, its codes under the name `codes`."""
-    tensors = {codes: weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
-    for name, tensor in tensors.items():
-        if hasattr(layer, name):
-            delattr(layer, name)
-        parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
-        layer.register_parameter(name, parameter)
-    layer.blockscale_format = weight.format.name
+    weights.hold(layer, weight, codes)
     if getattr(layer, "tp_size", 1) == 1:
         _taken.add(weight.format.name)
     logger.info_once("Blockscale: linear layers in %s take our kernels", weight.format.name)
-
-
-def multiply(layer: Layer, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
-    """`x @ weight.T + bias`, `[..., out]`, with the parameters that `take` has left."""
-    return torch.ops.quant.linear(
-        x, codes, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
-    )
 
 
 class _OverMarlin:
@@ -83,7 +64,7 @@ class _OverMarlin:
 
     def process_weights_after_loading(self, layer: Layer) -> None:
         weight = self.weight_of(layer)
-        reason = refuses(layer.params_dtype)
+        reason = weights.refuses(layer.params_dtype)
         if not reason:
             weight, reason = weights.arranged(weight)
         if not reason:
@@ -98,7 +79,7 @@ class _OverMarlin:
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not layer.blockscale_format:
             return super().apply_weights(layer, x, bias)  # type: ignore[misc]
-        return multiply(layer, x, bias, layer.weight)
+        return weights.multiply(layer, x, bias, layer.weight)
 
 
 class BlockscaleNvFp4LinearKernel(_OverMarlin, MarlinNvFp4LinearKernel):
@@ -139,7 +120,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
         columns = c.partition_weight_shape[0]
-        if reason := refuses(c.act_type):
+        if reason := weights.refuses(c.act_type):
             return False, reason
         if c.weight_type != scalar_types.uint4b8 or c.group_size != 128 or c.zero_points or c.has_g_idx:
             return False, "our kernel takes symmetric INT4 in groups of 128, with no order of its own"
@@ -154,7 +135,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
         take(layer, weights.arranged(weights.int4_weight(words.data, scale.data))[0], self.w_q_name)
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return multiply(layer, x, bias, getattr(layer, self.w_q_name))
+        return weights.multiply(layer, x, bias, getattr(layer, self.w_q_name))
 
 
 class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
@@ -166,7 +147,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, c: FP8ScaledMMLinearLayerConfig) -> tuple[bool, str | None]:
-        reason = refuses(c.input_dtype)
+        reason = weights.refuses(c.input_dtype)
         return not reason, reason or None
 
     def process_weights_after_loading(self, layer: Layer) -> None:
@@ -179,7 +160,7 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
         take(layer, weights.arranged(weights.fp8_weight(codes, scale, blocks=blocks))[0])
 
     def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return multiply(layer, x, bias, layer.weight)
+        return weights.multiply(layer, x, bias, layer.weight)
 
     def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
         raise NotImplementedError("inputs stay in 16 bit, so vLLM has no product in FP8 to ask for")

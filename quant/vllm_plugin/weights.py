@@ -1,4 +1,4 @@
-"""The parameters that vLLM has loaded for a layer become a `BlockScaledTensor`, before vLLM rearranges them.
+"""The parameters that vLLM has loaded for a layer become a `BlockScaledTensor`, and the layer's again for our kernels.
 
 vLLM merges sibling layers (q, k and v; gate and up) into one matrix and gives a kernel the parameters of the
 checkpoint under names of its own. By then global scales are no longer reciprocals: both checkpoint layouts, that of
@@ -10,13 +10,16 @@ compressed-tensors and that of ModelOpt, arrive alike.
     int4    weight_packed i32 [out, in / 8], codes offset by 8, weight_scale in the model's dtype [out, in / 128]
     fp8     weight e4m3 [out, in], weight_scale f32 [out, 1], or one for each 128 × 128 block
 
-No function here imports vLLM.
+No function here imports vLLM, and SGLang's layers hold our weights by the same functions.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+import quant.kernels.linear.ops  # noqa: F401 - defines torch.ops.quant.linear
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import reserve
@@ -66,3 +69,26 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
         return weight, ""
     reason = why_not(weight)
     return (weight, reason) if reason else (prepack(weight), "")
+
+
+def refuses(dtype: torch.dtype) -> str:
+    """Why a model in `dtype` cannot have our kernels, empty if it can."""
+    return "" if dtype is torch.bfloat16 else f"our kernels take inputs in bfloat16, not in {dtype}"
+
+
+def hold(layer: Any, weight: BlockScaledTensor, codes: str = "weight") -> None:
+    """Makes `weight` the parameters of a server's layer, its codes under the name `codes`, in the place of its own."""
+    tensors = {codes: weight.codes, "weight_scale": weight.scale, "weight_global_scale": weight.global_scale}
+    for name, tensor in tensors.items():
+        if hasattr(layer, name):
+            delattr(layer, name)
+        parameter = None if tensor is None else torch.nn.Parameter(tensor, requires_grad=False)
+        layer.register_parameter(name, parameter)
+    layer.blockscale_format = weight.format.name
+
+
+def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
+    """`x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
+    return torch.ops.quant.linear(  # type: ignore[no-any-return]
+        x, codes, layer.weight_scale, layer.weight_global_scale, bias, None, layer.blockscale_format, ""
+    )

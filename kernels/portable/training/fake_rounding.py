@@ -93,6 +93,20 @@ def round_kernel(
 
 
 @triton.jit
+def _backward_tile(
+    gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+    rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
+):  # fmt: skip
+    """What a gradient is made of: the tile of dY, of the weight and of its steps, and the second level."""
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
+    return dy, w, _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns), second
+
+
+@triton.jit
 def mask_kernel(
     gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
     largest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
@@ -101,14 +115,12 @@ def mask_kernel(
     """The tile of `out`, contiguous `[N, K]`: the gradient, zero where the weight is beyond the range of its block."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
-    inside = (n[:, None] < N) & (k[None, :] < K)
-    row = n.to(tl.int64)[:, None]
-    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
-    step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
-    dw = tl.where(tl.abs(w) <= largest * step, dy, 0.0)
-    tl.store(out + row * K + k[None, :], dw.to(out.dtype.element_ty), mask=inside)
+    dy, w, step, _ = _backward_tile(
+        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+        rows, columns, has_global,
+    )  # fmt: skip
+    dw = tl.where(tl.abs(w) <= largest * step, dy, 0.0).to(out.dtype.element_ty)
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], dw, mask=(n[:, None] < N) & (k[None, :] < K))
 
 
 @triton.jit
@@ -120,18 +132,16 @@ def slope_kernel(
     """The tile of `out`, float32 contiguous `[N, K / columns]`: the sum over each block of dY · (q - u), or dY · q."""
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
-    inside = (n[:, None] < N) & (k[None, :] < K)
-    row = n.to(tl.int64)[:, None]
-    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
-    step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
+    dy, w, step, second = _backward_tile(
+        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+        rows, columns, has_global,
+    )  # fmt: skip
     steps = tl.div_rn(w, step)
     within = tl.where(tl.abs(w) <= largest * step, steps, 0.0)
     slope = dy * (_on_grid(steps, largest, mantissa, lowest, top, integer) - within)
     summed = tl.sum(slope.reshape(block_n, block_k // columns, columns), 2) * second
     blocks = tl.program_id(0) * (block_k // columns) + tl.arange(0, block_k // columns)
-    at = row * (K // columns) + blocks[None, :]
+    at = n.to(tl.int64)[:, None] * (K // columns) + blocks[None, :]
     tl.store(out + at, summed, mask=(n[:, None] < N) & (blocks[None, :] < K // columns))
 
 
@@ -164,12 +174,10 @@ def round_weight(
     """
     weight, (N, K) = _rows(weight), weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
-    element = format.element
     given = weight if scale is None else scale.contiguous()
     round_kernel[_grid(N, K)](
         weight, given, weight if global_scale is None else global_scale, out, N, K, weight.stride(0), given.stride(0),
-        mantissa=element.mantissa, lowest=element.min_normal, top=2.0**element.max_exponent,
-        integer=element.is_integer, kind=format.scale.name, measured=scale is None, **_common(format, global_scale),
+        kind=format.scale.name, measured=scale is None, **_number(format), **_common(format, global_scale),
     )  # fmt: skip
     return out
 
@@ -182,13 +190,8 @@ def masked_gradient(
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """The gradient `[N, K]` with zeros where the weight is beyond the range of its block, in the weight's dtype."""
-    gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
-    out = torch.empty(N, K, dtype=weight.dtype, device=weight.device)
-    mask_kernel[_grid(N, K)](
-        gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
-        weight.stride(0), scale.stride(0), **_common(format, global_scale),
-    )  # fmt: skip
-    return out
+    out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    return _backward(mask_kernel, out, gradient, weight, format, scale, global_scale)
 
 
 def scale_gradient(
@@ -199,12 +202,25 @@ def scale_gradient(
     global_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
+    out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
+    return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale, **_number(format))
+
+
+def _backward(
+    kernel: Any,
+    out: torch.Tensor,
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    format: Format,
+    scale: torch.Tensor,
+    global_scale: torch.Tensor | None,
+    **constants: Any,
+) -> torch.Tensor:
+    """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
-    out, element = torch.empty_like(scale, dtype=torch.float32), format.element
-    slope_kernel[_grid(N, K)](
+    kernel[_grid(N, K)](
         gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
-        weight.stride(0), scale.stride(0), mantissa=element.mantissa, lowest=element.min_normal,
-        top=2.0**element.max_exponent, integer=element.is_integer, **_common(format, global_scale),
+        weight.stride(0), scale.stride(0), **constants, **_common(format, global_scale),
     )  # fmt: skip
     return out
 
@@ -216,6 +232,15 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _grid(N: int, K: int) -> tuple[int, int]:
     return triton.cdiv(K, _BLOCK_K), triton.cdiv(N, _BLOCK_N)
+
+
+def _number(format: Format) -> dict[str, Any]:
+    """What `_on_grid` has to know of an element's number, but for its largest value."""
+    element = format.element
+    return {
+        "mantissa": element.mantissa, "lowest": element.min_normal, "top": 2.0**element.max_exponent,
+        "integer": element.is_integer,
+    }  # fmt: skip
 
 
 def _common(format: Format, global_scale: torch.Tensor | None) -> dict[str, Any]:
