@@ -113,7 +113,8 @@ def measure(
         torch.cuda.reset_peak_memory_stats()
     inner = model.get_base_model()
     if compiled:
-        inner.model.compile()
+        for layer in inner.model.layers:
+            layer.compile()
 
     def step() -> float:
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=on_gpu):
@@ -147,7 +148,7 @@ def measure(
 @click.option("--rank", default=16, show_default=True)
 @click.option("--keep-activations", "keep", is_flag=True, help="No gradient checkpointing.")
 @click.option("--whole-logits", "whole", is_flag=True, help="All logits at once, as transformers' own loss has them.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the decoder.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the layers of the decoder.")
 @click.option("--profile", is_flag=True, help="Also print where a step spends its time.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 @click.option("--row", hidden=True, help="Measure one base here and print it as JSON.")
