@@ -55,12 +55,12 @@ NVFP4 = {
 SHORT, LONG = 2, 66
 
 
-def write_config(shape: str, layers: int | None, out: Path) -> Path:
-    """A folder with the config.json of an NVFP4 checkpoint, weights only."""
+def write_config(shape: str, layers: int | None, positions: int, out: Path) -> Path:
+    """A folder with the config.json of an NVFP4 checkpoint, weights only, for texts of so many positions."""
     architecture, fields = SHAPES[shape]
     group = {"format": "nvfp4-pack-quantized", "input_activations": None, "targets": ["Linear"], "weights": NVFP4}
     config = {
-        "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+        "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": positions, "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
         "quantization_config": {
             "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
@@ -125,6 +125,10 @@ def engine(args: argparse.Namespace) -> None:
     settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
     start = time.time()
     llm = LLM(model=args.folder, **settings)
+    cache, wanted = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + LONG)
+    held = (cache.num_gpu_blocks or 0) * cache.block_size
+    if held < wanted:
+        raise SystemExit(f"the cache holds {held:,} tokens, and the largest batch has {wanted:,}: raise --kv-gib")
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
 
@@ -162,8 +166,8 @@ def engine(args: argparse.Namespace) -> None:
         what, count, length = line.split()
         try:
             say(measure(what, int(count), int(length)))
-        except Exception as error:  # the other measurements still count
-            say({"ms": float("nan"), "error": f"{type(error).__name__}: {error}"[:200]})
+        except Exception as error:
+            say({"error": f"{type(error).__name__}: {error}"[:200]})
     os._exit(0)
 
 
@@ -174,6 +178,13 @@ def busy(ranges: list[Any]) -> float:
         total += max(each.end - max(each.start, end), 0.0)
         end = max(end, each.end)
     return total
+
+
+def milliseconds(answer: dict[str, Any]) -> float:
+    """What an engine measured; its error ends the benchmark, for later steps would not be the same."""
+    if "error" in answer:
+        raise SystemExit(f"an engine failed: {answer['error']}")
+    return float(answer["ms"])
 
 
 def say(found: dict[str, Any]) -> None:
@@ -229,7 +240,7 @@ def main() -> None:
     from _table import machine, markdown, versions
 
     args.label = args.label or args.shape
-    args.folder = write_config(args.shape, args.layers, args.out / args.label)
+    args.folder = write_config(args.shape, args.layers, max(8192, 2 * args.context), args.out / args.label)
     engines = {"vLLM": Engine(args, "vllm", "0", args.theirs)}
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"
@@ -250,7 +261,7 @@ def main() -> None:
                     found[what][label].append(each.ask(line))
         rows = []
         for what, by_label in found.items():
-            best = {label: min(each["ms"] for each in answers) for label, answers in by_label.items()}
+            best = {label: min(map(milliseconds, answers)) for label, answers in by_label.items()}
             times = {f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()}
             gains = {f"× {label}": f"{best['vLLM'] / ms:.3f}" for label, ms in best.items() if label != "vLLM"}
             rows.append({args.label: what, **times, **gains})
