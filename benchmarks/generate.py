@@ -14,8 +14,9 @@ import time
 from typing import Any
 
 import torch
+from _llama import random_llama
 from _table import machine, show, versions
-from decode import HEAD, HEADS, HIDDEN, INTERMEDIATE, KV_HEADS, VOCABULARY, measure
+from decode import VOCABULARY, measure
 
 import quant
 from quant.runtime import generate as generation
@@ -24,15 +25,7 @@ from quant.runtime.decoder import Decoder
 
 def model_of(layers: int, format: str) -> Any:
     """A Llama of `layers` layers on the GPU, quantized by rounding."""
-    import transformers
-
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=layers,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, head_dim=HEAD, max_position_embeddings=8192,
-        dtype=torch.bfloat16,
-    )  # fmt: skip
-    with torch.device("cuda"):
-        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    model = random_llama(layers).eval()
     model.generation_config.eos_token_id = None
     return quant.quantize(model, format).model
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 import torch
+from _llama import random_llama
 from _table import machine, show, versions
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
@@ -30,20 +31,6 @@ from quant.recipes.json_text import json_text
 TITLE = "LoRA over a quantized model"
 CHUNK = 512  # tokens whose logits are held at a time
 BASES = ("nvfp4a16", "fp8_channel", "int4a16", "nf4", "bf16")
-
-
-def original(hidden: int, layers: int, tokens: int) -> Any:
-    """A Llama with the proportions of Llama-3-8B, its weights random, in BF16."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 7 // 2, num_hidden_layers=layers,
-        num_attention_heads=hidden // 128, num_key_value_heads=max(hidden // 512, 1), head_dim=128,
-        vocab_size=128256 * hidden // 4096, max_position_embeddings=tokens, dtype=torch.bfloat16,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        return LlamaForCausalLM(config).bfloat16()
 
 
 def to_nf4(model: Any) -> None:
@@ -93,7 +80,7 @@ def measure(
     """Trains adapters over one base; gives tokens/s, seconds of a step, GB and the last loss."""
     from peft import LoraConfig, get_peft_model
 
-    model = original(hidden, layers, tokens)
+    model = random_llama(layers, hidden=hidden, positions=tokens)
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
     if base == "nf4":
         to_nf4(model)

@@ -17,36 +17,26 @@ from typing import Any
 
 import click
 import torch
+from _llama import random_llama
 from _table import machine, show, versions
 from torch import nn
 
 import quant
 
 TITLE = "A training step"
+_VOCABULARY = 1024  # a small head: the decoder is timed
 
 
 @click.command(help=__doc__)
 @click.option("--layers", default=4, show_default=True)
 @click.option("--hidden", default=4096, show_default=True)
-@click.option("--intermediate", default=14336, show_default=True)
 @click.option("--tokens", default=8192, show_default=True)
 @click.option("--steps", default=20, show_default=True)
 @click.option("--dtype", default="float32", show_default=True, help="Of the weights in training.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
-def main(
-    layers: int, hidden: int, intermediate: int, tokens: int, steps: int, dtype: str, json_path: Path | None
-) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=hidden // 128,
-        num_key_value_heads=max(hidden // 512, 1), head_dim=128, vocab_size=1024, max_position_embeddings=tokens,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(device):
-        original = LlamaForCausalLM(config).bfloat16().requires_grad_(True)
-    ids = torch.randint(0, 1024, (1, tokens), device=device)
+def main(layers: int, hidden: int, tokens: int, steps: int, dtype: str, json_path: Path | None) -> None:
+    original = random_llama(layers, hidden=hidden, vocabulary=_VOCABULARY, positions=tokens).requires_grad_(True)
+    ids = torch.randint(0, _VOCABULARY, (1, tokens), device=original.device)
     rows: list[dict[str, Any]] = []
 
     def add(name: str, model: nn.Module) -> None:
@@ -64,7 +54,7 @@ def main(
             add(f"{preset}, {scales} scales, {dtype} weights", model)
             del model
     header = machine() | versions("transformers", "triton")
-    note = f"{layers} layers of {hidden} x {intermediate}, {tokens} tokens."
+    note = f"{layers} layers of {hidden} x {hidden * 7 // 2}, {tokens} tokens."
     show(TITLE, header, rows, [note], json_path=json_path)
 
 

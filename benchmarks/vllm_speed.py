@@ -60,8 +60,8 @@ def write_config(shape: str, layers: int | None, positions: int, out: Path) -> P
     architecture, fields = SHAPES[shape]
     group = {"format": "nvfp4-pack-quantized", "input_activations": None, "targets": ["Linear"], "weights": NVFP4}
     config = {
-        "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": positions, "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
+        "architectures": [architecture], "dtype": "bfloat16", "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, **fields,
         "quantization_config": {
             "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {"group_0": group},
             "ignore": ["lm_head", r"re:.*mlp\.gate$"], "quantization_status": "compressed",
