@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import Linear, LoraLayer
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from quant.errors import UserError
@@ -35,6 +36,9 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         names = [name for name in self.active_adapters if name in self.lora_A]
         if args or kwargs or self.disable_adapters or self.merged or not all(self._is_plain(x, name) for name in names):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
+        if len(names) == 1 and self._is_one_product(names[0]):
+            down, up = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
+            return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer)  # type: ignore[no-any-return, no-untyped-call]
         y: torch.Tensor = self.base_layer(x)
         for name in names:
             low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
@@ -48,6 +52,18 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         same = down.weight.dtype == up.weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None
         return same and up.bias is None and name not in self.lora_variant and x.dtype is not torch.float64
 
+    def _is_one_product(self, name: str) -> bool:
+        """Whether `_Adapted` computes the layer with this adapter; a compiler does better with separate products."""
+        base, dropout = self.base_layer, self.lora_dropout[name]
+        return (
+            torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and type(base) is QuantLinear
+            and not base.parts
+            and (base.bias is None or not base.bias.requires_grad)
+            and (isinstance(dropout, nn.Identity) or not dropout.training)
+        )
+
     def make_dense(self) -> None:
         """Puts a linear layer in 16 bit in the place of the quantized one, into which PEFT then merges."""
         self.base_layer = dense_linear(self.base_layer)
@@ -55,6 +71,44 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_quantized(self.base_layer)
         super().merge(safe_merge, adapter_names)
+
+
+class _Adapted(torch.autograd.Function):
+    """`x Wᵀ + bias + s·(x Aᵀ) Bᵀ`: a quantized linear and its adapter as one node of the graph.
+
+    Adapters are small, and what they take is not their arithmetic: nodes of the graph, tensors as large as the output
+    that are only scaled or added, and launches. Here both sums are made by the products themselves.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, s: float, base: Any) -> torch.Tensor:
+        dtype = autocast_dtype(x.device.type) or x.dtype
+        ctx.shape, ctx.dtypes = x.shape, (x.dtype, down.dtype, up.dtype)
+        x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
+        rows = x.reshape(-1, x.shape[-1])
+        low = rows @ down.t()
+        y: torch.Tensor = base(x)
+        y.view(-1, y.shape[-1]).addmm_(low, up.t(), alpha=s)
+        ctx.s, ctx.format = s, base.weight_format.name
+        ctx.save_for_backward(rows, low, down, up, base.codes, base.scale, base.global_scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, low, down, up, *weight = ctx.saved_tensors
+        for_x, for_down, for_up, *_ = ctx.needs_input_grad
+        dy = gradient.reshape(-1, gradient.shape[-1])
+        dlow = (dy @ up).mul_(ctx.s)
+        dx = ddown = dup = None
+        if for_x:
+            dx = torch.ops.quant.linear_input_gradient(dy, *weight, ctx.format, rows.shape[1])
+            dx = dx.addmm_(dlow, down).view(ctx.shape).to(ctx.dtypes[0])
+        if for_down:
+            ddown = (dlow.t() @ rows).to(ctx.dtypes[1])
+        if for_up:
+            dup = (dy.t() @ low).mul_(ctx.s).to(ctx.dtypes[2])
+        return dx, ddown, dup, None, None
 
 
 class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]

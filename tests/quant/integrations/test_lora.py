@@ -107,6 +107,22 @@ def test_autocast_gives_one_layer_with_its_adapters_to_the_rounding_of_bf16(drop
     rows, d = dy.double().flatten(0, 1), dropped.flatten(0, 1)
     assert close(up.weight.grad, 3 * rows.T @ low.flatten(0, 1))
     assert close(down.weight.grad, (3 * rows @ b).T @ d)
+    if not dropout:
+        assert x.grad is not None and x.grad.dtype is torch.bfloat16
+        by_adapter = (3 * rows @ b @ a).view(x.shape)
+        assert close(x.grad, dy.double() @ layer.base_layer.dequantize(torch.float64) + by_adapter)
+
+
+def test_an_adapter_that_is_frozen_in_part_gets_the_gradients_that_are_left() -> None:
+    model = with_adapters(quantized("nvfp4"), lora_alpha=12)
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    down, up = layer.lora_A["default"].weight.requires_grad_(False), layer.lora_B["default"].weight
+    x = torch.randn(2, 3, layer.in_features)
+    y = layer(x)
+    y.backward(dy := torch.randn_like(y))
+    assert down.grad is None and x.grad is None
+    wanted = 3 * dy.double().flatten(0, 1).T @ (x.double().flatten(0, 1) @ down.double().T)
+    torch.testing.assert_close(up.grad.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}, {"lora_dropout": 0.5}])
