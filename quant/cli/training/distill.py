@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 @click.option("--steps", default=300, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Rows a step.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option("--samples", default=128, show_default=True, help="Rows of training text; used again as often as needed.")
+@click.option(
+    "--samples",
+    default=512,
+    show_default=True,
+    help="Rows of training text at most; used again as often as the steps need them.",
+)
 @click.option("--lr", "rate", default=1e-4, show_default=True, help="Peak learning rate.")
 @click.option("--temperature", default=1.0, show_default=True, help="Divides the logits of teacher and student.")
 @click.option("--hidden", default=0.0, show_default=True, help="Weight of the distance of hidden states.")
@@ -195,8 +200,9 @@ def _rows(
             raise UserError("--data: a cached teacher knows its own rows alone; leave the option out")
         return teacher.rows
     assert source is not None  # which a model came from
+    read = options["steps"] * options["batch_size"]
     rows, _ = read_calibration(
-        source, options["data"], samples=options["samples"], seqlen=options["seqlen"], seed=options["seed"],
+        source, options["data"], samples=min(options["samples"], read), seqlen=options["seqlen"], seed=options["seed"],
         device=there, progress=progress,
     )  # fmt: skip
     if not isinstance(rows, torch.Tensor):
