@@ -167,7 +167,8 @@ def _kv_scales(
 def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
     """Parameters in their files that are not read for their own layer alone: those that may stay, or be changed."""
     unread = stored_in(model)
-    if plan.provenance.get("guard") or any(get_pipeline(layer.solver).spec.merge for layer in plan.quantized):
+    rotates = any(get_pipeline(layer.solver).spec.merges_rotations for layer in plan.quantized)
+    if rotates or plan.provenance.get("guard"):
         return list(unread)
     quantized = {layer.tensor_name for layer in plan.quantized if layer.kind != "conv"}
     return [name for name in unread if name not in quantized]

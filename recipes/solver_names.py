@@ -28,9 +28,8 @@ class SolverSpec:
     Attributes:
         name: as recipes and `--solver` spell it.
         transforms: keys of the input scalings, in order.
-        merged: those of them that are left out where no module around can absorb the scale.
         rotation: largest block of a rotation at run time; 0 for none.
-        merge: whether rotations are merged into the modules around, before anything else.
+        merged: the scalings, or "rotation", that are left out where no module around can absorb them.
         rank: of the 16-bit branch; 0 for none.
         rounding: key of the solver that gives codes and scales.
         autoround: optimizer steps of the block-wise reconstruction; 0 for none.
@@ -38,12 +37,16 @@ class SolverSpec:
 
     name: str
     transforms: tuple[str, ...]
-    merged: frozenset[str]
     rotation: int
-    merge: bool
+    merged: frozenset[str]
     rank: int
     rounding: str
     autoround: int
+
+    @property
+    def merges_rotations(self) -> bool:
+        """Whether rotations are merged into the modules around, before anything else."""
+        return "rotation" in self.merged
 
 
 @cache
@@ -87,9 +90,8 @@ def parse_solver(
     return SolverSpec(
         name,
         transforms=tuple(key for key in found if key in transforms),
-        merged=frozenset(merged - {"rotation"}),
         rotation=found.get("rotation", 0),
-        merge="rotation" in merged,
+        merged=frozenset(merged),
         rank=found.get("lowrank", 0),
         rounding=next((key for key in found if key in roundings), implied),
         autoround=found.get("autoround", 0),

@@ -82,7 +82,7 @@ class Pipeline:
     @property
     def reshapes(self) -> bool:
         """Whether more is done to a block than scaling and rounding its layers."""
-        return bool(self.spec.rotation or self.spec.rank or self.spec.merge or self.reconstruction)
+        return bool(self.spec.rotation or self.spec.rank or self.spec.merges_rotations or self.reconstruction)
 
     @property
     def correction(self) -> float:

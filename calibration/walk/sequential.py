@@ -191,9 +191,8 @@ class _Walk:
 
     def _merge_rotations(self, blocks: Sequence[str]) -> None:
         """Rotations that the modules around take over are done in the model itself, before the walk."""
-        wanted = [
-            layer.name for layer in self.layers if layer.kind == "linear" and get_pipeline(layer.solver).spec.merge
-        ]
+        linears = (layer for layer in self.layers if layer.kind == "linear")
+        wanted = [layer.name for layer in linears if get_pipeline(layer.solver).spec.merges_rotations]
         if wanted:
             there = self._whole()
             self.merged = merge_rotations(self.model.to(there), self.few.to(there), blocks, wanted)

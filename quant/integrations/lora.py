@@ -153,7 +153,7 @@ def _shares_scale(members: Sequence[LayerPlan]) -> bool:
 def _anew(layer: LayerPlan, adapted: Any) -> LayerPlan:
     """The plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated."""
     spec = get_pipeline(layer.solver).spec
-    solver = spec.rounding if spec.transforms or spec.merge else layer.solver
+    solver = spec.rounding if spec.transforms or spec.merges_rotations else layer.solver
     why = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
     return replace(layer, solver=solver, parts=Parts(), reason=f"{layer.reason}; {why}, quantized again by {solver}")
 

@@ -220,7 +220,7 @@ def _install(
     """Puts layers in training in the place of the quantized ones."""
     solvers = [get_pipeline(layer.solver).spec for layer in plan.quantized]
     # What folds scales or rotations into weights changes those of other layers, too.
-    as_rounded = not any(spec.transforms or spec.rotation or spec.merge or spec.rank for spec in solvers)
+    as_rounded = not any(spec.transforms or spec.rotation or spec.merges_rotations or spec.rank for spec in solvers)
     kept = {id(parameter) for parameter in model.parameters()}
     made: dict[str, RoundedWeight] = {}
     for layer in plan.quantized:

@@ -22,14 +22,14 @@ def test_a_branch_takes_its_place(name: str, expected: str) -> None:
     found = parse_solver(with_branch(name, 8))
     before = parse_solver(name)
     assert (found.name, found.rank) == (expected, 8)
-    for part in ("transforms", "merged", "rotation", "merge", "rounding", "autoround"):
+    for part in ("transforms", "merged", "rotation", "rounding", "autoround"):
         assert getattr(found, part) == getattr(before, part)
 
 
 def test_parts_that_are_only_merged_are_told_from_the_others() -> None:
     spec = parse_solver("smoothquant+awq:merge+rotation:merge")
-    assert spec.transforms == ("smoothquant", "awq") and spec.merged == {"awq"}
-    assert spec.merge and spec.rotation == 0 and spec.rounding == "gptq"
+    assert spec.transforms == ("smoothquant", "awq") and spec.merged == {"awq", "rotation"}
+    assert spec.merges_rotations and spec.rotation == 0 and spec.rounding == "gptq"
     for wrong in ("awq:3", "lowrank:merge", "gptq:merge", "autoround:merge"):
         with pytest.raises(ValueError, match="only rotation, lowrank, autoround take a number, a whole one from 1"):
             parse_solver(wrong)
