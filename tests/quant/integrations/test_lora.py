@@ -79,17 +79,18 @@ def test_outputs_and_gradients_are_those_of_adapters_on_the_dequantized_model(fo
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_autocast_gives_one_layer_with_its_adapters_to_the_rounding_of_bf16(dropout: float) -> None:
+def test_autocast_gives_one_layer_with_its_adapters_to_the_rounding_of_bf16(dropout: float, device: str) -> None:
     """Against float64; dropout draws the same places where the seed is the same."""
-    model = with_adapters(quantized("nvfp4"), lora_dropout=dropout, lora_alpha=12)
+    model = with_adapters(quantized("nvfp4"), lora_dropout=dropout, lora_alpha=12).to(device)
     layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
-    x = torch.randn(3, 40, layer.in_features).bfloat16().requires_grad_()
+    x = torch.randn(3, 40, layer.in_features, device=device).bfloat16().requires_grad_()
     torch.manual_seed(1)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         y = layer(x)
     assert y.dtype is torch.bfloat16 and y.shape == (3, 40, layer.out_features)
-    y.backward(dy := torch.randn(y.shape).bfloat16())
+    y.backward(dy := torch.randn_like(y))
     torch.manual_seed(1)
     dropped, down, up = (
         layer.lora_dropout["default"](x.detach()).double(),
