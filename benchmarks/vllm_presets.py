@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="after which what is not done is left out")
     parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
+    parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as overlap")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--do", choices=("all", "make", "serve", "table"), default="all")
     parser.add_argument("--name", help="of the one model that a process makes")
@@ -274,7 +275,7 @@ def run_all(args: argparse.Namespace) -> None:
                 "serve",
                 "--jobs",
                 json_text(jobs),
-                BLOCKSCALE_VLLM=switch,
+                BLOCKSCALE_VLLM=args.switch if switch == "1" else switch,
             )
     print(f"done after {time.time() - started:.0f} s", file=sys.stderr, flush=True)
 
