@@ -50,7 +50,8 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         """Whether an adapter is two products in one dtype, autocast's or that of the input."""
         down, up = self.lora_A[name], self.lora_B[name]
         same = down.weight.dtype == up.weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None
-        return same and up.bias is None and name not in self.lora_variant and x.dtype is not torch.float64
+        plain = same and up.bias is None and not _is_hooked(up)
+        return plain and name not in self.lora_variant and x.dtype is not torch.float64
 
     def _is_one_product(self, name: str) -> bool:
         """Whether `_Adapted` computes the layer with this adapter; a compiler does better with separate products."""
@@ -62,6 +63,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             and not base.parts
             and (base.bias is None or not base.bias.requires_grad)
             and (isinstance(dropout, nn.Identity) or not dropout.training)
+            and not (_is_hooked(base) or _is_hooked(self.lora_A[name]))
         )
 
     def make_dense(self) -> None:
@@ -71,6 +73,11 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_quantized(self.base_layer)
         super().merge(safe_merge, adapter_names)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether a call does more than the class's forward: of hooks, or of accelerate, which brings weights for it."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 class _Adapted(torch.autograd.Function):

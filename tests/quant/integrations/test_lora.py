@@ -126,6 +126,18 @@ def test_an_adapter_that_is_frozen_in_part_gets_the_gradients_that_are_left() ->
     torch.testing.assert_close(up.grad.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
+def test_hooks_of_the_parts_of_a_layer_are_called(part: str) -> None:
+    model = with_adapters(quantized("nvfp4"))
+    layer = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    x = torch.randn(2, 3, layer.in_features, requires_grad=True)
+    wanted = layer(x)
+    seen = []
+    layer.get_submodule(part).register_forward_hook(lambda module, inputs, y: seen.append(y.requires_grad))
+    torch.testing.assert_close(layer(x), wanted)
+    assert seen == [True]
+
+
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}, {"lora_dropout": 0.5}])
 def test_variants_of_peft_work(options: Any) -> None:
     done = quantized("nvfp4", tiny_models.opt if "lora_bias" in options else tiny_models.llama)
