@@ -127,7 +127,7 @@ def engine(args: argparse.Namespace) -> None:
     llm = LLM(model=args.folder, **settings)
     cache, wanted = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + LONG)
     held = (cache.num_gpu_blocks or 0) * cache.block_size
-    if held < wanted:
+    if 0 < held < wanted:
         raise SystemExit(f"the cache holds {held:,} tokens, and the largest batch has {wanted:,}: raise --kv-gib")
     vocabulary = llm.llm_engine.model_config.get_vocab_size()
     generator = torch.Generator().manual_seed(0)
