@@ -96,7 +96,7 @@ SETTINGS = {
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
 COMPOSITIONS = (
-    "awq+local_hessian", "awq+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
+    "awq+local_hessian", "awq+gptq", "awq:merge+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
     "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "gptq+autoround", "awq+gptq+autoround",
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
@@ -105,7 +105,7 @@ OWN_TEXT = (32, 128)
 # The rows of the table in docs/benchmarks.md, in its order: `--only bars` measures these.
 BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
-    "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq+gptq",
+    "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
     "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq", "fp8_channel Blockscale gptq",
     "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn",
 )  # fmt: skip
