@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _llama import VOCABULARY
 from _plot import lines
 from _table import machine, show, versions, write_json
 from gemm import random_weight
@@ -34,7 +35,7 @@ from quant.kernels.linear.modules import QuantLinear
 from quant.kernels.pages import KVPages
 from quant.kernels.portable.decoder_step import add_rmsnorm, greedy, rotate_and_store, swiglu
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD, VOCABULARY = 4096, 14336, 32, 8, 128, 128256
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD = 4096, 14336, 32, 8, 128
 PAGE = 64
 
 

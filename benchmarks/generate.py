@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import torch
-from _llama import random_llama
+from _llama import VOCABULARY, random_llama
 from _table import machine, show, versions
-from decode import VOCABULARY, measure
+from decode import measure
 
 import quant
 from quant.runtime import generate as generation

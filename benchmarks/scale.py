@@ -32,6 +32,7 @@ from typing import Any
 
 import click
 import torch
+from _llama import VOCABULARY
 from _plot import lines
 from _table import machine, show, versions
 from safetensors.torch import save_file
@@ -39,7 +40,7 @@ from safetensors.torch import save_file
 from quant.recipes.json_text import json_text
 
 TITLE = "A large model from disk to disk"
-VOCABULARY, SMALL_VOCABULARY = 128256, 16384
+SMALL_VOCABULARY = 16384
 HEAD = 128  # columns of an attention head
 _SAMPLE_SECONDS = 0.1
 _PROFILE_LINES = 40

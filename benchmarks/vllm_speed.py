@@ -180,13 +180,6 @@ def busy(ranges: list[Any]) -> float:
     return total
 
 
-def milliseconds(answer: dict[str, Any]) -> float:
-    """What an engine measured; its error ends the benchmark, for later steps would not be the same."""
-    if "error" in answer:
-        raise SystemExit(f"an engine failed: {answer['error']}")
-    return float(answer["ms"])
-
-
 def say(found: dict[str, Any]) -> None:
     print("RESULT " + json_text(found), flush=True)
 
@@ -204,10 +197,14 @@ class Engine:
         )  # fmt: skip
 
     def answer(self) -> dict[str, Any]:
+        """What the engine says next; its error ends the benchmark, for what it measured later would not be the same."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith("RESULT "):
-                return json.loads(line.removeprefix("RESULT "))
+                found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+                if "error" in found:
+                    raise SystemExit(f"{self.log}: {found['error']}")
+                return found
         raise SystemExit(f"{self.log}: the engine ended\n{self.log.read_text()[-1500:]}")
 
     def ask(self, line: str) -> dict[str, Any]:
@@ -261,7 +258,7 @@ def main() -> None:
                     found[what][label].append(each.ask(line))
         rows = []
         for what, by_label in found.items():
-            best = {label: min(map(milliseconds, answers)) for label, answers in by_label.items()}
+            best = {label: min(each["ms"] for each in answers) for label, answers in by_label.items()}
             times = {f"{label}, ms": f"{ms:.3f}" for label, ms in best.items()}
             gains = {f"× {label}": f"{best['vLLM'] / ms:.3f}" for label, ms in best.items() if label != "vLLM"}
             rows.append({args.label: what, **times, **gains})
