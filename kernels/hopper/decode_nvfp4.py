@@ -13,6 +13,8 @@ and the values themselves need not be read first.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from quant.formats.number import E2M1, E4M3
 from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.repeated import Repeated
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{
@@ -152,11 +155,15 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -
     """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
-    tiles = _tiles_of(K)
-    dequantize_kernel[K // 64 // tiles, N // 64](
-        weight.codes, weight.scale, weight.global_scale, out, K, tiles=tiles, num_warps=4
-    )
+    _dequantizer(N, K, dtype, out.device)(weight.codes, weight.scale, weight.global_scale, out, K)
     return out
+
+
+@lru_cache(maxsize=256)
+def _dequantizer(N: int, K: int, dtype: torch.dtype, device: torch.device) -> Repeated:
+    """The launch of `dequantize_kernel` for weights like these; the dtype and the device only tell launches apart."""
+    tiles = _tiles_of(K)
+    return Repeated(dequantize_kernel, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 
 
 def requantize(weight: BlockScaledTensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -39,6 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
+from quant.kernels.repeated import Repeated
 from quant.kernels.tiles import GluonTiles, Launch
 
 # Triton 3.6 calls it thread_barrier.
@@ -424,7 +425,7 @@ def prepare(
         "has_bias": bias is not None, "gated": gated, "stages": tiles.stages, "depth": depth, "split": split,
         "overlap": tiles.overlap, **registers(tiles), "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch = linear_kernel[(programs,)]
+    launch = Repeated(linear_kernel, (programs,), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, width)
@@ -439,9 +440,8 @@ def prepare(
             vars(sides[-1]).update(fields, base=tensor)
         sides[0].strides = [x.stride(0), 1]
         launch(
-            *sides, weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64,
-            units, **constants,
-        )  # fmt: skip
+            *sides, weight.global_scale, x if bias is None else bias, y, partial, counter, M, N, steps, K // 64, units
+        )
         return y
 
     return run

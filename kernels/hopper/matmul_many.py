@@ -86,6 +86,7 @@ from quant.kernels.hopper.matmul_few import (
     tile_fields,
 )
 from quant.kernels.layout import is_prepacked
+from quant.kernels.repeated import Repeated
 from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)
@@ -700,7 +701,7 @@ def prepare(
         "num_warps": 8 // tiles.groups, "maxnreg": None if tiles.groups == 2 and tiles.ahead else 168,
         "launch_pdl": tiles.overlap,
     }  # fmt: skip
-    launch, counters = prefill_kernel[(programs,)], tiles.groups * cut
+    launch, counters = Repeated(prefill_kernel, (programs,), constants), tiles.groups * cut
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
@@ -723,7 +724,7 @@ def prepare(
         launch(
             *sides, y if weight.global_scale is None else weight.global_scale, block_scale, block_scale.shape[-1],
             x if bias is None else bias, y, partial, counter, y if offsets is None else offsets, experts, M, N, full,
-            cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64, **constants,
+            cut, parts, LOOKS, steps, tiles_m, tiles_n, K // 64,
         )  # fmt: skip
         return y
 

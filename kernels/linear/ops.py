@@ -170,16 +170,27 @@ def autocast_dtype(device: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(device)
 
 
+def without_autocast(device: str) -> Any:
+    """A context in which ops take their arguments as they are, as autocast's own do; `torch.autocast` takes longer."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device])
+
+
+_AUTOCAST_KEYS = {
+    device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "meta")
+    if hasattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
+}
+
+
 def _in_autocast(op: Any, device: str) -> Any:
     bias_at = next((i for i, argument in enumerate(op._schema.arguments) if argument.name == "bias"), None)
-    key = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
 
     def cast(*args: Any) -> torch.Tensor:
         given, dtype = list(args), torch.get_autocast_dtype(device)
         for place in (0, bias_at):
             if place is not None and given[place] is not None and given[place].dtype is not torch.float64:
                 given[place] = given[place].to(dtype)
-        with torch._C._ExcludeDispatchKeyGuard(key):  # as autocast's own ops do; `torch.autocast` takes much longer
+        with without_autocast(device):
             return op(*given)  # type: ignore[no-any-return]
 
     return cast

@@ -46,6 +46,7 @@ from quant.kernels.portable.e2m1 import (
 from quant.kernels.portable.e2m1 import columns as _columns
 from quant.kernels.portable.hadamard import hadamard_of_threads
 from quant.kernels.portable.matmul import decode_scale
+from quant.kernels.repeated import Repeated
 
 FORMATS_OUT = ("nvfp4", "mxfp8", "mxfp4", "fp8", "fp8_token", "fp8_group", "int8_token")
 """Activation formats that can be written."""
@@ -607,7 +608,8 @@ def prepare(
                 "hadamard": hadamard, "root": hadamard**-0.5 if hadamard else 1.0, "per": launch.per,
                 "whole": columns % launch.per == 0, "pairs": rows.is_cuda, "swizzled": swizzled,
             }  # fmt: skip
-        kernel = (quantize_threads_kernel if by_threads else quantize_rows_kernel)[launch.programs,]
+        named = quantize_threads_kernel if by_threads else quantize_rows_kernel
+        kernel = Repeated(named, (launch.programs,), constants)
 
     def run(
         rows: torch.Tensor,
@@ -637,9 +639,9 @@ def prepare(
                 width or other.stride(0), width or columns,
             )  # fmt: skip
             if by_threads:
-                kernel(*tensors, columns, eps, **constants)
+                kernel(*tensors, columns, eps)
             else:
-                kernel(*tensors, eps, **constants)
+                kernel(*tensors, eps)
         return BlockScaledTensor(codes, scales, format, (tokens, columns), global_scale)
 
     return run

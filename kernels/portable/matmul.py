@@ -22,13 +22,16 @@ are tokens. Every tail is masked: M, N and K may be anything.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
+from quant.kernels.repeated import Repeated
 from quant.kernels.tiles import Launch, Tiles
 
 
@@ -255,7 +258,7 @@ def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | Non
         "split": splits > 1, "swap": tiles.swap, "block_m": tiles.block_m, "block_n": tiles.block_n,
         "block_k": tiles.block_k, "num_warps": tiles.warps, "num_stages": tiles.stages,
     }  # fmt: skip
-    launch = linear_kernel[tiles_n, tiles_m, splits]
+    launch = Repeated(linear_kernel, (tiles_n, tiles_m, splits), constants)
 
     def run(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
         y = x.new_empty(M, N)
@@ -266,7 +269,7 @@ def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | Non
         launch(
             x, weight.codes, weight.scale, weight.scale if weight.global_scale is None else weight.global_scale,
             x if bias is None else bias, y, partial, counter, M, N, K, x.stride(0), codes_stride, scale_stride,
-            codes_width, splits, **constants,
+            codes_width, splits,
         )  # fmt: skip
         return y
 
@@ -275,16 +278,25 @@ def prepare(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | Non
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     """`[out, in]` of `weight` in `dtype`, in one pass; the arguments have been checked."""
-    N, K = weight.shape
-    out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
-    block_n, block_k = 16, 256 if weight.format.block[1] < 128 else 128
-    dequantize_kernel[triton.cdiv(K, block_k), triton.cdiv(N, block_n)](
-        weight.codes, weight.scale, _or(weight.global_scale, weight.scale), out, N, K,
-        weight.codes.stride(0), weight.scale.stride(0), weight.codes.shape[1],
-        **layout(weight.format), has_global=weight.global_scale is not None,
-        block_n=block_n, block_k=block_k, num_warps=4,
-    )  # fmt: skip
+    (N, K), codes, scale = weight.shape, weight.codes, weight.scale
+    out = torch.empty(N, K, dtype=dtype, device=codes.device)
+    has_global = weight.global_scale is not None
+    launch = _dequantizer(N, K, weight.format.name, has_global, dtype, scale.dtype, codes.device)
+    # A pointer that the kernel never reads, where there is no global scale.
+    second = weight.global_scale if has_global else scale
+    launch(codes, scale, second, out, N, K, codes.stride(0), scale.stride(0), codes.shape[1])
     return out
+
+
+@lru_cache(maxsize=256)
+def _dequantizer(
+    N: int, K: int, format: str, has_global: bool, dtype: torch.dtype, scale: torch.dtype, device: torch.device
+) -> Repeated:
+    """The launch of `dequantize_kernel` for weights like these; dtypes and the device only tell launches apart."""
+    form, block_n = FORMATS[format], 16
+    block_k = 256 if form.block[1] < 128 else 128
+    constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}
+    return Repeated(dequantize_kernel, (triton.cdiv(K, block_k), triton.cdiv(N, block_n)), constants)
 
 
 def layout(format: Format) -> dict[str, object]:
@@ -296,8 +308,3 @@ def layout(format: Format) -> dict[str, object]:
         "rows": format.block[0],
         "columns": format.block[1],
     }
-
-
-def _or(tensor: torch.Tensor | None, placeholder: torch.Tensor) -> torch.Tensor:
-    """A pointer that the kernel never reads, where there is no tensor."""
-    return placeholder if tensor is None else tensor

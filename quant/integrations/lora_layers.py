@@ -14,7 +14,7 @@ from torch.nn import functional
 from quant.errors import UserError
 from quant.integrations.dense import DenseExperts, dense_linear
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
-from quant.kernels.linear.ops import autocast_dtype
+from quant.kernels.linear.ops import autocast_dtype, input_gradient, without_autocast
 from quant.kernels.linear.stack import ExpertStack
 
 
@@ -33,12 +33,13 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As PEFT's. Where it can, the product that makes an adapter's output also adds it to the layer's."""
-        names = [name for name in self.active_adapters if name in self.lora_A]
-        if args or kwargs or self.disable_adapters or self.merged or not all(self._is_plain(x, name) for name in names):
+        names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x.device.type)
+        plain = not (args or kwargs or self.disable_adapters or self.merged)
+        if not (plain and all(self._is_plain(x, name, dtype) for name in names)):
             return super().forward(x, *args, **kwargs)  # type: ignore[no-any-return]
         if len(names) == 1 and self._is_one_product(names[0]):
             down, up = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
-            return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer)  # type: ignore[no-any-return, no-untyped-call]
+            return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer, dtype or x.dtype)  # type: ignore[no-any-return, no-untyped-call]
         y: torch.Tensor = self.base_layer(x)
         for name in names:
             low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
@@ -46,10 +47,10 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             y = torch.addmm(y.flatten(0, -2), low, up.t(), alpha=self.scaling[name]).view(y.shape)
         return y
 
-    def _is_plain(self, x: torch.Tensor, name: str) -> bool:
+    def _is_plain(self, x: torch.Tensor, name: str, autocast: torch.dtype | None) -> bool:
         """Whether an adapter is two products in one dtype, autocast's or that of the input."""
         down, up = self.lora_A[name], self.lora_B[name]
-        same = down.weight.dtype == up.weight.dtype == x.dtype or autocast_dtype(x.device.type) is not None
+        same = autocast is not None or down.weight.dtype == up.weight.dtype == x.dtype
         plain = same and up.bias is None and not _is_hooked(up)
         return plain and name not in self.lora_variant and x.dtype is not torch.float64
 
@@ -84,38 +85,43 @@ class _Adapted(torch.autograd.Function):
     """`x Wᵀ + bias + s·(x Aᵀ) Bᵀ`: a quantized linear and its adapter as one node of the graph.
 
     Adapters are small, and what they take is not their arithmetic: nodes of the graph, tensors as large as the output
-    that are only scaled or added, and launches. Here both sums are made by the products themselves.
+    that are only scaled or added, and launches. Here both sums are made by the products themselves, and only the input
+    is saved by way of the graph: gradient checkpointing calls Python four times for each tensor that is.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, s: float, base: Any) -> torch.Tensor:
-        dtype = autocast_dtype(x.device.type) or x.dtype
-        ctx.shape, ctx.dtypes = x.shape, (x.dtype, down.dtype, up.dtype)
-        x, down, up = x.to(dtype), down.to(dtype), up.to(dtype)
-        rows = x.reshape(-1, x.shape[-1])
-        low = rows @ down.t()
-        y: torch.Tensor = base(x)
-        y.view(-1, y.shape[-1]).addmm_(low, up.t(), alpha=s)
-        ctx.s, ctx.format = s, base.weight_format.name
-        ctx.save_for_backward(rows, low, down, up, base.codes, base.scale, base.global_scale)
-        return y
+    def forward(
+        ctx: Any, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, s: float, base: Any, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).to(dtype)
+        narrow_down, narrow_up = down.to(dtype), up.to(dtype)
+        low = rows @ narrow_down.t()
+        with without_autocast(x.device.type), torch._C._AutoDispatchBelowAutograd():
+            y: torch.Tensor = base(rows)
+        y.addmm_(low, narrow_up.t(), alpha=s)
+        ctx.save_for_backward(rows)
+        ctx.held = low, narrow_down, narrow_up, down._version, up._version
+        ctx.s, ctx.base, ctx.shape, ctx.dtypes = s, base, x.shape, (x.dtype, down.dtype, up.dtype)
+        ctx.parameters = down, up
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        rows, low, down, up, *weight = ctx.saved_tensors
+        (rows,), (low, down, up, *versions) = ctx.saved_tensors, ctx.held
+        if versions != [parameter._version for parameter in ctx.parameters]:
+            raise RuntimeError("the weights of an adapter were modified in place between its forward and backward pass")
         for_x, for_down, for_up, *_ = ctx.needs_input_grad
         dy = gradient.reshape(-1, gradient.shape[-1])
         dlow = (dy @ up).mul_(ctx.s)
         dx = ddown = dup = None
         if for_x:
-            dx = torch.ops.quant.linear_input_gradient(dy, *weight, ctx.format, rows.shape[1])
-            dx = dx.addmm_(dlow, down).view(ctx.shape).to(ctx.dtypes[0])
+            dx = input_gradient(dy, ctx.base.stored_weight).addmm_(dlow, down).view(ctx.shape).to(ctx.dtypes[0])
         if for_down:
             ddown = (dlow.t() @ rows).to(ctx.dtypes[1])
         if for_up:
             dup = (dy.t() @ low).mul_(ctx.s).to(ctx.dtypes[2])
-        return dx, ddown, dup, None, None
+        return dx, ddown, dup, None, None, None
 
 
 class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]

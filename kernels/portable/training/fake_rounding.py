@@ -14,14 +14,16 @@ LSQ's gradient of a scale over its block.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from quant.formats.format import Format
+from quant.formats.format import FORMATS, Format
 from quant.kernels.portable.casts import amax_of
+from quant.kernels.repeated import Repeated
 
 _BLOCK_N, _BLOCK_K = 16, 256
 
@@ -175,10 +177,9 @@ def round_weight(
     weight, (N, K) = _rows(weight), weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     given = weight if scale is None else scale.contiguous()
-    round_kernel[_grid(N, K)](
-        weight, given, weight if global_scale is None else global_scale, out, N, K, weight.stride(0), given.stride(0),
-        kind=format.scale.name, measured=scale is None, **_number(format), **_common(format, global_scale),
-    )  # fmt: skip
+    has_global = global_scale is not None
+    launch = _rounding(N, K, format.name, scale is None, has_global, weight.dtype, dtype, weight.device)
+    launch(weight, given, global_scale if has_global else weight, out, N, K, weight.stride(0), given.stride(0))
     return out
 
 
@@ -203,7 +204,18 @@ def scale_gradient(
 ) -> torch.Tensor:
     """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
-    return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale, **_number(format))
+    return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
+
+
+@lru_cache(maxsize=1024)
+def _rounding(
+    N: int, K: int, format: str, measured: bool, has_global: bool, given: torch.dtype, out: torch.dtype,
+    device: torch.device,
+) -> Repeated:  # fmt: skip
+    """The launch of `round_kernel` for weights like these; dtypes and the device only tell launches apart."""
+    form = FORMATS[format]
+    constants = {"kind": form.scale.name, "measured": measured, **_number(form), **_common(form, has_global)}
+    return Repeated(round_kernel, _grid(N, K), constants)
 
 
 def _backward(
@@ -214,15 +226,27 @@ def _backward(
     format: Format,
     scale: torch.Tensor,
     global_scale: torch.Tensor | None,
-    **constants: Any,
 ) -> torch.Tensor:
     """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
-    kernel[_grid(N, K)](
-        gradient, weight, scale, weight if global_scale is None else global_scale, out, N, K, gradient.stride(0),
-        weight.stride(0), scale.stride(0), **constants, **_common(format, global_scale),
+    has_global = global_scale is not None
+    dtypes = gradient.dtype, weight.dtype, out.dtype
+    launch = _learning(kernel, N, K, format.name, has_global, dtypes, weight.device)
+    launch(
+        gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
+        weight.stride(0), scale.stride(0),
     )  # fmt: skip
     return out
+
+
+@lru_cache(maxsize=1024)
+def _learning(
+    kernel: Any, N: int, K: int, format: str, has_global: bool, dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> Repeated:
+    """The launch of a kernel of the backward pass; dtypes and the device only tell launches apart."""
+    form = FORMATS[format]
+    numbers = _number(form) if kernel is slope_kernel else {}
+    return Repeated(kernel, _grid(N, K), numbers | _common(form, has_global))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -243,8 +267,8 @@ def _number(format: Format) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _common(format: Format, global_scale: torch.Tensor | None) -> dict[str, Any]:
+def _common(format: Format, has_global: bool) -> dict[str, Any]:
     return {
         "largest": format.element.max, "rows": format.block[0], "columns": format.block[1],
-        "has_global": global_scale is not None, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
+        "has_global": has_global, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
     }  # fmt: skip

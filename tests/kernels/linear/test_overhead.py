@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import hardware
+from quant.kernels import hardware, repeated
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch, modules
 from quant.kernels.linear.modules import QuantLinear
@@ -38,14 +38,15 @@ def _h100(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
-    """The functions of Python from `forward` to the first of Triton, by name."""
+    """The functions of Python from `forward` to the launch, which is Triton's or `Repeated`'s, by name."""
     names: list[str] = []
     launched = False
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         nonlocal launched
         if event == "call" and not launched:
-            launched = f"{'/'}triton{'/'}" in frame.f_code.co_filename and bool(names)
+            file = frame.f_code.co_filename
+            launched = ("/triton/" in file or file == repeated.__file__) and bool(names)
             if not launched and (names or frame.f_code.co_name == "forward"):
                 names.append(frame.f_code.co_name)
 
