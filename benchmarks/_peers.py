@@ -40,6 +40,7 @@ class Outcome:
         extra_bytes: of what a layer keeps beside codes and scales: input scales, low-rank branches.
         extra: the same in words; empty for nothing.
         prepare: run on `model` before it is evaluated, untimed.
+        bits: of a weight, where layers differ in format; None counts them by one.
     """
 
     model: nn.Module
@@ -47,9 +48,12 @@ class Outcome:
     extra_bytes: int = 0
     extra: str = ""
     prepare: Callable[[], None] = lambda: None
+    bits: float | None = None
 
     def bits_per_weight(self, format: Format) -> float:
         """Bits of everything stored for a quantized weight, over all of them."""
+        if self.bits is not None:
+            return self.bits
         stored = sum(format.nbytes(shape) for shape in self.shapes) + self.extra_bytes
         return 8 * stored / sum(rows * columns for rows, columns in self.shapes)
 
@@ -126,6 +130,64 @@ def _run_modelopt(model: nn.Module, rows: torch.Tensor, *, preset: str) -> Outco
     extra = [f"input scale on {scaled} of {len(shapes)} layers"] if scaled else []
     extra += [f"16-bit branch of rank {max(branches)} on {len(branches)} layers"] if branches else []
     return Outcome(model, shapes, extra_bytes, "; ".join(extra))
+
+
+def exact_bits(model: nn.Module) -> float:
+    """Exact bits a weight over all linears but the head, whatever format each is in."""
+    from quant.kernels.linear.modules import QuantLinear
+
+    head = model.get_output_embeddings()
+    nbytes = numel = 0
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            nbytes += module.weight_format.nbytes(module.weight_shape)
+            numel += module.weight_shape[0] * module.weight_shape[1]
+        elif isinstance(module, nn.Linear) and module is not head:
+            nbytes += 2 * module.weight.numel()
+            numel += module.weight.numel()
+    return 8 * nbytes / numel
+
+
+def auto_quantize(model: nn.Module, rows: torch.Tensor, bits: float, *, weights_only: bool, on_cpu: bool) -> float:
+    """ModelOpt's choice of formats by gradient, the head left out of search and cost; gives the exact bits.
+
+    On a CPU it gets 4 rows, and its kernels give way to our roundings: its passes take several times as long as ours.
+    """
+    import modelopt.torch.quantization as mtq
+
+    count = 4 if on_cpu else 8
+    if on_cpu:
+        modelopt_on_cpu()
+    formats = [copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), copy.deepcopy(mtq.FP8_DEFAULT_CFG)]
+    for config in formats:
+        if weights_only:
+            config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
+    model.float()
+    with torch.enable_grad():
+        model, _ = mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
+            quantization_formats=formats,
+            data_loader=list(rows[:count].to(next(model.parameters()).device).split(1)),
+            forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
+            loss_func=lambda output, batch: output.loss,
+            disabled_layers=["*lm_head*"],
+            num_calib_steps=count,
+            num_score_steps=count,
+            method="gradient",
+        )
+    nbytes = numel = 0
+    for name, module in model.named_modules():
+        weights = getattr(module, "weight_quantizer", None)
+        if weights is None or "lm_head" in name or not isinstance(module, nn.Linear):
+            continue
+        shape = tuple(module.weight.shape)
+        numel += shape[0] * shape[1]
+        if not weights.is_enabled:
+            nbytes += 2 * shape[0] * shape[1]
+        else:
+            nbytes += FORMATS["fp8" if weights.num_bits == (4, 3) else "nvfp4"].nbytes(shape)
+    return 8 * nbytes / numel
 
 
 def modelopt_on_cpu() -> None:

@@ -46,6 +46,8 @@ import torch
 from _peers import (
     Outcome,
     Run,
+    auto_quantize,
+    exact_bits,
     llmcompressor_configurations,
     modelopt_configurations,
     modelopt_on_cpu,
@@ -59,6 +61,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
+from quant.allocation.allocate import allocate
+from quant.allocation.goal import Goal
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.calibration.texts.generate import generate_rows
 from quant.calibration_data import mixed_text
@@ -66,6 +70,7 @@ from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate_texts
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
+from quant.recipes.effort import solver_of
 from quant.recipes.json_text import json_text
 from quant.recipes.recipe import Recipe
 
@@ -76,11 +81,15 @@ TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 
 @dataclass(frozen=True)
 class Setting:
-    """What rows are compared under: the formats of weights and activations, of ours and of every peer."""
+    """What rows are compared under: the formats of weights and activations, of ours and of every peer.
+
+    `choice` names formats of which each layer gets one, so that all together take `BUDGET` bits a weight.
+    """
 
     title: str
     weight: str
     activation: str = "keep"
+    choice: str = ""
 
 
 SETTINGS = {
@@ -92,12 +101,16 @@ SETTINGS = {
     "mxfp8": Setting("MXFP8 W8A8", "mxfp8", "mxfp8"),
     "mxfp4a16": Setting("MXFP4 weight-only", "mxfp4"),
     "mxfp4": Setting("MXFP4 W4A4", "mxfp4", "mxfp4"),
+    "mixed": Setting("4.8 bits, W4A4 and W8A8", "nvfp4", "nvfp4", "nvfp4,fp8"),
+    "mixeda16": Setting("4.8 bits, weight-only", "nvfp4", choice="nvfp4a16,fp8a16"),
 }
+BUDGET = 4.8
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
 COMPOSITIONS = (
     "awq+local_hessian", "awq+gptq", "awq:merge+gptq", "smoothquant+gptq", "rotation:64+gptq", "rotation:merge+gptq",
     "awq+rotation+gptq", "lowrank+gptq", "awq+lowrank:32+gptq", "gptq+autoround", "awq+gptq+autoround",
+    solver_of(3, "keep"), solver_of(3, "nvfp4"),
 )  # fmt: skip
 SIMPLE = ("rtn", "mse", "gptq")
 # Without a text: the rows that the model writes itself, as many as are worth their time, and their length.
@@ -105,9 +118,11 @@ OWN_TEXT = (32, 128)
 # The rows of the table in docs/benchmarks.md, in its order: `--only bars` measures these.
 BARS = (
     "nvfp4a16 Blockscale gptq", "nvfp4a16 Blockscale local_hessian", "nvfp4a16 Blockscale rotation:64+gptq",
+    f"nvfp4a16 Blockscale {solver_of(3, 'keep')}", "nvfp4a16 Blockscale gptq, no text",
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
-    "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq", "fp8_channel Blockscale gptq",
-    "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn", "fp8_channel Blockscale rtn",
+    f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq",
+    "fp8_channel Blockscale gptq", "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn",
+    "fp8_channel Blockscale rtn", "mixed Blockscale awq:merge+gptq", "mixeda16 Blockscale gptq",
 )  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
@@ -200,7 +215,13 @@ def all_configurations(
 ) -> tuple[dict[str, Run], list[str]]:
     """Rows by name, and notes on the peers that are not installed."""
     found: dict[str, Run] = {}
-    for key in SETTINGS:
+    for key, setting in SETTINGS.items():
+        if setting.choice:
+            for solver in ("rtn", solver_of(2, setting.activation)):
+                found[f"{key} Blockscale {solver}"] = partial(
+                    run_mixed, setting=key, solver=solver, device=settings.device
+                )
+            continue
         wide = [*our_solvers(), *solvers] if key.startswith("nvfp4") else SIMPLE
         for solver in dict.fromkeys(wide):
             found[f"{key} Blockscale {solver}"] = partial(run_ours, setting=key, solver=solver, device=settings.device)
@@ -219,6 +240,10 @@ def all_configurations(
             notes.append(f"{toolkit} is not installed here, so it has no rows.")
         else:
             found |= configurations()
+    if importlib.util.find_spec("modelopt") is not None:
+        for key, setting in SETTINGS.items():
+            if setting.choice:
+                found[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key, device=settings.device)
     for name, directory in checkpoints.items():
         found[name] = partial(run_checkpoint, directory=directory)
     return dict(sorted(found.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
@@ -253,6 +278,21 @@ def run_ours(
         plan = plan.replace_layers(replace(layer, group=None) for layer in plan.quantized)
     quant.quantize(model, plan, rows.to(next(model.parameters()).device), device=device)
     return ours(model)
+
+
+def run_mixed(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str, device: str) -> Outcome:
+    """Our own row where each layer gets one of several formats, as `quantize --bits` chooses them."""
+    found = allocate(model, rows, Goal(bits=BUDGET), formats=SETTINGS[setting].choice, solver=solver, device=device)
+    quantized = found.quantized or quant.quantize(model, found.plan, rows, device=device)
+    return replace(ours(quantized.model), bits=exact_bits(quantized.model))
+
+
+def run_auto_quantize(model: nn.Module, rows: torch.Tensor, *, setting: str, device: str) -> Outcome:
+    """The same choice by ModelOpt, which rounds to nearest."""
+    weights_only = SETTINGS[setting].activation == "keep"
+    return Outcome(
+        model, [], bits=auto_quantize(model, rows, BUDGET, weights_only=weights_only, on_cpu=device == "cpu")
+    )
 
 
 def run_checkpoint(model: nn.Module, rows: torch.Tensor, *, directory: Path) -> Outcome:

@@ -20,7 +20,6 @@ is written after every row, and --from takes the rows of such a file and says so
 
 from __future__ import annotations
 
-import copy
 import gc
 import importlib.util
 import json
@@ -35,7 +34,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from _peers import modelopt_on_cpu
+from _peers import auto_quantize, exact_bits
 from _table import machine, show, versions, write_json
 from torch import nn
 
@@ -45,8 +44,6 @@ from quant.allocation.bench import Effort
 from quant.allocation.goal import Goal
 from quant.calibration.sensitivity.knapsack import Problem, smallest, solve
 from quant.evaluation import evaluate
-from quant.formats.format import FORMATS
-from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
 from quant.recipes.json_text import json_text
 
@@ -84,13 +81,13 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
     predicted = None
     start = time.perf_counter()
     if toolkit == "ModelOpt":
-        exact = _modelopt(model, setting, float(bits), calibration.to(device), device)
+        exact = auto_quantize(model, calibration, float(bits), weights_only=setting == "w4a16", on_cpu=device == "cpu")
     elif configuration.startswith("uniform"):
         _, format_name, solver = configuration.split()
         format_name = format_name.removesuffix("a16")
         activation = "keep" if setting == "w4a16" else format_name
         quant.quantize(model, quant.Recipe("uniform", format_name, activation, solver), calibration.to(device))
-        exact = _bits_of(model)
+        exact = exact_bits(model)
     else:
         solver, how = configuration.split(", ")
         effort = Effort(rounds=0, measurements=0) if how == "scores" else Effort()
@@ -99,7 +96,7 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
         )
         predicted = found.record.chosen.kl_predicted
         model = (found.quantized or quant.quantize(model, found.plan, calibration.to(device))).model
-        exact = _bits_of(model)
+        exact = exact_bits(model)
     seconds = time.perf_counter() - start
     gc.collect()
     result = evaluate(model, rows_of("eval", 16), _open(model_name, device), batch_size=4)
@@ -113,59 +110,6 @@ def _open(name: str, device: str) -> nn.Module:
     model = open_model(name).model
     assert model is not None
     return model.to(device)
-
-
-def _bits_of(model: nn.Module) -> float:
-    """Exact bits a weight over all linears but the head, whatever format each is in."""
-    head = model.get_output_embeddings()
-    nbytes = numel = 0
-    for module in model.modules():
-        if isinstance(module, QuantLinear):
-            nbytes += module.weight_format.nbytes(module.weight_shape)
-            numel += module.weight_shape[0] * module.weight_shape[1]
-        elif isinstance(module, nn.Linear) and module is not head:
-            nbytes += 2 * module.weight.numel()
-            numel += module.weight.numel()
-    return 8 * nbytes / numel
-
-
-def _modelopt(model: nn.Module, setting: str, bits: float, rows: torch.Tensor, device: str) -> float:
-    """`auto_quantize` by gradient, the head left out of search and cost; gives the exact bits of what it chose."""
-    import modelopt.torch.quantization as mtq
-
-    count = 4 if device == "cpu" else 8
-    if device == "cpu":
-        modelopt_on_cpu()
-    formats = [copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), copy.deepcopy(mtq.FP8_DEFAULT_CFG)]
-    for config in formats:
-        if setting == "w4a16":
-            config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
-    model.float()
-    with torch.enable_grad():
-        model, _ = mtq.auto_quantize(
-            model,
-            constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
-            quantization_formats=formats,
-            data_loader=list(rows[:count].split(1)),
-            forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
-            loss_func=lambda output, batch: output.loss,
-            disabled_layers=["*lm_head*"],
-            num_calib_steps=count,
-            num_score_steps=count,
-            method="gradient",
-        )
-    nbytes = numel = 0
-    for name, module in model.named_modules():
-        weights = getattr(module, "weight_quantizer", None)
-        if weights is None or "lm_head" in name or not isinstance(module, nn.Linear):
-            continue
-        shape = tuple(module.weight.shape)
-        numel += shape[0] * shape[1]
-        if not weights.is_enabled:
-            nbytes += 2 * shape[0] * shape[1]
-        else:
-            nbytes += FORMATS["fp8" if weights.num_bits == (4, 3) else "nvfp4"].nbytes(shape)
-    return 8 * nbytes / numel
 
 
 def timings(model_name: str) -> Iterator[dict[str, Any]]:
