@@ -496,7 +496,9 @@ def main(
     table: list[dict[str, Any]] = []
     base: float | None = None
     pool = click.get_current_context().with_resource(ThreadPoolExecutor(jobs))
-    running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in names}
+    # The longest rows first, so that none is left running alone.
+    first = sorted(names, key=lambda name: not any(part in name for part in ("mixed", "autoround")))
+    running = {pool.submit(measure_in_fresh_process, name, arguments): name for name in first}
     for done in as_completed(running):
         name, result = running[done], done.result()
         said = " / ".join(f"{result[column]:.4f}" for column in result if column.startswith("KL"))
