@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from quant.formats.number import E2M1, E4M3
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.repeated import Repeated
+from quant.kernels.portable.repeated import Repeated
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{
@@ -155,13 +155,13 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype = torch.bfloat16) -
     """`[out, in]` of a prepacked weight in `dtype`, each value rounded once."""
     N, K = weight.shape
     out = torch.empty(N, K, dtype=dtype, device=weight.codes.device)
-    _dequantizer(N, K, dtype, out.device)(weight.codes, weight.scale, weight.global_scale, out, K)
+    _dequantizer(N, K, out.device)(weight.codes, weight.scale, weight.global_scale, out, K)
     return out
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(N: int, K: int, dtype: torch.dtype, device: torch.device) -> Repeated:
-    """The launch of `dequantize_kernel` for weights like these; the dtype and the device only tell launches apart."""
+def _dequantizer(N: int, K: int, device: torch.device) -> Repeated:
+    """The launch of `dequantize_kernel` for weights of a shape, on a device."""
     tiles = _tiles_of(K)
     return Repeated(dequantize_kernel, (K // 64 // tiles, N // 64), {"tiles": tiles, "num_warps": 4})
 

@@ -31,7 +31,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
-from quant.kernels.repeated import Repeated
+from quant.kernels.portable.repeated import Repeated
 from quant.kernels.tiles import Launch, Tiles
 
 
@@ -281,7 +281,7 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     (N, K), codes, scale = weight.shape, weight.codes, weight.scale
     out = torch.empty(N, K, dtype=dtype, device=codes.device)
     has_global = weight.global_scale is not None
-    launch = _dequantizer(N, K, weight.format.name, has_global, dtype, scale.dtype, codes.device)
+    launch = _dequantizer(N, K, weight.format.name, has_global, codes.device)
     # A pointer that the kernel never reads, where there is no global scale.
     second = weight.global_scale if has_global else scale
     launch(codes, scale, second, out, N, K, codes.stride(0), scale.stride(0), codes.shape[1])
@@ -289,10 +289,8 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @lru_cache(maxsize=256)
-def _dequantizer(
-    N: int, K: int, format: str, has_global: bool, dtype: torch.dtype, scale: torch.dtype, device: torch.device
-) -> Repeated:
-    """The launch of `dequantize_kernel` for weights like these; dtypes and the device only tell launches apart."""
+def _dequantizer(N: int, K: int, format: str, has_global: bool, device: torch.device) -> Repeated:
+    """The launch of `dequantize_kernel` for weights like these, on a device."""
     form, block_n = FORMATS[format], 16
     block_k = 256 if form.block[1] < 128 else 128
     constants = {**layout(form), "has_global": has_global, "block_n": block_n, "block_k": block_k, "num_warps": 4}

@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.kernels.portable.casts import amax_of
-from quant.kernels.repeated import Repeated
+from quant.kernels.portable.repeated import Repeated
 
 _BLOCK_N, _BLOCK_K = 16, 256
 
@@ -178,7 +178,7 @@ def round_weight(
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     given = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
-    launch = _rounding(N, K, format.name, scale is None, has_global, weight.dtype, dtype, weight.device)
+    launch = _rounding(N, K, format.name, scale is None, has_global, weight.device)
     launch(weight, given, global_scale if has_global else weight, out, N, K, weight.stride(0), given.stride(0))
     return out
 
@@ -208,11 +208,8 @@ def scale_gradient(
 
 
 @lru_cache(maxsize=1024)
-def _rounding(
-    N: int, K: int, format: str, measured: bool, has_global: bool, given: torch.dtype, out: torch.dtype,
-    device: torch.device,
-) -> Repeated:  # fmt: skip
-    """The launch of `round_kernel` for weights like these; dtypes and the device only tell launches apart."""
+def _rounding(N: int, K: int, format: str, measured: bool, has_global: bool, device: torch.device) -> Repeated:
+    """The launch of `round_kernel` for weights like these, on a device."""
     form = FORMATS[format]
     constants = {"kind": form.scale.name, "measured": measured, **_number(form), **_common(form, has_global)}
     return Repeated(round_kernel, _grid(N, K), constants)
@@ -230,8 +227,7 @@ def _backward(
     """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
     has_global = global_scale is not None
-    dtypes = gradient.dtype, weight.dtype, out.dtype
-    launch = _learning(kernel, N, K, format.name, has_global, dtypes, weight.device)
+    launch = _learning(kernel, N, K, format.name, has_global, weight.device)
     launch(
         gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
         weight.stride(0), scale.stride(0),
@@ -240,10 +236,8 @@ def _backward(
 
 
 @lru_cache(maxsize=1024)
-def _learning(
-    kernel: Any, N: int, K: int, format: str, has_global: bool, dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> Repeated:
-    """The launch of a kernel of the backward pass; dtypes and the device only tell launches apart."""
+def _learning(kernel: Any, N: int, K: int, format: str, has_global: bool, device: torch.device) -> Repeated:
+    """The launch of a kernel of the backward pass, on a device."""
     form = FORMATS[format]
     numbers = _number(form) if kernel is slope_kernel else {}
     return Repeated(kernel, _grid(N, K), numbers | _common(form, has_global))

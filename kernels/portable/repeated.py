@@ -2,7 +2,7 @@
 
 At every call Triton asks of every argument whether it is a number, a multiple of 16, or a tensor of which dtype, and
 finds the compiled kernel by the answers: 10 to 40 µs of host time, as much as a small kernel runs. Here the answers of
-an earlier call are recognized by the integers and by whether all pointers are aligned.
+an earlier call are recognized by dtypes, by integers, and by whether all pointers are aligned.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ _MOST = 64
 
 
 class Repeated:
-    """`kernel[grid](*arguments, **constants)` for tensors of the same dtypes at each call, on one device.
+    """`kernel[grid](*arguments, **constants)`, again and again on one device.
+
+    Descriptors must be of the same kind at each call.
 
     Args:
         kernel: a Triton or Gluon kernel, whose compile-time constants come last.
@@ -33,17 +35,18 @@ class Repeated:
         self._grid = (*grid, 1, 1)[:3]
         # An interpreted kernel has no names: it is called as it is.
         self._after = [constants[name] for name in getattr(kernel, "arg_names", ()) if name in constants]
-        self._known: dict[tuple[int | None, ...], Callable[..., None]] = {}
+        self._known: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *arguments: Any) -> None:
         """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
-        addresses, integers = 0, list[int | None]()
+        addresses, parts = 0, list[Any]()
         for argument in arguments:
             if isinstance(argument, torch.Tensor):
                 addresses |= argument.data_ptr()
+                parts.append(argument.dtype)
             elif argument is None or type(argument) is int:
-                integers.append(argument)
-        key = (addresses % _ALIGNMENT, *integers)
+                parts.append(argument)
+        key = (addresses % _ALIGNMENT, *parts)
         launch = self._known.get(key)
         if launch is not None:
             launch(*arguments, *self._after)

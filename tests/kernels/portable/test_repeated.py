@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from quant.kernels.repeated import Repeated
+from quant.kernels.portable.repeated import Repeated
 
 
 class Compiled(CompiledKernel):
@@ -56,12 +56,12 @@ def test_like_arguments_go_past_triton_with_the_constants_in_their_order() -> No
     assert grid == (5, 1, 1) and arguments[1:] == (3, True, 16) and arguments[0].data_ptr() == x[32:].data_ptr()
 
 
-def test_other_integers_and_missing_tensors_are_other_kernels() -> None:
+def test_other_integers_dtypes_and_missing_tensors_are_other_kernels() -> None:
     kernel, x = Kernel(), torch.zeros(64)
     launch = Repeated(kernel, (1, 2), {"even": False, "block": 16})
-    for arguments in ((x, 3), (x, 1), (None, 1), (x, 3), (None, 1)):
+    for arguments in ((x, 3), (x, 1), (None, 1), (x.half(), 1), (x, 3), (None, 1), (x.half(), 1)):
         launch(*arguments)
-    assert kernel.ways() == ["by Triton"] * 3 + ["past Triton"] * 2
+    assert kernel.ways() == ["by Triton"] * 4 + ["past Triton"] * 3
 
 
 def test_unaligned_pointers_are_always_left_to_triton() -> None:
@@ -84,6 +84,7 @@ def test_values_on_a_gpu() -> None:
     launch = Repeated(double_kernel, (4,), {"block": 256, "num_warps": 4})
     x = torch.randn(2048, device="cuda")
     for start, count in ((0, 1000), (0, 1000), (1, 1000), (3, 1), (4, 1024), (0, 1000), (1, 999), (4, 1)):
-        y = torch.zeros(1024, device="cuda")
-        launch(x[start:], y, count)
-        assert torch.equal(y[:count], 2 * x[start : start + count]) and not y[count:].any()
+        for dtype in (torch.float32, torch.bfloat16):
+            y = torch.zeros(1024, device="cuda", dtype=dtype)
+            launch(x[start:], y, count)
+            assert torch.equal(y[:count], (2 * x[start : start + count]).to(dtype)) and not y[count:].any()
