@@ -86,7 +86,7 @@ from quant.kernels.hopper.matmul_few import (
     tile_fields,
 )
 from quant.kernels.layout import is_prepacked
-from quant.kernels.portable.repeated import Repeated
+from quant.kernels.repeated import Repeated
 from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)

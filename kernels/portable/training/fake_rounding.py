@@ -23,7 +23,7 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.kernels.portable.casts import amax_of
-from quant.kernels.portable.repeated import Repeated
+from quant.kernels.repeated import Repeated
 
 _BLOCK_N, _BLOCK_K = 16, 256
 

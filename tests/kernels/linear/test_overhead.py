@@ -16,11 +16,10 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import hardware
+from quant.kernels import hardware, repeated
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch, modules
 from quant.kernels.linear.modules import QuantLinear
-from quant.kernels.portable import repeated
 
 MOST = 8
 

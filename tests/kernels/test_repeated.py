@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
 
-from quant.kernels.portable.repeated import Repeated
+from quant.kernels.repeated import Repeated
 
 
 class Compiled(CompiledKernel):

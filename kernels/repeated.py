@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from triton.compiler import CompiledKernel
 
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _MOST = 64
@@ -52,7 +51,7 @@ class Repeated:
             launch(*arguments, *self._after)
             return
         compiled = self._launch(*arguments, **self._constants)
-        if isinstance(compiled, CompiledKernel) and not key[0]:
+        if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
             if len(self._known) >= _MOST:
                 self._known.clear()
             self._known[key] = compiled[self._grid]
