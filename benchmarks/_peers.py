@@ -81,6 +81,8 @@ _MODELOPT = {
     "mxfp8 ModelOpt MXFP8_DEFAULT": "MXFP8_DEFAULT_CFG",
     "mxfp4a16 ModelOpt MXFP4_DEFAULT, weights only": "MXFP4_DEFAULT_CFG -inputs",
     "mxfp4 ModelOpt MXFP4_DEFAULT": "MXFP4_DEFAULT_CFG",
+    "int4a16 ModelOpt INT4_AWQ": "INT4_AWQ_CFG",
+    "int4a16 ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
 }
 
 

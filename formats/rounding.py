@@ -29,15 +29,15 @@ def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
 
     Returns:
         The shape of `x`. dtype `number.torch_dtype` where there is one (float8, int8; uint8 for E8M0), else
-        uint8 with the code in the low `number.bits` bits. Values beyond ±max, infinities included, become
-        ±max. NaN stays NaN in FP8 and E8M0, whose NaN also stands for infinity; other numbers have no code for it,
-        and one that is not specified comes out. -0.0 keeps its sign.
+        uint8 with the code in the low `number.bits` bits. Values beyond min or max, infinities included, become
+        min or max. NaN stays NaN in FP8 and E8M0, whose NaN also stands for infinity; other numbers have no code for
+        it, and one that is not specified comes out. -0.0 keeps its sign.
     """
     x = x.float()
     if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         return x.clamp(-number.max, number.max).to(number.torch_dtype)
     if number.is_integer:
-        code = x.round().clamp_(-number.max, number.max).to(torch.int8)
+        code = x.round().clamp_(number.min, number.max).to(torch.int8)
         return code if number.torch_dtype is torch.int8 else code.view(torch.uint8).bitwise_and_(0x0F)
     if not number.signed:
         return encode_power_of_two(x)
@@ -98,7 +98,7 @@ def round_to(x: torch.Tensor, number: Number) -> torch.Tensor:
         assert number.torch_dtype is not None
         return x.to(number.torch_dtype).float()
     if number.is_integer:
-        return x.round().clamp_(-number.max, number.max)
+        return x.round().clamp_(number.min, number.max)
     if not number.signed:
         return decode_power_of_two(encode_power_of_two(x))
     magnitude = x.abs()

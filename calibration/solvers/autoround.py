@@ -167,7 +167,7 @@ class _Rounded(torch.autograd.Function):
             return learned_values(latent, first_step, step)
         spread = _spread(step, latent.shape, format)
         wanted = latent * _spread(first_step, latent.shape, format) / spread
-        return round_to(wanted.clamp_(-format.element.max, format.element.max), format.element) * spread
+        return round_to(wanted, format.element) * spread
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -177,11 +177,11 @@ class _Rounded(torch.autograd.Function):
             from quant.kernels.portable.nvfp4_solvers import learned_gradient
 
             return *learned_gradient(latent, first_step, step, gradient), None, None
-        limit = ctx.format.element.max
+        element = ctx.format.element
         first = _spread(first_step, latent.shape, ctx.format)
         wanted = latent * first / _spread(step, latent.shape, ctx.format)
-        free = wanted.abs() <= limit
-        nearest = round_to(wanted.clamp(-limit, limit), ctx.format.element)
+        free = (wanted >= element.min) & (wanted <= element.max)
+        nearest = round_to(wanted, element)
         of_step = _block_sums(gradient * (nearest - wanted * free), ctx.format)
         return gradient * first * free, of_step, None, None
 

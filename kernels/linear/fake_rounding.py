@@ -136,8 +136,13 @@ def _weight_gradient(
 
         with torch.cuda.device_of(weight):
             return fake_rounding.masked_gradient(gradient, weight, format, scale, global_scale)
-    inside = weight.float().abs() <= format.element.max * weight_steps(scale, global_scale, format, weight.shape)
+    inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
     return (gradient * inside).to(weight.dtype)
+
+
+def _inside(weight: torch.Tensor, step: torch.Tensor, format: Format) -> torch.Tensor:
+    """Where a weight is within the range of its block."""
+    return (weight >= format.element.min * step) & (weight <= format.element.max * step)
 
 
 def _scale_gradient(
@@ -158,7 +163,7 @@ def _scale_gradient(
     rows, columns = format.block_shape(weight.shape)
     step = weight_steps(scale, global_scale, format, weight.shape)
     steps = weight.float() / step
-    inside = weight.float().abs() <= format.element.max * step
+    inside = _inside(weight.float(), step, format)
     slope = gradient.float() * (round_to(steps, format.element) - torch.where(inside, steps, torch.zeros_like(steps)))
     slope = torch.nn.functional.pad(slope, (0, -slope.shape[-1] % columns, 0, -slope.shape[-2] % rows))
     summed: torch.Tensor = slope.unflatten(-1, (-1, columns)).sum(-1).unflatten(-2, (-1, rows)).sum(-2)

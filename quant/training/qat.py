@@ -300,9 +300,9 @@ def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
     if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
         return
     element = packed.weight_format.element
-    if element.is_integer and bool((packed.quantized_weight.element_values() < -element.max).any()):
+    if element.is_integer and bool((packed.quantized_weight.element_values() < element.min).any()):
         raise UserError(
-            f"{layer.name}: holds the code {-int(element.max) - 1}, as other toolkits write it, and training rounds to "
+            f"{layer.name}: holds the code {int(element.min) - 1}, as other toolkits write it, and training rounds to "
             f"±{int(element.max)}; start from the original model instead, or keep the layer in 16 bit"
         )
     way_out = "'frozen' or 'learned'" if module.scales == "recomputed" else "'frozen'"

@@ -37,11 +37,13 @@ def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dt
     second = None if packed.global_scale is None else packed.global_scale.float()
     step = weight_steps(scale, second, packed.format, torch.Size(packed.shape))
     codes, grid = packed.element_values(), element.grid().to(step.device)
+    if -element.min > element.max:  # INT4, whose lowest value has no positive counterpart
+        grid = torch.cat([grid, grid.new_tensor([-element.min])])
     place = torch.searchsorted(grid, codes.abs().contiguous())
     gaps = (grid[1:] - grid[:-1]) * (_WITHIN / 2)
-    # From zero a cell reaches as far down as up, and from the largest value nowhere: what is beyond has no gradient.
+    # From zero a cell reaches as far down as up, and from the last value nowhere: what is beyond has no gradient.
     below = torch.cat([gaps[:1], gaps])[place]
-    above = torch.cat([gaps, gaps.new_zeros(1)])[place]
+    above = torch.cat([gaps, gaps.new_zeros(1)])[place] * (codes < element.max)
     sign = torch.where(codes < 0, -1.0, 1.0)
     steps = (original.float() / step * sign).clamp(codes.abs() - below, codes.abs() + above) * sign
     found = (steps * step).to(dtype)

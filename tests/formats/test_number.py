@@ -65,6 +65,8 @@ def test_fields_of_e8m0_and_integers() -> None:
     assert (E8M0.max, E8M0.min_subnormal, E8M0.max_code) == (float(info.max), float(info.smallest_normal), 254)
     assert (INT4.max_code, INT4.min_normal, INT4.min_subnormal, INT4.bits) == (7, 1.0, 1.0, 4)
     assert (INT8.max_code, INT8.min_normal, INT8.min_subnormal, INT8.bits) == (127, 1.0, 1.0, 8)
+    info = ml_dtypes.iinfo(ml_dtypes.int4)
+    assert (INT4.min, INT4.max) == (float(info.min), float(info.max)) and (INT8.min, INT8.max) == (-127.0, 127.0)
 
 
 def test_largest_codes_as_the_specifications_write_them() -> None:

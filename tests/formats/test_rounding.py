@@ -95,13 +95,14 @@ def test_infinity_saturates_and_negative_zero_keeps_its_sign(number: Number) -> 
 def test_integers_against_numpy_rint(number: Number) -> None:
     x = np.concatenate([np.arange(-150, 150.25, 0.25), [np.inf, -np.inf, LARGEST, -LARGEST, -0.0, 1e-45]])
     x = np.concatenate([x, np.nextafter(x.astype(np.float32), np.float32(0))]).astype(np.float32)
-    expected = np.clip(np.rint(x), -number.max, number.max).astype(np.int8)
+    lowest = {"int4": -8, "int8": -127}[number.name]
+    expected = np.clip(np.rint(x), lowest, number.max).astype(np.int8)
     np.testing.assert_array_equal(codes_of(x, number), expected.view(np.uint8) & ((1 << number.bits) - 1))
 
 
 def test_int4_codes_are_two_s_complement_nibbles() -> None:
-    x = torch.tensor([0.0, 1, 7, -1, -7, -9, 2.5, 3.5])
-    assert encode(x, INT4).tolist() == [0, 1, 7, 15, 9, 9, 2, 4]
+    x = torch.tensor([0.0, 1, 7, 9, -1, -7, -8, -9, 2.5, 3.5])
+    assert encode(x, INT4).tolist() == [0, 1, 7, 7, 15, 9, 8, 8, 2, 4]
 
 
 def test_e8m0_encodes_every_power_of_two_to_its_code() -> None:

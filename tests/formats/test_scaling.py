@@ -39,7 +39,8 @@ def blocks_of(w: torch.Tensor, format: Format) -> np.ndarray:
 def block_errors(blocks: np.ndarray, step: np.ndarray, element: str) -> np.ndarray:
     """Squared error of each block, float64, with each value at its nearest grid point by exhaustive comparison."""
     grid = NUMBERS[element].grid().double().numpy()
-    scaled = np.abs(blocks) / step[:, None]
+    grid = np.concatenate([[-8] if element == "int4" else [], -grid[:0:-1], grid])
+    scaled = blocks / step[:, None]
     above = np.searchsorted(grid, scaled).clip(1, len(grid) - 1)
     distance = np.minimum(np.abs(scaled - grid[above]), np.abs(scaled - grid[above - 1]))
     return ((distance * step[:, None]) ** 2).sum(axis=1)

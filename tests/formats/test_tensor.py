@@ -33,9 +33,9 @@ F32 = np.float32
 
 
 def reference_grid(element: str) -> np.ndarray:
-    """Non-negative values of an element, float64, indexed by code."""
+    """Non-negative values of an element, float64, indexed by code; with 8, which INT4 has below zero alone."""
     if element.startswith("int"):
-        return np.arange(128.0 if element == "int8" else 8.0)
+        return np.arange(128.0 if element == "int8" else 9.0)
     dtype = GRIDS[element]
     half = 1 << (ml_dtypes.finfo(dtype).bits - 1)
     values = np.arange(half, dtype=np.uint8).view(dtype).astype(np.float64)
@@ -49,7 +49,8 @@ def reference_elements(quotient: np.ndarray, element: str) -> np.ndarray:
     nearest = distance == distance.min(axis=-1, keepdims=True)
     even = nearest & (np.arange(len(grid)) % 2 == 0)
     code = np.where(nearest.sum(axis=-1) == 2, even.argmax(axis=-1), nearest.argmax(axis=-1))
-    return np.copysign(grid[code], quotient)
+    values = np.copysign(grid[code], quotient)
+    return np.minimum(values, 7) if element == "int4" else values
 
 
 def reference_scale(amax: np.float32, format: Format, global_scale: np.float32, dtype: torch.dtype) -> np.float32:

@@ -54,27 +54,30 @@ def _given_scale(scale, second, n, k, N, K, stride, rows: tl.constexpr, columns:
 
 @triton.jit
 def _on_grid(
-    steps, largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr
+    steps, largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
 ):  # fmt: skip
-    """`steps` rounded to the nearest value of a number, ties to even, saturating.
+    """`steps` rounded to the nearest value of a number, ties to even, saturating at `least` and `largest`.
 
     `lowest` is its smallest normal, and `top` the power of two below its largest value.
     """
-    magnitude = tl.minimum(tl.abs(steps), largest, propagate_nan=tl.PropagateNan.ALL)
+    bound = tl.where(steps < 0, -least, largest)
+    magnitude = tl.minimum(tl.abs(steps), bound, propagate_nan=tl.PropagateNan.ALL)
     if integer:
         rounded = (magnitude + 12582912.0) - 12582912.0
     else:
         power = (magnitude.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         power = tl.minimum(tl.maximum(power, lowest), top) * (0.5**mantissa)
         rounded = (tl.div_rn(magnitude, power) + 12582912.0 - 12582912.0) * power
-        rounded = tl.minimum(rounded, largest, propagate_nan=tl.PropagateNan.ALL)
+        rounded = tl.minimum(rounded, bound, propagate_nan=tl.PropagateNan.ALL)
     return tl.where(steps < 0, -rounded, rounded)
 
 
 @triton.jit
 def round_kernel(
     weight, scale, global_scale, out, N, K, weight_stride, scale_stride,
-    largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr,
+    largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
     kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, measured: tl.constexpr, has_global: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
@@ -90,7 +93,7 @@ def round_kernel(
         step = tl.broadcast_to(step[:, :, None], (block_n, block_k // columns, columns)).reshape(block_n, block_k)
     else:
         step = _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns)
-    rounded = _on_grid(tl.div_rn(w, step), largest, mantissa, lowest, top, integer) * step
+    rounded = _on_grid(tl.div_rn(w, step), largest, least, mantissa, lowest, top, integer) * step
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], rounded.to(out.dtype.element_ty), mask=inside)
 
 
@@ -111,7 +114,7 @@ def _backward_tile(
 @triton.jit
 def mask_kernel(
     gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
-    largest: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
+    largest: tl.constexpr, least: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """The tile of `out`, contiguous `[N, K]`: the gradient, zero where the weight is beyond the range of its block."""
@@ -121,14 +124,15 @@ def mask_kernel(
         gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
         rows, columns, has_global,
     )  # fmt: skip
-    dw = tl.where(tl.abs(w) <= largest * step, dy, 0.0).to(out.dtype.element_ty)
+    dw = tl.where((w >= least * step) & (w <= largest * step), dy, 0.0).to(out.dtype.element_ty)
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], dw, mask=(n[:, None] < N) & (k[None, :] < K))
 
 
 @triton.jit
 def slope_kernel(
     gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
-    largest: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr, integer: tl.constexpr,
+    largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
+    integer: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """The tile of `out`, float32 contiguous `[N, K / columns]`: the sum over each block of dY · (q - u), or dY · q."""
@@ -139,8 +143,8 @@ def slope_kernel(
         rows, columns, has_global,
     )  # fmt: skip
     steps = tl.div_rn(w, step)
-    within = tl.where(tl.abs(w) <= largest * step, steps, 0.0)
-    slope = dy * (_on_grid(steps, largest, mantissa, lowest, top, integer) - within)
+    within = tl.where((w >= least * step) & (w <= largest * step), steps, 0.0)
+    slope = dy * (_on_grid(steps, largest, least, mantissa, lowest, top, integer) - within)
     summed = tl.sum(slope.reshape(block_n, block_k // columns, columns), 2) * second
     blocks = tl.program_id(0) * (block_k // columns) + tl.arange(0, block_k // columns)
     at = n.to(tl.int64)[:, None] * (K // columns) + blocks[None, :]
@@ -263,6 +267,6 @@ def _number(format: Format) -> dict[str, Any]:
 
 def _common(format: Format, has_global: bool) -> dict[str, Any]:
     return {
-        "largest": format.element.max, "rows": format.block[0], "columns": format.block[1],
+        "largest": format.element.max, "least": format.element.min, "rows": format.block[0], "columns": format.block[1],
         "has_global": has_global, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
     }  # fmt: skip

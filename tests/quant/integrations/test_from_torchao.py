@@ -100,7 +100,7 @@ def test_scales_of_whole_inputs_are_measured() -> None:
 
 @pytest.mark.parametrize("config", ["int8_dynamic", "int8_static", "intx_int8", "intx_int4"])
 def test_the_lowest_code_is_multiplied_too(config: str) -> None:
-    """Torchao uses -8, and may use -128, which codes made here never are."""
+    """Torchao uses -8, as we do, and may use -128, which codes made here never are."""
     net, _ = taken(config)
     layer: Any = net.get_submodule("q")
     if layer.codes.dtype is torch.int8:
@@ -112,14 +112,17 @@ def test_the_lowest_code_is_multiplied_too(config: str) -> None:
     assert (layer(x).double() - reference).norm() < 2**-8 * reference.norm()
 
 
-def test_training_starts_from_what_was_taken_over_but_from_the_lowest_code() -> None:
-    net, plan = taken("nvfp4_static")
-    before = live.run(net)
-    quant.prepare_qat(net, plan)
-    assert torch.equal(live.run(net), before)
-    net, plan = taken("intx_int4")
+def test_training_starts_from_what_was_taken_over_but_from_the_lowest_code_of_int8() -> None:
+    for config in ("nvfp4_static", "intx_int4"):
+        net, plan = taken(config)
+        before = live.run(net)
+        quant.prepare_qat(net, plan)
+        assert torch.equal(live.run(net), before)
+    net, plan = taken("intx_int8")
+    layer: Any = net.get_submodule("q")
+    layer.codes = layer.codes.index_fill(1, torch.tensor(5), -128)
     with pytest.raises(
-        quant.UserError, match="q: holds the code -8, as other toolkits write it, and training rounds to ±7"
+        quant.UserError, match="q: holds the code -128, as other toolkits write it, and training rounds to ±127"
     ):
         quant.prepare_qat(net, plan)
 

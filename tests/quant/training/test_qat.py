@@ -128,7 +128,8 @@ def reference(module: QATLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torc
         step = scale.double() * (1.0 if second is None else second.double())
         rows, columns = format.block_shape(rounded.shape)
         step = step.repeat_interleave(rows, 0)[: len(rounded)].repeat_interleave(columns, 1)[:, : rounded.shape[1]]
-        inside = (module.weight.double().abs() <= format.element.max * step).double()
+        lowest, w = -8 if format.name.startswith("int4") else -format.element.max, module.weight.double()
+        inside = ((w >= lowest * step) & (w <= format.element.max * step)).double()
         inside = torch.ones_like(inside) if module.scales == "recomputed" else inside
         slope = rounded / step - inside * module.weight.double() / step
     x64 = x.detach().double().requires_grad_()

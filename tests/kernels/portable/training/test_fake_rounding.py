@@ -57,7 +57,7 @@ def test_ties_and_saturation() -> None:
         grid = format.element.grid()
         ties = (grid[1:] + grid[:-1]) / 2
         near = [torch.nextafter(ties, torch.tensor(side)) for side in (0.0, torch.inf)]
-        x = torch.cat([grid, ties, *near, torch.tensor([1e-38, 1e9])]) * 0.5
+        x = torch.cat([grid, ties, *near, torch.tensor([1e-38, 1e9, 7.5, 7.51, 8, 8.5])]) * 0.5
         x = torch.cat([x, -x])
         x = torch.nn.functional.pad(x, (0, -len(x) % 128))[None]
         scale = torch.full(format.scale_shape(x.shape), 0.5)
@@ -66,7 +66,7 @@ def test_ties_and_saturation() -> None:
         assert torch.equal(found, round_with_scale(x, format, scale)), name
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "fp8_block", "int8", "fp8"])
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_block", "int8", "int4", "fp8"])
 def test_the_mask_passes_what_is_in_range(name: str) -> None:
     format, w = FORMATS[name], weight()
     scale, second = scales(w, name)
@@ -77,7 +77,8 @@ def test_the_mask_passes_what_is_in_range(name: str) -> None:
     rows, columns = format.block_shape(w.shape)
     step = scale.double() * (1.0 if second is None else second.double())
     step = step.repeat_interleave(rows, 0)[: len(w)].repeat_interleave(columns, 1)[:, : w.shape[1]]
-    inside = w.double().abs() <= format.element.max * step
+    lowest = -8 if name == "int4" else -format.element.max
+    inside = (w.double() >= lowest * step) & (w.double() <= format.element.max * step)
     assert 0 < int((~inside).sum()) < w.numel() / 2
     assert torch.equal(found, dy.float() * inside)
 
@@ -94,7 +95,8 @@ def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
     columns, whole = format.block[1], 1.0 if second is None else float(second)
     step = (scale * whole).repeat_interleave(columns, 1)
     steps = w / step  # float32, so that ties fall as they do there
-    inside = w.abs() <= format.element.max * step
+    lowest = -8 if name.startswith("int4") else -format.element.max
+    inside = (w >= lowest * step) & (w <= format.element.max * step)
     slope = dy.double() * (round_to(steps, format.element).double() - torch.where(inside, steps, 0.0).double())
     expected = slope.unflatten(1, (-1, columns)).sum(2) * whole
     assert 0 < int((~inside).sum()) < w.numel() / 3 and found.shape == scale.shape
@@ -106,7 +108,7 @@ def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
 def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: int, integer: bool) -> None:
     pointers = {"gradient": "*bf16", "weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*fp32"}
     sizes = dict.fromkeys(("N", "K", "gradient_stride", "weight_stride", "scale_stride"), "i32")
-    constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": integer, "largest": 6.0, "rows": 1,
+    constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": integer, "largest": 6.0, "least": -6.0, "rows": 1,
                  "columns": columns, "has_global": not integer, "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
         fake_rounding.slope_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
@@ -120,7 +122,7 @@ def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
     signature = {"weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32",
                  "weight_stride": "i32", "scale_stride": "i32"}  # fmt: skip
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": False, "kind": "e4m3", "measured": measured,
-                 "largest": 6.0, "rows": 1, "columns": 16, "has_global": True,
+                 "largest": 6.0, "least": -6.0, "rows": 1, "columns": 16, "has_global": True,
                  "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(fake_rounding.round_kernel, signature, constants, arch=arch, num_warps=8, num_stages=1)
     assert assemble(compiled).spilled == 0
