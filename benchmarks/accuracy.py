@@ -123,7 +123,8 @@ BARS = (
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
     f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq",
     "fp8_channel Blockscale gptq", "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn",
-    "fp8_channel Blockscale rtn", "int4a16 Blockscale gptq", "mixed Blockscale awq:merge+gptq", "mixeda16 Blockscale gptq",
+    "fp8_channel Blockscale rtn", "int4a16 Blockscale gptq", "mixed Blockscale awq:merge+gptq",
+    "mixeda16 Blockscale gptq",
 )  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
 UNSHARED = "a global scale per layer"
