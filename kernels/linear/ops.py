@@ -13,6 +13,7 @@ bias has a gradient, codes and scales have none. The backward pass needs no copy
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -172,12 +173,13 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 def without_autocast(device: str) -> Any:
     """A context in which ops take their arguments as they are, as autocast's own do; `torch.autocast` takes longer."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS[device])
+    keys = _AUTOCAST_KEYS.get(device)
+    return nullcontext() if keys is None else torch._C._ExcludeDispatchKeyGuard(keys)
 
 
 _AUTOCAST_KEYS = {
     device: torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, f"Autocast{device.upper()}"))
-    for device in ("cpu", "cuda", "xpu", "mps", "hpu", "meta")
+    for device in ("cpu", "cuda", "xpu", "mps", "hpu")
     if hasattr(torch._C.DispatchKey, f"Autocast{device.upper()}")
 }
 

@@ -93,17 +93,16 @@ class _Adapted(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, s: float, base: Any, dtype: torch.dtype
     ) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1]).to(dtype)
-        narrow_down, narrow_up = down.to(dtype), up.to(dtype)
+        ctx.s, ctx.base, ctx.shape, ctx.dtypes = s, base, x.shape, (x.dtype, down.dtype, up.dtype)
+        x, narrow_down, narrow_up = x.to(dtype), down.to(dtype), up.to(dtype)
+        rows = x.reshape(-1, x.shape[-1])
         low = rows @ narrow_down.t()
         with without_autocast(x.device.type), torch._C._AutoDispatchBelowAutograd():
-            y: torch.Tensor = base(rows)
-        y.addmm_(low, narrow_up.t(), alpha=s)
+            y: torch.Tensor = base(x)
+        y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)
-        ctx.held = low, narrow_down, narrow_up, down._version, up._version
-        ctx.s, ctx.base, ctx.shape, ctx.dtypes = s, base, x.shape, (x.dtype, down.dtype, up.dtype)
-        ctx.parameters = down, up
-        return y.view(*x.shape[:-1], y.shape[-1])
+        ctx.held, ctx.parameters = (low, narrow_down, narrow_up, down._version, up._version), (down, up)
+        return y
 
     @staticmethod
     @once_differentiable

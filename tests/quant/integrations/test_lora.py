@@ -126,6 +126,24 @@ def test_an_adapter_that_is_frozen_in_part_gets_the_gradients_that_are_left() ->
     torch.testing.assert_close(up.grad.double(), wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_an_output_may_be_changed_in_place_and_an_adapter_between_its_passes_not() -> None:
+    layer = with_adapters(quantized("nvfp4")).base_model.model.model.layers[0].mlp.up_proj
+    x, residual = torch.randn(2, 3, 64), torch.randn(2, 3, 128)
+
+    def gradient(add: Any) -> torch.Tensor:
+        given = x.clone().requires_grad_()
+        add(layer(given)).square().sum().backward()
+        assert given.grad is not None
+        return given.grad
+
+    torch.testing.assert_close(gradient(lambda y: y.add_(residual)), gradient(lambda y: y + residual))
+    y = layer(x.clone().requires_grad_())
+    with torch.no_grad():
+        layer.lora_B["default"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified in place between its forward and backward"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("part", ["base_layer", "lora_A.default", "lora_B.default"])
 def test_hooks_of_the_parts_of_a_layer_are_called(part: str) -> None:
     model = with_adapters(quantized("nvfp4"))
