@@ -61,7 +61,8 @@ class Outcome:
 Run = Callable[[nn.Module, torch.Tensor], Outcome]
 
 
-# Preset of ModelOpt by row name; "-inputs" leaves activations in 16 bit, "+gptq" replaces the algorithm.
+# Preset of ModelOpt by row name; "-inputs" leaves activations in 16 bit, "+gptq" replaces the algorithm, "+g64" the
+# size of INT4's groups.
 _MODELOPT = {
     "nvfp4a16 ModelOpt W4A16_NVFP4": "W4A16_NVFP4_CFG",
     "nvfp4a16 ModelOpt four-over-six": "NVFP4_FOUR_OVER_SIX_CFG -inputs",
@@ -81,8 +82,8 @@ _MODELOPT = {
     "mxfp8 ModelOpt MXFP8_DEFAULT": "MXFP8_DEFAULT_CFG",
     "mxfp4a16 ModelOpt MXFP4_DEFAULT, weights only": "MXFP4_DEFAULT_CFG -inputs",
     "mxfp4 ModelOpt MXFP4_DEFAULT": "MXFP4_DEFAULT_CFG",
-    "int4a16 ModelOpt INT4_AWQ": "INT4_AWQ_CFG",
-    "int4a16 ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG",
+    "int4a16_g64 ModelOpt INT4_AWQ": "INT4_AWQ_CFG +g64",
+    "int4a16_g64 ModelOpt INT4_BLOCKWISE_WEIGHT_ONLY": "INT4_BLOCKWISE_WEIGHT_ONLY_CFG +g64",
 }
 
 
@@ -98,6 +99,10 @@ def _modelopt_config(preset: str) -> dict[str, Any]:
     config: dict[str, Any] = copy.deepcopy(getattr(mtq, name))
     if "-inputs" in changes:
         config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
+    if "+g64" in changes:
+        for entry in config["quant_cfg"]:
+            if "block_sizes" in entry.get("cfg", {}):
+                entry["cfg"]["block_sizes"][-1] = 64
     if "+gptq" in changes:
         # Layer by layer over static block scales, as in ModelOpt's recipe `nvfp4_default-kv_none-gptq`.
         config["algorithm"] = {"method": "gptq", "layerwise": {"enable": True}}

@@ -101,7 +101,7 @@ SETTINGS = {
     "mxfp8": Setting("MXFP8 W8A8", "mxfp8", "mxfp8"),
     "mxfp4a16": Setting("MXFP4 weight-only", "mxfp4"),
     "mxfp4": Setting("MXFP4 W4A4", "mxfp4", "mxfp4"),
-    "int4a16": Setting("INT4 weight-only, groups of 128", "int4"),
+    "int4a16_g64": Setting("INT4 weight-only, groups of 64", "int4_g64"),  # SmolLM2 is no multiple of 128 wide
     "mixed": Setting("4.8 bits, W4A4 and W8A8", "nvfp4", "nvfp4", "nvfp4,fp8"),
     "mixeda16": Setting("4.8 bits, weight-only", "nvfp4", choice="nvfp4a16,fp8a16"),
 }
@@ -123,7 +123,7 @@ BARS = (
     "nvfp4a16 Blockscale local_hessian, no text", "nvfp4 Blockscale awq:merge+gptq", "nvfp4 Blockscale awq+gptq",
     f"nvfp4 Blockscale {solver_of(3, 'nvfp4')}", "nvfp4 Blockscale awq+lowrank:32+gptq", "fp8 Blockscale gptq",
     "fp8_channel Blockscale gptq", "mxfp8 Blockscale gptq", "mxfp8 Blockscale rtn", "fp8 Blockscale rtn",
-    "fp8_channel Blockscale rtn", "int4a16 Blockscale gptq", "mixed Blockscale awq:merge+gptq",
+    "fp8_channel Blockscale rtn", "int4a16_g64 Blockscale gptq", "mixed Blockscale awq:merge+gptq",
     "mixeda16 Blockscale gptq",
 )  # fmt: skip
 # Not for deployment: runtimes fuse q, k and v into one GEMM with one global scale.
@@ -276,6 +276,11 @@ def run_ours(
     if own_text:
         rows = generate_rows(model, samples=OWN_TEXT[0], seqlen=OWN_TEXT[1])
     plan = quant.make_plan(model, Recipe(setting, formats.weight, formats.activation), solver=solver)
+    head = model.get_output_embeddings()
+    for layer in plan.layers:
+        module = model.get_submodule(layer.name)
+        if layer.weight is None and isinstance(module, nn.Linear) and module is not head:
+            raise UserError(f"{setting} would not be comparable: {layer.name} stays in 16 bit: {layer.reason}")
     if not shared:
         plan = plan.replace_layers(replace(layer, group=None) for layer in plan.quantized)
     quant.quantize(model, plan, rows.to(next(model.parameters()).device), device=device)
