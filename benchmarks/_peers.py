@@ -155,27 +155,23 @@ def exact_bits(model: nn.Module) -> float:
     return 8 * nbytes / numel
 
 
-def auto_quantize(model: nn.Module, rows: torch.Tensor, bits: float, *, weights_only: bool, on_cpu: bool) -> float:
+def auto_quantize(model: nn.Module, rows: torch.Tensor, bits: float, *, weights_only: bool) -> float:
     """ModelOpt's choice of formats by gradient, the head left out of search and cost; gives the exact bits.
 
-    On a CPU it gets 4 rows, and its kernels give way to our roundings: its passes take several times as long as ours.
+    On a CPU, which needs `modelopt_on_cpu` before, it gets 4 rows: its passes take several times as long as ours.
     """
     import modelopt.torch.quantization as mtq
 
-    count = 4 if on_cpu else 8
-    if on_cpu:
-        modelopt_on_cpu()
-    formats = [copy.deepcopy(mtq.NVFP4_DEFAULT_CFG), copy.deepcopy(mtq.FP8_DEFAULT_CFG)]
-    for config in formats:
-        if weights_only:
-            config["quant_cfg"] = [e for e in config["quant_cfg"] if e["quantizer_name"] != "*input_quantizer"]
+    device, change = next(model.parameters()).device, " -inputs" if weights_only else ""
+    count = 4 if device.type == "cpu" else 8
+    formats = [_modelopt_config(preset + change) for preset in ("NVFP4_DEFAULT_CFG", "FP8_DEFAULT_CFG")]
     model.float()
     with torch.enable_grad():
         model, _ = mtq.auto_quantize(
             model,
             constraints={"effective_bits": bits, "cost": {"excluded_module_name_patterns": ["*lm_head*"]}},
             quantization_formats=formats,
-            data_loader=list(rows[:count].to(next(model.parameters()).device).split(1)),
+            data_loader=list(rows[:count].to(device).split(1)),
             forward_step=lambda model, batch: model(input_ids=batch, labels=batch, use_cache=False),
             loss_func=lambda output, batch: output.loss,
             disabled_layers=["*lm_head*"],

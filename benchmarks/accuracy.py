@@ -245,7 +245,7 @@ def all_configurations(
     if importlib.util.find_spec("modelopt") is not None:
         for key, setting in SETTINGS.items():
             if setting.choice:
-                found[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key, device=settings.device)
+                found[f"{key} ModelOpt auto_quantize"] = partial(run_auto_quantize, setting=key)
     for name, directory in checkpoints.items():
         found[name] = partial(run_checkpoint, directory=directory)
     return dict(sorted(found.items(), key=lambda item: list(SETTINGS).index(item[0].split()[0]))), notes
@@ -294,12 +294,10 @@ def run_mixed(model: nn.Module, rows: torch.Tensor, *, setting: str, solver: str
     return replace(ours(quantized.model), bits=exact_bits(quantized.model))
 
 
-def run_auto_quantize(model: nn.Module, rows: torch.Tensor, *, setting: str, device: str) -> Outcome:
+def run_auto_quantize(model: nn.Module, rows: torch.Tensor, *, setting: str) -> Outcome:
     """The same choice by ModelOpt, which rounds to nearest."""
     weights_only = SETTINGS[setting].activation == "keep"
-    return Outcome(
-        model, [], bits=auto_quantize(model, rows, BUDGET, weights_only=weights_only, on_cpu=device == "cpu")
-    )
+    return Outcome(model, [], bits=auto_quantize(model, rows, BUDGET, weights_only=weights_only))
 
 
 def run_checkpoint(model: nn.Module, rows: torch.Tensor, *, directory: Path) -> Outcome:
@@ -389,7 +387,7 @@ def table_row(name: str, result: Mapping[str, Any], settings: Settings) -> dict[
     columns = ("perplexity", *of_texts, "top-1", "s", "MB", "bits", "extra at run time")
     row = {"setting": SETTINGS[setting].title, "configuration": configuration}
     row |= {column: result.get(column) for column in columns}
-    if "ModelOpt" in configuration and settings.device == "cpu" and not setting.startswith("fp8"):
+    if "ModelOpt" in configuration and settings.device == "cpu" and not setting.startswith(("fp8", "int4")):
         if settings.modelopt_cpu:
             row["configuration"] = f"{configuration} (our rounding for its kernels)"
         elif "error" in result:

@@ -34,7 +34,7 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from _peers import auto_quantize, exact_bits
+from _peers import auto_quantize, exact_bits, modelopt_on_cpu
 from _table import machine, show, versions, write_json
 from torch import nn
 
@@ -81,7 +81,9 @@ def measure(name: str, model_name: str, device: str) -> dict[str, Any]:
     predicted = None
     start = time.perf_counter()
     if toolkit == "ModelOpt":
-        exact = auto_quantize(model, calibration, float(bits), weights_only=setting == "w4a16", on_cpu=device == "cpu")
+        if device == "cpu":
+            modelopt_on_cpu()
+        exact = auto_quantize(model, calibration, float(bits), weights_only=setting == "w4a16")
     elif configuration.startswith("uniform"):
         _, format_name, solver = configuration.split()
         format_name = format_name.removesuffix("a16")

@@ -27,13 +27,11 @@ class Repeated:
         constants: its compile-time constants, all of them, and options such as `num_warps`.
     """
 
-    __slots__ = ("_after", "_constants", "_grid", "_known", "_launch")
+    __slots__ = ("_after", "_constants", "_grid", "_kernel", "_known")
 
     def __init__(self, kernel: Any, grid: Sequence[int], constants: Mapping[str, Any]) -> None:
-        self._launch, self._constants = kernel[tuple(grid)], dict(constants)
-        self._grid = (*grid, 1, 1)[:3]
-        # An interpreted kernel has no names: it is called as it is.
-        self._after = [constants[name] for name in getattr(kernel, "arg_names", ()) if name in constants]
+        self._kernel, self._grid, self._constants = kernel, grid, constants
+        self._after: list[Any] = []
         self._known: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, *arguments: Any) -> None:
@@ -50,8 +48,9 @@ class Repeated:
         if launch is not None:
             launch(*arguments, *self._after)
             return
-        compiled = self._launch(*arguments, **self._constants)
+        compiled = self._kernel[self._grid](*arguments, **self._constants)
         if compiled is not None and not key[0]:  # Triton's interpreter compiles nothing
             if len(self._known) >= _MOST:
                 self._known.clear()
-            self._known[key] = compiled[self._grid]
+            self._after = [self._constants[name] for name in self._kernel.arg_names if name in self._constants]
+            self._known[key] = compiled[(*self._grid, 1, 1)[:3]]

@@ -182,7 +182,8 @@ def round_weight(
     out = torch.empty(N, K, dtype=dtype, device=weight.device)
     given = weight if scale is None else scale.contiguous()
     has_global = global_scale is not None
-    launch = _rounding(N, K, format.name, scale is None, has_global, weight.device)
+    constants = {"kind": format.scale.name, "measured": scale is None}
+    launch = _launch(round_kernel, N, K, format.name, has_global, weight.device, **constants)
     launch(weight, given, global_scale if has_global else weight, out, N, K, weight.stride(0), given.stride(0))
     return out
 
@@ -211,14 +212,6 @@ def scale_gradient(
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
 
 
-@lru_cache(maxsize=1024)
-def _rounding(N: int, K: int, format: str, measured: bool, has_global: bool, device: torch.device) -> Repeated:
-    """The launch of `round_kernel` for weights like these, on a device."""
-    form = FORMATS[format]
-    constants = {"kind": form.scale.name, "measured": measured, **_number(form), **_common(form, has_global)}
-    return Repeated(round_kernel, _grid(N, K), constants)
-
-
 def _backward(
     kernel: Any,
     out: torch.Tensor,
@@ -231,7 +224,7 @@ def _backward(
     """`out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
     has_global = global_scale is not None
-    launch = _learning(kernel, N, K, format.name, has_global, weight.device)
+    launch = _launch(kernel, N, K, format.name, has_global, weight.device)
     launch(
         gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
         weight.stride(0), scale.stride(0),
@@ -240,11 +233,13 @@ def _backward(
 
 
 @lru_cache(maxsize=1024)
-def _learning(kernel: Any, N: int, K: int, format: str, has_global: bool, device: torch.device) -> Repeated:
-    """The launch of a kernel of the backward pass, on a device."""
+def _launch(
+    kernel: Any, N: int, K: int, format: str, has_global: bool, device: torch.device, **constants: Any
+) -> Repeated:
+    """The launch of one of these kernels for weights of a shape and format, on a device."""
     form = FORMATS[format]
-    numbers = _number(form) if kernel is slope_kernel else {}
-    return Repeated(kernel, _grid(N, K), numbers | _common(form, has_global))
+    numbers = {} if kernel is mask_kernel else _number(form)
+    return Repeated(kernel, _grid(N, K), constants | numbers | _common(form, has_global))
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
