@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import traceback
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -164,7 +165,8 @@ def main(
                 trained = learn(module, rate)
                 add(f"{preset} {name} QAD, {rate:g}", module, time.perf_counter() - started, trained)
         except Exception as error:  # a peer's own code may fail in any way; our rows are still worth showing
-            notes.append(f"{name} failed: {' '.join(str(error).split())[:200]}")
+            traceback.print_exc()
+            notes.append(f"{name} failed: {type(error).__name__} {' '.join(str(error).split())[:200]}")
     notes.insert(0, f"{steps} steps of {batch} x {seqlen} tokens; {len(material)} rows of text, {own} the model's own.")
     header = machine() | versions("transformers", "nvidia-modelopt", "torchao")
     show(TITLE, header, table, notes, json_path=json_path)

@@ -27,7 +27,7 @@ from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import choose_scale, round_activation, round_with_scale
 from quant.kernels.hardware import has_triton
 from quant.kernels.linear import dispatch
-from quant.kernels.linear.ops import below_autograd, register
+from quant.kernels.linear.ops import below_autograd, is_traced, register
 
 _FLOATS = (torch.float16, torch.bfloat16)
 
@@ -59,9 +59,10 @@ def round_weight(
     Returns:
         The shape of `weight`, in `dtype`.
     """
-    return torch.ops.quant.round_weight(  # type: ignore[no-any-return]
-        weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None
-    )
+    arguments = (weight, scale, global_scale, format.name, rule, stored, dtype, clips and scale is not None)
+    if _is_eager(weight):
+        return _RoundWeight.apply(None, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+    return torch.ops.quant.round_weight(*arguments)  # type: ignore[no-any-return]
 
 
 def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
@@ -69,7 +70,14 @@ def round_input(x: torch.Tensor, activation: Format, input_scale: torch.Tensor |
 
     Inputs beyond the range of a static scale have no gradient.
     """
+    if _is_eager(x):
+        return _RoundInput.apply(None, x, input_scale, activation.name)  # type: ignore[no-any-return, no-untyped-call]
     return torch.ops.quant.round_input(x, input_scale, activation.name)  # type: ignore[no-any-return]
+
+
+def _is_eager(x: torch.Tensor) -> bool:
+    """Whether nothing looks on: then the bodies of the ops are called themselves, past 100 to 200 µs of dispatch."""
+    return x.is_cuda and type(x) in (torch.Tensor, torch.nn.Parameter) and has_triton() and not is_traced()
 
 
 def measured_scale(
@@ -189,6 +197,9 @@ class _RoundWeight(torch.autograd.Function):
         ctx.dtype = weight.dtype
         learned = scale is not None and scale.requires_grad
         ctx.save_for_backward(*((weight, scale, global_scale) if ctx.clips or learned else ()))
+        ctx.is_eager = keyset is None
+        if ctx.is_eager:
+            return _round_weight(*args)
         return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
 
     @staticmethod
@@ -198,11 +209,13 @@ class _RoundWeight(torch.autograd.Function):
         weight = scale = None
         saved = ctx.saved_tensors  # once: under gradient checkpointing, each access runs the block again
         if for_weight and ctx.clips:
-            weight = torch.ops.quant.round_weight_gradient(gradient, *saved, ctx.format)
+            masked = _weight_gradient if ctx.is_eager else torch.ops.quant.round_weight_gradient
+            weight = masked(gradient, *saved, ctx.format)
         elif for_weight:
             weight = gradient.to(ctx.dtype)
         if for_scale:
-            scale = torch.ops.quant.round_scale_gradient(gradient, *saved, ctx.format)
+            summed = _scale_gradient if ctx.is_eager else torch.ops.quant.round_scale_gradient
+            scale = summed(gradient, *saved, ctx.format)
         return None, weight, scale, None, None, None, None, None, None
 
 
@@ -216,8 +229,13 @@ def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
 def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
     format = FORMATS[activation]
     if x.is_cuda and x.dtype in _FLOATS and has_triton():
+        from quant.kernels.portable.training import fake_rounding
+
         with torch.cuda.device_of(x):
-            return dispatch.round_rows(x.reshape(-1, x.shape[-1]), format, input_scale).view(x.shape)
+            rows = x.reshape(-1, x.shape[-1])
+            if fake_rounding.can_measure(format, rows.shape) and format.global_scale == (input_scale is not None):
+                return fake_rounding.round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
+            return dispatch.round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
     return round_activation(x, format, input_scale) if x.numel() else x.clone()
 
@@ -229,6 +247,8 @@ class _RoundInput(torch.autograd.Function):
     def forward(ctx: Any, keyset: Any, *args: Any) -> torch.Tensor:
         x, input_scale, ctx.activation = args
         ctx.save_for_backward(*(() if input_scale is None else (x, input_scale)))
+        if keyset is None:
+            return _round_input(*args)
         return below_autograd(torch.ops.quant.round_input.default, keyset, *args)
 
     @staticmethod
@@ -238,6 +258,11 @@ class _RoundInput(torch.autograd.Function):
             x, input_scale = saved
             format = FORMATS[ctx.activation]
             largest = format.element.max * (format.scale.max if format.global_scale else 1)
+            if _is_eager(gradient) and x.is_contiguous():
+                from quant.kernels.portable.training import fake_rounding
+
+                with torch.cuda.device_of(x):
+                    return None, fake_rounding.within(gradient, x, input_scale.reshape(()), largest), None, None
             gradient = gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
         return None, gradient, None, None
 

@@ -34,7 +34,7 @@ from quant.kernels.counters import reserve
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
 from quant.kernels.layout import WIDENED, is_prepacked, is_wanted, prepack, restore, why_not
 from quant.kernels.linear import experts
-from quant.kernels.linear.ops import autocast_dtype, quantized_linear
+from quant.kernels.linear.ops import autocast_dtype, is_traced, quantized_linear
 from quant.kernels.linear.oracle import as_stored
 from quant.kernels.linear.stack import ExpertStack
 
@@ -147,7 +147,7 @@ class _QuantModule(nn.Module):
 
     def _check_codes(self) -> None:
         codes = self.codes
-        if type(codes) is not torch.Tensor or codes.is_meta or _is_traced():
+        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
             return
         if not is_finite(codes):
             wrong = int((~codes.float().isfinite()).sum())
@@ -185,7 +185,7 @@ class _QuantModule(nn.Module):
         nor where accelerate copies it from the CPU anew for each forward.
         """
         codes = self.codes
-        if type(codes) is not torch.Tensor or codes.is_meta or _is_traced():
+        if type(codes) is not torch.Tensor or codes.is_meta or is_traced():
             return
         computed = autocast_dtype(codes.device.type) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
@@ -265,10 +265,6 @@ def restore_layout(model: nn.Module) -> None:
         if isinstance(module, _QuantModule) and is_prepacked(module.stored_weight):  # looks for NaN, too
             module._store(restore(module.stored_weight))
             module._arranged = None
-
-
-def _is_traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _is_offloaded(module: nn.Module) -> bool:

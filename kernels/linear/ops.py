@@ -119,6 +119,11 @@ class _Linear(torch.autograd.Function):
         return None, x, None, None, None, bias, None, None, None
 
 
+def is_traced() -> bool:
+    """Whether torch.compile, or a mode such as that of fake tensors, records the ops that run."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def below_autograd(op: Any, keyset: Any, *args: Any) -> torch.Tensor:
     """The op as it is for tensors that need no gradient."""
     with torch._C._AutoDispatchBelowAutograd():

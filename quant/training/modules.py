@@ -96,7 +96,8 @@ class RoundedWeight(nn.Module):
         if self.block_scale is not None or not format.is_static:
             return self.block_scale, self.global_scale
         with torch.no_grad():
-            amax = torch.stack([_amax(each.matrix) for each in self.siblings]).amax(dim=0)
+            found = [_amax(each.matrix) for each in self.siblings]
+            amax = found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
             if format.global_scale:
                 return None, group_global_scale(amax, format, "max")
             return as_stored_scale(choose_scale(weight, format, "max", amax, None), format, self.stored), None
@@ -310,8 +311,11 @@ def _nearest_scale(
 
 def _amax(weight: torch.Tensor) -> torch.Tensor:
     """Largest magnitude of each matrix, float32, over all shards of the weight."""
+    if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
+        found: torch.Tensor = torch.linalg.vector_norm(weight.detach(), torch.inf, dim=(-2, -1), dtype=torch.float32)
+        return found
     amax: Any = weight.detach().abs().amax(dim=(-2, -1)).float()
-    return amax.full_tensor() if hasattr(amax, "full_tensor") else amax  # type: ignore[no-any-return]
+    return amax.full_tensor()  # type: ignore[no-any-return]
 
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:

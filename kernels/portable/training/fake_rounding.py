@@ -26,6 +26,8 @@ from quant.kernels.portable.casts import amax_of
 from quant.kernels.repeated import Repeated
 
 _BLOCK_N, _BLOCK_K = 16, 256
+_MOST_ROWS = _BLOCK_N * 65535  # of CUDA's grids
+_RUN = 2048
 
 
 @triton.jit
@@ -151,6 +153,16 @@ def slope_kernel(
     tl.store(out + at, summed, mask=(n[:, None] < N) & (blocks[None, :] < K // columns))
 
 
+@triton.jit
+def within_kernel(gradient, x, scale, out, count, largest: tl.constexpr, block: tl.constexpr):
+    """A run of `out`: the gradient, zero where a value is beyond `largest` steps of a scale that all share."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    reach = tl.load(scale).to(tl.float32) * largest
+    value = tl.load(x + at, mask=at < count, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + at, mask=at < count, other=0.0)
+    tl.store(out + at, tl.where(tl.abs(value) <= reach, dy, 0.0).to(out.dtype.element_ty), mask=at < count)
+
+
 def can_measure(format: Format, shape: Sequence[int]) -> bool:
     """Whether `round_weight` finds the block scales of a weight of `shape` itself: short runs, E4M3 or E8M0."""
     return not format.scale.is_wide and format.block[1] <= 32 and can_sum(format, shape)
@@ -159,6 +171,8 @@ def can_measure(format: Format, shape: Sequence[int]) -> bool:
 def can_sum(format: Format, shape: Sequence[int]) -> bool:
     """Whether `scale_gradient` takes a weight of `shape`: its blocks are runs of a row, and tiles hold whole ones."""
     rows, columns = format.block
+    if shape[0] > _MOST_ROWS:
+        return False
     return rows == 1 and 0 < columns <= _BLOCK_K and _BLOCK_K % columns == 0 and shape[-1] % columns == 0
 
 
@@ -210,6 +224,21 @@ def scale_gradient(
     """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
+
+
+def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:
+    """The gradient of `x`, which is contiguous, with zeros where `x` is beyond `largest` steps of a scalar scale."""
+    gradient = gradient.contiguous()
+    out = torch.empty_like(gradient)
+    if x.numel():
+        _within(x.numel(), largest, x.device)(gradient, x, scale, out, x.numel())
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _within(count: int, largest: float, device: torch.device) -> Repeated:
+    """The launch of `within_kernel` on a device."""
+    return Repeated(within_kernel, (triton.cdiv(count, _RUN),), {"largest": largest, "block": _RUN, "num_warps": 8})
 
 
 def _backward(

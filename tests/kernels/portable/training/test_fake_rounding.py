@@ -10,7 +10,7 @@ from interpreter import interpreted
 
 from quant.formats.format import FORMATS
 from quant.formats.rounding import round_to
-from quant.formats.tensor import quantize, round_with_scale
+from quant.formats.tensor import quantize, round_activation, round_with_scale
 from quant.kernels.aot import compile_kernel
 from quant.kernels.linear.fake_rounding import measured_scale
 from quant.kernels.portable.training import fake_rounding
@@ -48,6 +48,29 @@ def test_measured_scales_are_those_of_the_oracle(name: str, dtype: torch.dtype) 
     with interpreted():
         found = fake_rounding.round_weight(w, format, torch.float32, None, expected.global_scale)
     assert torch.equal(found, expected.dequantize())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp6", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_inputs_are_rounded_as_the_oracle_rounds_them(name: str, dtype: torch.dtype) -> None:
+    """Under a second level that most inputs exceed, too, and where an input is not finite."""
+    format, x = FORMATS[name], weight(dtype=dtype)
+    x[4, 5], x[5, 6] = torch.inf, torch.nan
+    second = torch.tensor(5e-4) if format.global_scale else None
+    with interpreted():
+        found = fake_rounding.round_weight(x, format, dtype, None, second)
+    assert torch.equal(found.isnan(), (expected := round_activation(x, format, second)).isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+@pytest.mark.parametrize("count", [1, 2048, 5000])
+def test_gradients_of_inputs_pass_within_the_range(count: int) -> None:
+    x, scale = torch.linspace(-9, 9, count).bfloat16(), torch.tensor(0.125)
+    x[-1] = 6.0  # at the end of the range
+    dy = torch.linspace(1, 2, count)
+    with interpreted():
+        found = fake_rounding.within(dy, x, scale, 48.0)
+    assert torch.equal(found, dy * (x.double().abs() <= 6.0))
 
 
 def test_ties_and_saturation() -> None:
