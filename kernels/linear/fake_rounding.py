@@ -209,12 +209,12 @@ class _RoundWeight(torch.autograd.Function):
         weight = scale = None
         saved = ctx.saved_tensors  # once: under gradient checkpointing, each access runs the block again
         if for_weight and ctx.clips:
-            masked = _weight_gradient if ctx.is_eager else torch.ops.quant.round_weight_gradient
+            masked: Any = _weight_gradient if ctx.is_eager else torch.ops.quant.round_weight_gradient
             weight = masked(gradient, *saved, ctx.format)
         elif for_weight:
             weight = gradient.to(ctx.dtype)
         if for_scale:
-            summed = _scale_gradient if ctx.is_eager else torch.ops.quant.round_scale_gradient
+            summed: Any = _scale_gradient if ctx.is_eager else torch.ops.quant.round_scale_gradient
             scale = summed(gradient, *saved, ctx.format)
         return None, weight, scale, None, None, None, None, None, None
 
