@@ -10,7 +10,8 @@ itself; `--text mix` trains and calibrates on the package's mixture instead.
     ModelOpt, torchao    their fake quantization, trained by the same loop; rows of packages that are not installed are
                          left out
 
-`ms/step` is the median without the first three steps. On a GPU the models compute in BF16 by autocast, in training.
+`ms/step` is the median without the first three steps. On a GPU the models compute in BF16 by autocast, in training, but
+torchao's: it refuses to, and computes in FP32, so its `ms/step` is no comparison.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import time
 import traceback
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -122,11 +123,16 @@ def main(
     def student() -> Any:
         return quant.open_model(model).model.to(device=device, dtype=dtype).requires_grad_(True)
 
-    def learn(module: nn.Module, rate: float) -> Trained:
+    def learn(module: nn.Module, rate: float, in_autocast: bool = True) -> Trained:
         if compiled:
             module.model.compile()  # type: ignore[union-attr, operator]
+
+        def loss(ids: torch.Tensor) -> torch.Tensor:
+            with nullcontext() if in_autocast else torch.autocast(device, enabled=False):
+                return quant.distill(module, teacher, ids)
+
         return train(
-            module, partial(quant.distill, module, teacher), material, steps=steps, batch=batch, rate=rate,
+            module, loss, material, steps=steps, batch=batch, rate=rate,
             progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 5 == 0 else None,
         )  # fmt: skip
 
@@ -162,7 +168,7 @@ def main(
                 add(f"{preset} {name} PTQ", module, time.perf_counter() - started, None)
                 for key, parameter in module.named_parameters():
                     parameter.requires_grad_(key.endswith("_proj.weight"))
-                trained = learn(module, rate)
+                trained = learn(module, rate, in_autocast=name != "torchao")
                 add(f"{preset} {name} QAD, {rate:g}", module, time.perf_counter() - started, trained)
         except Exception as error:  # a peer's own code may fail in any way; our rows are still worth showing
             traceback.print_exc()
