@@ -228,7 +228,7 @@ def _weight_with_gradients(keyset: Any, *args: Any) -> torch.Tensor:
 
 def _round_input(x: torch.Tensor, input_scale: torch.Tensor | None, activation: str) -> torch.Tensor:
     format = FORMATS[activation]
-    if x.is_cuda and x.dtype in _FLOATS and has_triton():
+    if x.numel() and x.is_cuda and x.dtype in _FLOATS and has_triton():
         from quant.kernels.portable.training import fake_rounding
 
         with torch.cuda.device_of(x):
