@@ -16,6 +16,7 @@ runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -102,9 +103,32 @@ def as_stored_scale(scale: torch.Tensor, format: Format, stored: torch.dtype) ->
     return scale.clamp_(min=info.tiny * info.eps).to(stored).float()
 
 
-def group_global_scale(amax: torch.Tensor, format: Format, rule: str) -> torch.Tensor:
-    """The second-level scale of matrices with these largest magnitudes, through the reciprocal that files may store."""
-    return 1 / (1 / global_scale_of(amax, format, rule))
+def group_amax(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Largest magnitude of weights `[..., out, in]` that share a scale: float32 `[...]`, over all shards of them."""
+    found = [_amax(weight) for weight in weights]
+    return found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
+
+
+def measured_global_scale(weights: Sequence[torch.Tensor], format: Format) -> torch.Tensor:
+    """The second-level scale of weights `[..., out, in]` that share one, by the `max` rule: float32 `[...]`.
+
+    It has gone through the reciprocal that files may store.
+    """
+    if all(_is_eager(weight) and weight.dim() == 2 for weight in weights):
+        from quant.kernels.portable.training import global_scale
+
+        with torch.cuda.device_of(weights[0]):
+            return global_scale.global_scale(weights, format)
+    return 1 / (1 / global_scale_of(group_amax(weights), format, "max"))
+
+
+def _amax(weight: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude of each matrix, float32, over all shards of the weight."""
+    if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
+        found: torch.Tensor = torch.linalg.vector_norm(weight, torch.inf, dim=(-2, -1), dtype=torch.float32)
+        return found
+    amax: Any = weight.abs().amax(dim=(-2, -1)).float()
+    return amax.full_tensor()  # type: ignore[no-any-return]
 
 
 def _round_weight(

@@ -30,7 +30,8 @@ from quant.kernels.linear.conv import ConvGeometry, QuantConv, conv_matrix, conv
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.fake_rounding import (
     as_stored_scale,
-    group_global_scale,
+    group_amax,
+    measured_global_scale,
     measured_scale,
     round_input,
     round_weight,
@@ -38,6 +39,7 @@ from quant.kernels.linear.fake_rounding import (
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.linear.stack import ExpertStack
+from quant.training.fusion import Fusion
 
 SCALES = ("recomputed", "frozen", "learned")
 _EXACT = ("block_scale", "global_scale", "input_scale")
@@ -54,14 +56,14 @@ class RoundedWeight(nn.Module):
         dtype: of the layer that this one stands for, when its weight is read.
 
     Attributes:
-        siblings: the layers that share a second-level or per-tensor scale with this one, itself included.
+        fusion: the layers that share an input, and a second-level or per-tensor scale, with this one.
     """
 
     weight: nn.Parameter
     block_step: nn.Parameter | None
     block_scale: torch.Tensor | None
     global_scale: torch.Tensor | None
-    siblings: Sequence[RoundedWeight]
+    fusion: Fusion
     activation_format: Format | None = None
 
     def __init__(
@@ -70,7 +72,7 @@ class RoundedWeight(nn.Module):
         nn.Module.__init__(self)
         self.weight = weight
         self.weight_format, self.scales, self.stored, self.dtype = start.format, scales, stored, dtype
-        self.siblings = (self,)
+        self.fusion = Fusion([self])
         values, second = decoded_scale(start), start.global_scale
         step = None
         if scales == "learned":
@@ -84,6 +86,11 @@ class RoundedWeight(nn.Module):
         """The weight as formats see it, `[..., out, in]`."""
         return self.weight
 
+    @property
+    def measures_level(self) -> bool:
+        """Whether the second-level or per-tensor scale is measured anew at each forward, from all fused layers."""
+        return self.block_step is None and self.block_scale is None and self.weight_format.is_static
+
     def trained(self) -> list[nn.Parameter]:
         """The weight, and its scales where they are learned."""
         return [self.weight, *([] if self.block_step is None else [self.block_step])]
@@ -93,19 +100,18 @@ class RoundedWeight(nn.Module):
         format, weight = self.weight_format, self.matrix
         if self.block_step is not None:
             return _nearest_scale(self.block_step, format, self.global_scale, self.stored), self.global_scale
-        if self.block_scale is not None or not format.is_static:
+        if not self.measures_level:
             return self.block_scale, self.global_scale
         with torch.no_grad():
-            found = [_amax(each.matrix) for each in self.siblings]
-            amax = found[0] if len(found) == 1 else torch.stack(found).amax(dim=0)
+            members = [each.matrix.detach() for each in self.fusion.members]
             if format.global_scale:
-                return None, group_global_scale(amax, format, "max")
+                return None, measured_global_scale(members, format)
+            amax = group_amax(members)
             return as_stored_scale(choose_scale(weight, format, "max", amax, None), format, self.stored), None
 
     def rounded(self, dtype: torch.dtype) -> torch.Tensor:
         """The weight that the packed layer multiplies by, in `dtype`; it has gradients."""
-        scale, second = self.current_scales()
-        return self._round(self.matrix, dtype, scale, second)
+        return self._round(self.matrix, dtype, *self.current_scales())
 
     def _round(
         self, weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, second: torch.Tensor | None
@@ -125,6 +131,7 @@ class RoundedWeight(nn.Module):
         return quantize_with_scale(weight, format, scale.detach(), second)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundedWeight:
+        self.fusion.forget()
         before = {name: tensor for name in _EXACT if (tensor := getattr(self, name, None)) is not None}
         step = None if self.block_step is None else self.block_step.data
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -135,6 +142,10 @@ class RoundedWeight(nn.Module):
             self.block_step.data = step.to(self.block_step.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.fusion.forget()
+        super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:
         told = f"{list(self.weight.shape)}, weight={self.weight_format}, scales={self.scales}"
@@ -169,13 +180,18 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`, as the packed layer computes it."""
-        x = self.parts.input(x)
-        given = x.to(_computed_dtype(x))
-        if self.activation_format is not None:
-            given = round_input(given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        parts, common = self.parts, self.fusion.common(self, x)
+        if common.given is None:
+            common.seen = parts.input(x)
+            common.given = common.seen.to(_computed_dtype(x))
+            if self.activation_format is not None:
+                common.given = round_input(common.given, self.activation_format, self.input_scale)  # type: ignore[arg-type]
+        if common.scales is None or not self.measures_level:
+            common.scales = self.current_scales()
+        given = common.given
         bias = None if self.bias is None else self.bias.to(given.dtype)
-        y = functional.linear(given, self.rounded(given.dtype), bias)
-        branch = self.parts.branch(x)
+        y = functional.linear(given, self._round(self.weight, given.dtype, *common.scales), bias)
+        branch = parts.branch(common.seen)  # type: ignore[arg-type]
         return y if branch is None else y + branch
 
     def packed(self) -> QuantLinear:
@@ -307,15 +323,6 @@ def _nearest_scale(
             tiny = torch.finfo(torch.float32).tiny
             found = as_stored_scale(round_to(wanted.clamp(min=tiny), format.scale), format, stored)
     return found + (wanted - wanted.detach())
-
-
-def _amax(weight: torch.Tensor) -> torch.Tensor:
-    """Largest magnitude of each matrix, float32, over all shards of the weight."""
-    if not hasattr(weight, "full_tensor"):  # as one kernel, which DTensor does not have
-        found: torch.Tensor = torch.linalg.vector_norm(weight.detach(), torch.inf, dim=(-2, -1), dtype=torch.float32)
-        return found
-    amax: Any = weight.detach().abs().amax(dim=(-2, -1)).float()
-    return amax.full_tensor()  # type: ignore[no-any-return]
 
 
 def _computed_dtype(x: torch.Tensor) -> torch.dtype:

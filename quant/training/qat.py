@@ -35,6 +35,7 @@ from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.solve import solve_plan
+from quant.training.fusion import Fusion
 from quant.training.modules import SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
 from quant.training.start import starting_weight
 
@@ -289,8 +290,9 @@ def _in_training(
 
 def _share(members: Sequence[RoundedWeight]) -> None:
     """Lets fused layers have one second-level scale, or one scale at all."""
+    fusion = Fusion(members)
     for member in members:
-        member.siblings = tuple(members)
+        member.fusion = fusion
         if member.block_step is not None and member.weight_format.per_tensor:
             member.block_step = members[0].block_step
 

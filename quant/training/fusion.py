@@ -1,0 +1,95 @@
+"""Layers in training that read the same input (q, k and v, or gate and up) work out once what they have in common.
+
+In a forward pass the first of them prepares and rounds the input and finds the second-level scale that all share; each
+of the others takes both once. What is taken belongs to this very tensor and these very weights: another input, a
+weight that changed, or a second call of the same layer starts anew. Nothing is shared while torch.compile records,
+which finds common expressions itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quant.kernels.linear.ops import autocast_dtype, is_traced
+
+if TYPE_CHECKING:
+    from quant.training.modules import QATLinear, RoundedWeight
+
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
+
+
+class Common:
+    """What layers of one pass have in common, as far as one of them has worked it out.
+
+    Attributes:
+        scales: block scales, or None where rounding measures them, and the second level.
+        seen: the input after scaling and rotation at run time, as a low-rank branch takes it.
+        given: `seen` as the weights are multiplied by it, rounded.
+    """
+
+    __slots__ = ("given", "key", "scales", "seen", "served", "x")
+
+    def __init__(self, x: torch.Tensor | None = None, key: tuple[Any, ...] = ()) -> None:
+        self.x, self.key = x, key
+        self.served: set[int] = set()
+        self.scales: Scales | None = None
+        self.seen: torch.Tensor | None = None
+        self.given: torch.Tensor | None = None
+
+
+class Fusion:
+    """The layers that share an input, and a second-level or per-tensor scale of their weights.
+
+    Args:
+        members: at least one; a linear alone is its own group.
+    """
+
+    def __init__(self, members: Sequence[RoundedWeight]) -> None:
+        self.members = tuple(members)
+        self._pass: Common | None = None
+        self._is_alike: bool | None = None
+
+    def common(self, member: QATLinear, x: torch.Tensor) -> Common:
+        """What members have worked out for `x` and `member` has not taken yet; empty for the first of them."""
+        if len(self.members) == 1 or is_traced() or x.is_inference() or not self.is_alike:
+            return Common()
+        weights = (each.weight._version for each in self.members)
+        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), *weights)
+        found = self._pass
+        if found is None or found.x is not x or found.key != key or id(member) in found.served:
+            found = self._pass = Common(x, key)
+        found.served.add(id(member))
+        if len(found.served) == len(self.members):
+            self._pass = None  # nothing is kept beyond the pass
+        return found
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all members round weights and inputs in the same way."""
+        if self._is_alike is None:
+            first, *others = map(_settings, self.members)
+            self._is_alike = all(all(map(_equal, first, other)) for other in others)
+        return self._is_alike
+
+    def forget(self) -> None:
+        """Has the members compared anew, whose tensors may have changed."""
+        self._pass = self._is_alike = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a model has no part in a pass of it, whose tensors cannot be copied.
+        return {"members": self.members, "_pass": None, "_is_alike": None}
+
+
+def _settings(member: Any) -> tuple[Any, ...]:
+    """What decides how a layer rounds its weight and its input."""
+    names = ("weight_format", "scales", "stored", "activation_format", "hadamard", "pre_scale", "input_scale")
+    return tuple(getattr(member, name, None) for name in names)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.device == other.device and torch.equal(one, other)
+    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
