@@ -19,6 +19,7 @@ from _table import machine, show, versions
 from decode import measure
 
 import quant
+from quant.calibration.model_cache import cache_of
 from quant.runtime import generate as generation
 from quant.runtime.decoder import Decoder
 
@@ -50,7 +51,7 @@ def main() -> None:
         assert not reason, reason
         decoder = Decoder(model, count + added)
         seen = model(ids, use_cache=True, logits_to_keep=1)
-        decoder.begin(seen.past_key_values, int(seen.logits.argmax()))
+        decoder.begin(cache_of(seen), int(seen.logits.argmax()))
         decoder.step()
         decoder.capture()
         torch.cuda.synchronize()

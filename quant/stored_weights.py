@@ -126,14 +126,15 @@ def open_stored(model: nn.Module, files: Files) -> bool:
     mapped: dict[str, torch.Tensor] = {}
     left: dict[str, StoredWeight] = {}
     used = set()
-    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())  # as transformers loads them
+    # What transformers loads in float32, found in names as it finds it.
+    wide = [re.compile(p.replace("*", ".*")) for p in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     for name, tensor in expected.items():
         matrices = expert_names(name, len(tensor)) if tensor.dim() == 3 and name not in files else []
         if matrices and all(matrix in files for matrix in matrices):
             left[name] = StoredExperts(files, matrices, tensor.shape)
             used.update(matrices)
         elif name in files:
-            if files.is_mapped(name) and wide & set(name.split(".")):
+            if files.is_mapped(name) and any(pattern.search(name) for pattern in wide):
                 mapped[name] = files[name].float()
                 expected[name] = expected[name].float()
             elif files.is_mapped(name):

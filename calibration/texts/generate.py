@@ -33,6 +33,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.model_cache import cache_argument, cache_of
+
 ROWS_AT_ONCE = 64
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
@@ -157,13 +159,13 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
     """Logits of the positions that are new, and the cache, None where the model keeps none."""
     if hasattr(model, "prepare_inputs_for_generation"):
         new = prefix if cache is None else prefix[:, -1:]
-        output = model(input_ids=new, past_key_values=cache, use_cache=True)
+        output = model(input_ids=new, use_cache=True, **cache_argument(model, cache))
     else:
         output = model(prefix)
     logits: Any = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: it does not give logits [rows, tokens, vocabulary]")
-    return logits, getattr(output, "past_key_values", None)
+    return logits, cache_of(output)
 
 
 def _check_causal(model: nn.Module, opening: torch.Tensor, again: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ do not fit its parameters: it stops at them, and does not run with codes in the 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import logging
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from quant.api.checkpoint import Checkpoint, fill, outline
+from quant.api.checkpoint import KV_SCALES, Checkpoint, fill, outline
 from quant.errors import UserError, counted, listed
 from quant.export.checkpoint_reader import BESIDE
 from quant.export.names import StoredNames
@@ -62,7 +63,7 @@ def trial(
     *,
     allow_missing: bool = False,
 ) -> list[str]:
-    """What a user has to know before loading a checkpoint with transformers: one sentence, or nothing.
+    """What a user has to know before loading a checkpoint with transformers: sentences, or nothing.
 
     Inside a process group of a training script it is not tried: compressed-tensors would wait for all of its ranks.
 
@@ -94,18 +95,26 @@ def trial(
         else:
             way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
         return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
-    unexpected = [name for name in info["unexpected_keys"] if not name.endswith(_DROPPED)]
+    unexpected = [name for name in info["unexpected_keys"] if not name.endswith((*_DROPPED, *KV_SCALES))]
     others = [[n for n in keys if n.rpartition(".")[0] not in unknown] for keys in (info["missing_keys"], unexpected)]
     problems = [
         f"{what} {listed(sorted(names), 3)}"
         for names, what in zip(others, ("finds no tensor for", "has no use for"), strict=True)
         if names
     ]
+    notes = []
+    if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
+        # compressed-tensors 0.20 knows attention by its argument `past_key_values`, which transformers 5.24 renamed.
+        peer = importlib.metadata.version("compressed-tensors")
+        notes.append(
+            f"transformers {version} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors {peer} "
+            "does not find its attention; quant.load and servers use the scales of the cache"
+        )
     if not problems:
-        return [_unknown_layers(unknown.values(), version)] if unknown else []
+        return [*notes, *([_unknown_layers(unknown.values(), version)] if unknown else [])]
     what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
     if allow_missing:
-        return [f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
+        return [*notes, f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
     raise UserError(
         f"{what}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
         "quant.load and servers alone"

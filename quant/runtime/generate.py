@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from quant.calibration.model_cache import cache_argument, cache_of
 from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
 from quant.export.checkpoint_check import value_problem
@@ -124,7 +125,7 @@ def generate(
             model.generate(  # type: ignore[operator]
                 ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **cache_argument(model, cache),
                 max_new_tokens=max_new_tokens,
                 do_sample=False,
                 num_beams=1,
@@ -166,8 +167,8 @@ def _decode(
         return reason
     count = ids.shape[1]
     is_quantized = cache is not None
-    seen = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    cache = seen.past_key_values
+    seen = model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
+    cache = cache_of(seen)
     first = int(_check_logits(model, ids, seen.logits[:, -1]).argmax())
     stops = _ends(model)
     if max_new_tokens == 1 or first in stops:
@@ -175,7 +176,7 @@ def _decode(
         return ""
     decoder = Decoder(model, count + max_new_tokens, has_quantized_cache=is_quantized)
     decoder.begin(cache, first)
-    expected = model(ids.new_tensor([[first]]), past_key_values=cache).logits[:, -1]
+    expected = model(ids.new_tensor([[first]]), **cache_argument(model, cache)).logits[:, -1]
     if not decoder.agrees(decoder.step(), expected):
         return "the logits of its first token would be others"
     if max_new_tokens > 2:

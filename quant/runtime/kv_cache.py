@@ -2,7 +2,7 @@
 
     cache = QuantizedKVCache(model, "nvfp4")
     with quantized_attention(model, attention="fp8", kv_cache="nvfp4"):
-        model.generate(ids, past_key_values=cache)
+        model.generate(ids, cache=cache)  # past_key_values before transformers 5.24
 
 Each layer keeps its pages (`quant.kernels.attention.kv_cache`). Under an attention of ours (`quant.runtime.attention`),
 a layer passes the new keys and values on unchanged, marked with itself; attention, which has the queries, lets the

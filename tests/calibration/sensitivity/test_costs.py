@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 import torch
 
+from quant.calibration.model_cache import cache_of
 from quant.calibration.sensitivity.candidates import KEPT, parse_candidates
 from quant.calibration.sensitivity.costs import (
     LatencyTable,
@@ -41,7 +42,7 @@ def test_bytes_are_those_of_the_tensors(name: str, shape: tuple[int, ...]) -> No
 @pytest.mark.parametrize("heads", [4, 2, 1])
 def test_cache_is_what_a_model_holds(heads: int) -> None:
     model = tiny_models.llama(num_hidden_layers=3, num_key_value_heads=heads, dtype=torch.bfloat16)
-    cache = model(torch.zeros(2, 11, dtype=torch.long), use_cache=True).past_key_values
+    cache = cache_of(model(torch.zeros(2, 11, dtype=torch.long), use_cache=True))
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert kv_cache_bytes(model.config, 11, 2) == held
     fp8 = kv_cache_bytes(model.config, 11, 2, FORMATS["fp8"])

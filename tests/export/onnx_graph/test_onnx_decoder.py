@@ -15,6 +15,7 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.calibration.model_cache import cache_argument
 from quant.formats.format import FORMATS
 from quant.install import install_kv_scales
 from quant.planning import make_plan
@@ -111,7 +112,7 @@ def test_an_fp8_cache_is_rounded_with_the_calibrated_scales(tmp_path: Path) -> N
 def _keys(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     cache = transformers.DynamicCache(config=model.config)
     with torch.no_grad():
-        model(tokens, past_key_values=cache, use_cache=True)
+        model(tokens, **cache_argument(model, cache), use_cache=True)
     return cache.layers[0].keys
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
+from quant.calibration.model_cache import cache_of
 from quant.recipes.recipe import get_recipe
 
 ROWS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))
@@ -40,7 +41,7 @@ def test_scales_are_the_amax_of_what_the_quantized_model_caches(saved: tuple[qua
     largest = torch.zeros(2, 2)
     for row in ROWS:
         with torch.no_grad():
-            cache = model(row[None], use_cache=True).past_key_values
+            cache = cache_of(model(row[None], use_cache=True))
         for i, layer in enumerate(cache.layers):
             found = torch.tensor([float(layer.keys.abs().max()), float(layer.values.abs().max())])
             largest[i] = torch.maximum(largest[i], found)

@@ -47,6 +47,22 @@ def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, P
         trial(out, done.model, done.plan, load_file(out / "model.safetensors"))
 
 
+def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
+    saved: tuple[quant.Quantized, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compressed-tensors 0.20 does not find the attention of transformers 5.24."""
+    done, out = saved
+    unexpected = ["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"]
+    info = {"missing_keys": [], "unexpected_keys": unexpected}
+    monkeypatch.setattr("quant.api.reload._load", lambda *args, **options: info)
+    tensors = load_file(out / "model.safetensors")
+    (note,) = trial(out, done.model, done.plan, tensors)
+    assert "keeps the KV cache of this checkpoint in 16 bit" in note and "quant.load and servers use" in note
+    info["missing_keys"] = ["model.norm.weight"]
+    with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
+        trial(out, done.model, done.plan, tensors)
+
+
 def granite() -> torch.nn.Module:
     sizes = {**tiny_models.DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
     return tiny_models.build("GraniteMoe", "ForCausalLM", sizes, dtype=torch.bfloat16)  # type: ignore[no-any-return]

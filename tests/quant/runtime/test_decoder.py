@@ -16,6 +16,7 @@ import tiny_models
 from interpreter import interpreted
 
 import quant
+from quant.calibration.model_cache import cache_argument, cache_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear
@@ -46,10 +47,10 @@ def by_transformers(
     """Tokens that follow `ids`, and the logits of each but the first."""
     tokens, logits = [], []
     with torch.no_grad():
-        seen = model(ids, past_key_values=cache, use_cache=True)
+        seen = model(ids, **cache_argument(model, cache), use_cache=True)
         for _ in range(count):
             tokens.append(int(seen.logits[0, -1].argmax()))
-            seen = model(torch.tensor([tokens[-1:]]), past_key_values=seen.past_key_values)
+            seen = model(torch.tensor([tokens[-1:]]), **cache_argument(model, cache_of(seen)))
             logits.append(seen.logits[0])
     return tokens, logits
 
@@ -59,7 +60,7 @@ def check(model: Any, count: int = 10, close: float = 0.03) -> Decoder:
     tokens, expected = by_transformers(model, IDS, count)
     decoder = Decoder(model, IDS.shape[1] + count)
     with torch.no_grad(), interpreted():
-        decoder.begin(model(IDS, use_cache=True).past_key_values, tokens[0])
+        decoder.begin(cache_of(model(IDS, use_cache=True)), tokens[0])
         for position, logits in enumerate(expected):
             decoder.token.fill_(tokens[position])
             found = decoder.step()
@@ -120,7 +121,7 @@ def test_quantized_caches_are_written_on(family: str, attention: str, kv_cache: 
         tokens, expected = by_transformers(model, IDS, count, cache)
         decoder = Decoder(model, IDS.shape[1] + count, has_quantized_cache=True)
         held = QuantizedKVCache(model, kv_cache, page_size=16)
-        model(IDS, past_key_values=held)
+        model(IDS, **cache_argument(model, held))
         with interpreted():
             decoder.begin(held, tokens[0])
             for position, logits in enumerate(expected):

@@ -11,6 +11,7 @@ from samples import BASE
 from torch import nn
 
 from quant.api.load import load
+from quant.calibration.model_cache import cache_argument, cache_of
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels.linear.modules import QuantLinear
@@ -54,8 +55,8 @@ def greedy(model: nn.Module, ids: list[int], count: int, end: int) -> list[int]:
     step, cache = torch.tensor([ids]), None
     with torch.no_grad():
         while len(out) < count and (not out or out[-1] != end):
-            result = model.model(step, past_key_values=cache, use_cache=True)
-            cache = result.past_key_values
+            result = model.model(step, **cache_argument(model, cache), use_cache=True)
+            cache = cache_of(result)
             logits = model.lm_head.weight.float() @ result.last_hidden_state[0, -1].float()
             out.append(int(logits.argmax()))
             step = torch.tensor([out[-1:]])

@@ -19,6 +19,7 @@ from samples import BASE
 from torch import nn
 
 import quant
+from quant.calibration.model_cache import cache_argument
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
@@ -202,7 +203,7 @@ def step_by_step(model: nn.Module, ids: torch.Tensor, name: str, first: int = 17
     cache = quant.QuantizedKVCache(model, name, page_size=16)
     tokens = ids.shape[1]
     cuts = sorted({0, first, min(first + 6, tokens), *range(first + 7, tokens + 1)})
-    parts = [logits_of(model, ids[:, a:b], past_key_values=cache) for a, b in pairwise(cuts)]
+    parts = [logits_of(model, ids[:, a:b], **cache_argument(model, cache)) for a, b in pairwise(cuts)]
     assert cache.get_seq_length() == ids.shape[1]
     return torch.cat(parts, 1)
 
@@ -254,7 +255,7 @@ def test_padding_on_the_left_changes_nothing(model: nn.Module) -> None:
                     ids[:, a:b],
                     attention_mask=mask[:, :b],
                     position_ids=positions[:, a:b],
-                    past_key_values=cache,
+                    **cache_argument(model, cache),
                 )
                 for a, b in ((0, 30), (30, 45), (45, 46))
             ]
@@ -267,9 +268,9 @@ def test_beams_share_pages_and_find_what_a_plain_cache_finds(model: nn.Module) -
     options = {"max_new_tokens": 12, "num_beams": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     with quantized_attention(model, kv_cache="fp8"):
         cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-        ours = model.generate(IDS, past_key_values=cache, **options)
+        ours = model.generate(IDS, **cache_argument(model, cache), **options)
     cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-    dequantized = model.generate(IDS, past_key_values=cache, **options)
+    dequantized = model.generate(IDS, **cache_argument(model, cache), **options)
     assert torch.equal(ours, dequantized) and len(set(ours[0, 40:].tolist())) > 1
 
 
@@ -277,10 +278,10 @@ def test_cropped_tokens_are_forgotten(model: nn.Module) -> None:
     calibrate(model)
     with quantized_attention(model, kv_cache="fp8"):
         cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-        logits_of(model, IDS[:, :30], past_key_values=cache)
+        logits_of(model, IDS[:, :30], **cache_argument(model, cache))
         cache.crop(-12)
         assert cache.get_seq_length() == 18
-        again = logits_of(model, IDS[:, 18:], past_key_values=cache)
+        again = logits_of(model, IDS[:, 18:], **cache_argument(model, cache))
         whole = logits_of(model, IDS, use_cache=False)
     torch.testing.assert_close(again, whole[:, 18:], rtol=1e-4, atol=1e-4)
 
@@ -296,7 +297,7 @@ def test_windows_and_soft_caps(kind: str, attention: str) -> None:
     calibrate(model)
     ids = torch.randint(0, 64, (2, 30))
     cache = quant.QuantizedKVCache(model, "fp8", page_size=16)
-    expected = logits_of(model, ids, past_key_values=cache)
+    expected = logits_of(model, ids, **cache_argument(model, cache))
     with quantized_attention(model, attention=attention, kv_cache="fp8"):
         whole = logits_of(model, ids, use_cache=False)
         decoded = step_by_step(model, ids, "fp8")
