@@ -120,8 +120,8 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         source, student = open_runnable(str(directory))
         student.to(there)
     texts = read_texts(source, options["eval_texts"], options["eval_samples"], options["seqlen"])
-    for rows in texts.values():
-        check_evaluable(student, rows)
+    for evaluated in texts.values():
+        check_evaluable(student, evaluated)
     baseline = taught if isinstance(taught, torch.nn.Module) else None
 
     def measured() -> Any:

@@ -62,6 +62,25 @@ def test_a_checkpoint_comes_nearer_to_its_original(made: Path, tmp_path: Path) -
     assert quant.verify(out).findings == ()
 
 
+@pytest.mark.parametrize("is_cached", [False, True], ids=["model", "cache"])
+def test_what_is_evaluated_is_not_trained_on(made: Path, tmp_path: Path, is_cached: bool) -> None:
+    """Evaluation texts, of other rows and longer ones, change no weight of the result."""
+    teacher = ("--teacher", made / "model", "--data", made / "rows.safetensors")
+    other = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(8))
+    save_file({"rows": other}, tmp_path / "other.safetensors")
+    for name, more in (("alone", ()), ("measured", ("--eval", tmp_path / "other.safetensors", "--eval-samples", 4))):
+        cache = ("--cache-teacher", tmp_path / f"{name}.teacher", "--top", 16) if is_cached else ()
+        result = run(distill_command, made / "ptq", *teacher, *cache, *more, "--out", tmp_path / name, *OPTIONS)
+        assert result.exit_code == 0, result.output
+    reports = [quant.Report.load(tmp_path / name / "report.json") for name in ("alone", "measured")]
+    trained = [report.distillation for report in reports]
+    assert trained[0] is not None and trained[1] is not None and reports[1].evaluation is not None
+    assert trained[0].losses == trained[1].losses and trained[0].seqlen == trained[1].seqlen == 24
+    files = [load_file(tmp_path / name / "model.safetensors") for name in ("alone", "measured")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
+
+
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
     rows = quant.token_rows(made / "rows.safetensors", None, samples=8, seqlen=24)
     quant.cache_teacher(quant.open_model(made / "model").model, rows, tmp_path / "teacher", k=16)
