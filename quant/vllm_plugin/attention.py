@@ -8,7 +8,11 @@ alone. Ours reads and writes the pages with the kernels of `quant.kernels.attent
     later chunks, cached prefixes     the earlier keys and values dequantized, FlashAttention over them and the new ones
 
 A block of vLLM's cache is a page. The cache of a layer is one buffer, of which keys, values and their block scales take
-a part each; page i is the i-th of every part, so prefix caching, which shares pages by number, works as ever.
+a part each; page i is the i-th of every part, so prefix caching, which shares pages by number, works as ever. What
+reads a block of the buffer as one piece of memory does not: KV connectors, offloading, and models that keep the states
+of Mamba layers in the same buffers. Those are refused.
+
+A layer that shares the cache of an earlier one (Gemma 3n) reads keys and values there, under that layer's scales.
 
 The second-level scales come from the checkpoint's `k_scale` and `v_scale`, which are those of an FP8 cache: amax / 448,
 where NVFP4 wants amax / 2688. Without them it is 1 / 6, with which keys and values may be as large as 448.
@@ -19,8 +23,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
+from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -93,6 +99,8 @@ class Builder(AttentionMetadataBuilder[Batch]):
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        if reason := why_not(vllm_config):
+            raise ValueError(f"NVFP4 KV cache: {reason}; leave out --kv-cache-dtype nvfp4")
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=False)
 
@@ -115,6 +123,17 @@ class Builder(AttentionMetadataBuilder[Batch]):
         )  # fmt: skip
 
 
+def why_not(config: Any) -> str:
+    """The reason why blocks of the cache have to be whole pieces of memory, as ours are not; empty if they need not."""
+    if getattr(config.model_config, "is_hybrid", False):
+        return "the model keeps states of Mamba layers in the buffers of its KV cache"
+    if getattr(config, "kv_transfer_config", None) is not None:
+        return "a KV connector (kv_transfer_config) moves blocks of the cache"
+    if getattr(config.cache_config, "kv_offloading_size", None):
+        return "blocks of the cache are offloaded (kv_offloading_size)"
+    return ""
+
+
 def chunk_ends(chunks: list[tuple[int, int, int, int]], device: torch.device) -> torch.Tensor:
     """`Batch.ends` of some chunks."""
     ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
@@ -126,6 +145,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
 
     supports_quant_query_input = False
     supports_dcp = False
+    _at: ClassVar[WeakValueDictionary[int, BlockscaleNvFp4Attention]] = WeakValueDictionary()
+    """A layer for each buffer's address: groups of layers, as full and sliding attention, may take blocks of one."""
 
     def __init__(
         self,
@@ -150,7 +171,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
-        self.shares_cache = kv_sharing_target_layer_name is not None
+        self.shares_with = kv_sharing_target_layer_name
         # FlashAttention counts the tokens before the last, and takes -1 and 0 for "without".
         window = [-1, -1] if sliding_window is None else [sliding_window - 1, 0]
         self.flash = partial(
@@ -163,16 +184,34 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         self._pages: dict[tuple[int, int], KVPages] = {}
 
     def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
-        """The pages in the buffer that vLLM has bound to the layer."""
+        """The pages in the buffer that vLLM has bound to the layer.
+
+        Raises:
+            ValueError: layers of other shapes keep their blocks in the same buffer.
+        """
         place = (cache.data_ptr(), len(cache))
         if place not in self._pages:
-            device, heads = cache.device, self.num_kv_heads
-            given = (layer._k_scale, layer._v_scale)
-            # Of the FP8 scale amax / 448 to NVFP4's amax / 2688.
-            k, v = ((x.to(device).float() / 6).reshape(-1).expand(heads).contiguous() for x in given)
-            self._pages = {place: pages_of(cache, heads, cache.shape[2], self.head_size, (k, v))}
+            self._pages = {place: self._make_pages(layer, cache)}
             logger.info_once("Blockscale: attention reads and writes an NVFP4 KV cache with our kernels")
         return self._pages[place]
+
+    def _make_pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
+        if self.shares_with is not None:
+            target = get_forward_context().no_compile_layers[self.shares_with]
+            return target.impl.pages(target, cache)  # type: ignore[no-any-return]
+        self.shape = cache.shape
+        other = self._at.setdefault(cache.data_ptr(), self)
+        if other.shape != cache.shape:
+            raise ValueError(
+                f"NVFP4 KV cache: layers with caches {list(other.shape)} and {list(cache.shape)} have one buffer, and "
+                "would divide it in different ways; leave out --kv-cache-dtype nvfp4"
+            )
+        # Of the FP8 scale amax / 448 to NVFP4's amax / 2688.
+        k, v = (
+            (scale.to(cache.device).float() / 6).reshape(-1).expand(self.num_kv_heads).contiguous()
+            for scale in (layer._k_scale, layer._v_scale)
+        )
+        return pages_of(cache, self.num_kv_heads, cache.shape[2], self.head_size, (k, v))
 
     def forward(
         self,
@@ -196,7 +235,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             return output.fill_(0)
         batch, pages = attn_metadata, self.pages(layer, kv_cache)
         query, key, value = query[: batch.tokens], key[: batch.tokens], value[: batch.tokens]
-        if not self.shares_cache:
+        if self.shares_with is None:
             write_slots(pages, batch.slots[: batch.tokens], key, value)
         if batch.decodes:
             q = query[: batch.decodes, :, None]
@@ -214,15 +253,18 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     ) -> None:
         start, stop = batch.chunks[0][1], batch.chunks[-1][2]
         longest = max(last - first for _, first, last, _ in batch.chunks)
-        if all(last - first == length for _, first, last, length in batch.chunks):
+        if self.shares_with is None and all(last - first == length for _, first, last, length in batch.chunks):
             out[start:stop] = self.flash(
                 q[start:stop], k[start:stop], v[start:stop], cu_seqlens_q=batch.starts, cu_seqlens_k=batch.starts,
                 max_seqlen_q=longest, max_seqlen_k=longest,
             )  # fmt: skip
             return
         for (row, first, last, length), ends in zip(batch.chunks, batch.ends, strict=True):
-            earlier = values_of(pages, batch.table[row], length - (last - first), q.dtype)
-            both = [torch.cat([x, new[first:last]]) for x, new in zip(earlier, (k, v), strict=True)]
+            if self.shares_with is not None:  # the layer's own keys and values are nobody's
+                both = values_of(pages, batch.table[row], length, q.dtype)
+            else:
+                earlier = values_of(pages, batch.table[row], length - (last - first), q.dtype)
+                both = [torch.cat([x, new[first:last]]) for x, new in zip(earlier, (k, v), strict=True)]
             out[first:last] = self.flash(
                 q[first:last], *both, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=last - first,
                 max_seqlen_k=length,

@@ -25,6 +25,7 @@ from quant.vllm_plugin.attention import (
     BlockscaleNvFp4AttentionBackend,
     Builder,
     chunk_ends,
+    why_not,
 )
 
 HEADS, KV_HEADS, DIM, PAGE, BLOCKS = 4, 2, 64, 16, 12
@@ -48,28 +49,36 @@ def decode(q: torch.Tensor, pages: Any, table: torch.Tensor, lengths: torch.Tens
     return paged_reference(q, pages, table, lengths)
 
 
-@pytest.fixture
-def attention() -> Any:
+class Layer:
     """One layer's attention and vLLM's buffer for its cache, on the CPU."""
-    impl = BlockscaleNvFp4Attention.__new__(BlockscaleNvFp4Attention)
-    impl.num_heads, impl.num_kv_heads, impl.head_size = HEADS, KV_HEADS, DIM
-    impl.shares_cache, impl._pages, impl.flash, impl.options = False, {}, flash, None
-    layer = SimpleNamespace(_k_scale=torch.tensor(0.6), _v_scale=torch.tensor(0.3))
-    shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(BLOCKS, PAGE, KV_HEADS, DIM)
-    cache = torch.randint(0, 255, shape, dtype=torch.uint8)
-    properties = SimpleNamespace(multi_processor_count=132)
 
-    def step(batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def __init__(self, cache: torch.Tensor, shares_with: str | None = None, scales: tuple[float, float] = (0.6, 0.3)):
+        self.impl = BlockscaleNvFp4Attention.__new__(BlockscaleNvFp4Attention)
+        self.impl.num_heads, self.impl.num_kv_heads, self.impl.head_size = HEADS, KV_HEADS, DIM
+        self.impl.shares_with, self.impl._pages, self.impl.flash, self.impl.options = shares_with, {}, flash, None
+        self._k_scale, self._v_scale = map(torch.tensor, scales)
+        self.cache = cache
+
+    def __call__(self, batch: Batch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.full((len(q), HEADS * DIM), float("nan"), dtype=q.dtype)
+        properties = SimpleNamespace(multi_processor_count=132)
         with (
             patch("quant.kernels.portable.decode_attention.launch", decode),
             patch("torch.cuda.get_device_properties", lambda device: properties),
             interpreted(),
         ):
-            impl.forward(layer, q, k, v, cache, batch, out)
+            self.impl.forward(self, q, k, v, self.cache, batch, out)
         return out.view(-1, HEADS, DIM)
 
-    return step
+
+def buffer(blocks: int = BLOCKS, page: int = PAGE) -> torch.Tensor:
+    shape = BlockscaleNvFp4AttentionBackend.get_kv_cache_shape(blocks, page, KV_HEADS, DIM)
+    return torch.randint(0, 255, shape, dtype=torch.uint8)
+
+
+@pytest.fixture
+def attention() -> Layer:
+    return Layer(buffer())
 
 
 def tokens(count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -174,3 +183,66 @@ def test_nvfp4_caches_choose_it_and_others_do_not() -> None:
     assert chosen[0] is custom and chosen.count(custom) == 1
     assert custom not in cuda._get_backend_priorities(False, hopper, 32, "fp8", False)
     assert custom not in cuda._get_backend_priorities(True, hopper, 32, "nvfp4")
+
+
+def test_a_layer_that_shares_a_cache_sees_the_keys_of_the_layer_that_writes_it() -> None:
+    """Under that layer's scales, in its first chunk, in a later one and in decoding, whatever keys it was given."""
+    torch.manual_seed(0)
+    cache = buffer()
+    owner, sharer = Layer(cache), Layer(cache, "owner", scales=(1.0, 1.0))
+    context = SimpleNamespace(no_compile_layers={"owner": owner})
+    table = torch.tensor([[3, 7, 1]], dtype=torch.int32)
+    at = 0
+    for count in (5, 20, 1):
+        stop = at + count
+        slots = torch.tensor([int(table[0, p // PAGE]) * PAGE + p % PAGE for p in range(at, stop)])
+        chunks = [] if count == 1 else [(0, 0, count, stop)]
+        starts = torch.tensor([0, count] if chunks else [0], dtype=torch.int32)
+        lengths = torch.tensor([stop], dtype=torch.int32)
+        decodes = 1 if count == 1 else 0
+        batch = Batch(slots, table, lengths, count, decodes, stop, chunks, starts, chunk_ends(chunks, starts.device))
+        q, k, v = tokens(count)
+        owner(batch, q, k, v)
+        held = cache.clone()
+        with patch("quant.vllm_plugin.attention.get_forward_context", lambda: context):
+            found = [sharer(batch, q, *tokens(count)[1:]) for _ in range(2)]
+        assert torch.equal(cache, held) and torch.equal(*found)
+        keys, values = (
+            x.transpose(0, 1) for x in owner.impl.pages(owner, cache).read(table[0, : -(-stop // PAGE)].long(), stop)
+        )
+        ends = [torch.tensor([0, n]) for n in (count, stop)]
+        expected = flash(q.float(), keys, values, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1])
+        torch.testing.assert_close(found[0].float(), expected, rtol=2**-6, atol=2**-7)
+        at = stop
+
+
+def test_layers_of_other_shapes_do_not_share_a_buffer() -> None:
+    raw = buffer(8, 32)
+    first, second = Layer(raw), Layer(raw.view(-1).view(buffer(16, 16).shape))
+    first.impl.pages(first, first.cache)
+    twin = Layer(raw)
+    twin.impl.pages(twin, twin.cache)
+    with pytest.raises(ValueError, match=r"have one buffer, and would divide it .* leave out --kv-cache-dtype nvfp4"):
+        second.impl.pages(second, second.cache)
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "connector", "reason"),
+    [
+        ({"is_hybrid": True}, {}, None, "states of Mamba layers"),
+        ({"is_hybrid": False}, {}, object(), "kv_transfer_config"),
+        ({"is_hybrid": False}, {"kv_offloading_size": 4.0}, None, "kv_offloading_size"),
+    ],
+)
+def test_what_takes_a_block_for_one_piece_of_memory_is_refused(
+    model: dict[str, Any], cache: dict[str, Any], connector: object, reason: str
+) -> None:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(**model), cache_config=SimpleNamespace(**cache), kv_transfer_config=connector
+    )
+    with pytest.raises(ValueError, match=reason):
+        Builder(None, [], config, torch.device("cpu"))
+    plain = SimpleNamespace(
+        model_config=SimpleNamespace(is_hybrid=False), cache_config=SimpleNamespace(), kv_transfer_config=None
+    )
+    assert why_not(plain) == ""
