@@ -28,6 +28,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from quant.calibration.blocks import Call, output_of
+from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.statistics import round_activation
 from quant.formats.format import Format
 from quant.formats.number import E4M3
@@ -213,10 +214,13 @@ class _Learned(nn.Module):
     first_step: torch.Tensor
     second: torch.Tensor
 
-    def __init__(self, layer: BlockLayer, original: nn.Module) -> None:
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+
+    def __init__(self, layer: BlockLayer, original: Any) -> None:
         super().__init__()
         self.layer = layer
-        self.bias = getattr(original, "bias", None)
+        self.bias, self.dtype = original.bias, original.weight.dtype
         given = layer.quantized
         self.format = given.format
         self.register_buffer("first_scale", decode(given.scale, given.format.scale), persistent=False)
@@ -237,14 +241,19 @@ class _Learned(nn.Module):
         nearest = round_to(free.detach(), E4M3).clamp_(min=E4M3.min_subnormal)
         return free + (nearest - free).detach()
 
+    @property
     def weight(self) -> torch.Tensor:
+        """See `StandIn.weight`."""
+        return matrix_of(self.values(), self.layer.parts).to(self.dtype)
+
+    def values(self) -> torch.Tensor:
         """Values on their grid, `[out, in]`, float32."""
         step = self._scale() * self.second if self.learns_scale else self.first_step
         return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-any-return, no-untyped-call]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer.parts.input(x)
-        y = nn.functional.linear(_rounded(x, self.layer), self.weight().to(x.dtype), self.bias)
+        y = nn.functional.linear(_rounded(x, self.layer), self.values().to(x.dtype), self.bias)
         branch = self.layer.parts.branch(x)
         return y if branch is None else y + branch
 
@@ -254,7 +263,7 @@ class _Learned(nn.Module):
             given = self.layer.quantized
             # Straight-through sums may miss the grid by a last place, which must not reach the codes.
             scale = round_to(self._scale(), E4M3) if self.learns_scale else self.first_scale
-            return quantize_with_scale(self.weight(), self.format, scale, given.global_scale)
+            return quantize_with_scale(self.values(), self.format, scale, given.global_scale)
 
 
 def _second(given: BlockScaledTensor) -> torch.Tensor:

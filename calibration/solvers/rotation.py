@@ -21,6 +21,7 @@ from __future__ import annotations
 import torch
 
 from quant.kernels.hadamard import hadamard_block, hadamard_transform
+from quant.kernels.linear.modules import RunTimeParts
 
 LARGEST_BLOCK = 128
 
@@ -34,3 +35,20 @@ def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
 def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
     """W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
     return hadamard_transform(weight, block) if block else weight
+
+
+def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
+    """The matrix `[out, in]` by which a layer multiplies its input: its weight, and what it does at run time.
+
+    Args:
+        weight: dense, `[out, in]`, as it was rounded: scaled, rotated and without its branch.
+        parts: of the layer.
+
+    Returns:
+        In the dtype of `weight`; `weight` itself where there are no parts.
+    """
+    if parts.lowrank is not None:
+        down, up = (part.to(weight.dtype) for part in parts.lowrank)
+        weight = weight + up @ down
+    weight = rotate_weight(weight, parts.hadamard)
+    return weight if parts.pre_scale is None else weight * parts.pre_scale.to(weight.dtype)

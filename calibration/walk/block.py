@@ -457,8 +457,8 @@ class BlockWork:
         self, group: Group, name: str, stand_in: StandIn, target: torch.Tensor, stats: LayerStats
     ) -> None:
         """Adds the mean output error to the bias, where there is one: it costs nothing at run time."""
-        bias = getattr(stand_in.original, "bias", None)
-        if not isinstance(bias, torch.Tensor) or stats.mean is None or group.pipeline.spec.rank:
+        bias = stand_in.bias
+        if bias is None or stats.mean is None or group.pipeline.spec.rank:
             return
         self.biases[name] = bias.detach().clone()
         wanted = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift

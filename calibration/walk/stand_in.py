@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.solvers.rotation import matrix_of
 from quant.calibration.walk.group import Group
 from quant.kernels.linear.modules import RunTimeParts
 
@@ -44,6 +45,16 @@ class StandIn(nn.Module):
         self.keeps = group.calls == 1
         self.outputs: dict[int, torch.Tensor] = {}
 
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias of the layer, `[out]`, corrected for rounding where that was done; None where it has none."""
+        return getattr(self.original, "bias", None)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The matrix `[out, in]` that the input is multiplied by, for modeling code that reads it or its dtype."""
+        return matrix_of(self.dense, self.parts)
+
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """The output without its bias."""
         out = nn.functional.linear(self.group.round_input(x), self.dense)
@@ -53,9 +64,8 @@ class StandIn(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.clock[0] in self.outputs:
             return self.outputs[self.clock[0]] if self.keeps else self.outputs.pop(self.clock[0])
-        bias = getattr(self.original, "bias", None)
         out = self.product(x)
-        out = out if bias is None else out + bias
+        out = out if self.bias is None else out + self.bias
         if self.keeps:
             self.outputs[self.clock[0]] = out
         return out

@@ -104,6 +104,20 @@ def test_models_of_several_inputs_are_calibrated(make: Any, recipe: str, solver:
     assert any(len(members) == 3 for members in result.plan.groups().values())
 
 
+@pytest.mark.parametrize("solver", ["gptq", "gptq+autoround:5"])
+def test_modules_that_read_the_weight_of_a_layer_are_walked_through(solver: str) -> None:
+    """T5 casts to the dtype of `wo.weight`, also when `wo` is solved and the blocks behind it are not."""
+    _, given = t5()
+    losses = {}
+    for name in ("rtn", solver):
+        model = tiny_models.t5(num_layers=2, gain=3)
+        with torch.no_grad():
+            before = model(**given)[0]
+            after = quant.quantize(model, "nvfp4a16", given, solver=name).model(**given)[0]
+        losses[name] = float((after - before).norm())
+    assert losses[solver] < losses["rtn"]
+
+
 def test_the_hook_is_gone_afterwards() -> None:
     model = llama()
     with understood(model):

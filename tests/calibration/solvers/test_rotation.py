@@ -6,7 +6,7 @@ import pytest
 import scipy.linalg
 import torch
 
-from quant.calibration.solvers.rotation import rotate_weight, rotation_block
+from quant.calibration.solvers.rotation import matrix_of, rotate_weight, rotation_block
 from quant.kernels.linear.modules import RunTimeParts
 
 
@@ -28,3 +28,13 @@ def test_weight_and_input_rotated_give_the_same_output() -> None:
     seen = RunTimeParts(hadamard=block).input(x)
     torch.testing.assert_close(seen @ turned.T, x @ weight.T, rtol=0, atol=1e-12)
     assert rotate_weight(weight, 0) is weight
+
+
+def test_the_matrix_of_a_layer_does_what_its_parts_do() -> None:
+    weight, x = torch.randn(40, 96, dtype=torch.float64), torch.randn(50, 96, dtype=torch.float64)
+    branch = (torch.randn(3, 96, dtype=torch.float64), torch.randn(40, 3, dtype=torch.float64))
+    parts = RunTimeParts(torch.rand(96, dtype=torch.float64) + 0.5, 32, branch)
+    turned = (x * parts.pre_scale) @ _matrix(96, 32).T
+    expected = turned @ weight.T + turned @ branch[0].T @ branch[1].T
+    torch.testing.assert_close(x @ matrix_of(weight, parts).T, expected, rtol=0, atol=1e-11)
+    assert matrix_of(weight, RunTimeParts()) is weight

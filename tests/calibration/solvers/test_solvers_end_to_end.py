@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 from quant.api.load import load
 from quant.api.quantize import quantize
+from quant.calibration.blocks import capture, output_of
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_pipeline
@@ -106,6 +108,45 @@ def test_second_order_solvers_lose_less_than_rounding(solver: str) -> None:
         with torch.no_grad():
             losses[name] = float((model(IDS).logits - base(IDS).logits).double().square().sum())
     assert losses[solver] < losses["rtn"]
+
+
+def _biased(name: str) -> nn.Module:
+    """A tiny model whose linears have biases as large as their outputs; transformers begins with zeros."""
+    qwen2 = {"family": "Qwen2", "head": "ForCausalLM", "sizes": tiny_models.DECODER}
+    makers = {"opt": tiny_models.opt, "gpt2": tiny_models.gpt2, "qwen2": partial(tiny_models.build, **qwen2)}
+    model: nn.Module = makers[name](gain=3)
+    for path, parameter in model.named_parameters():
+        if path.endswith("bias") and not re.search(r"norm|ln_", path):
+            parameter.data.normal_(0, 0.5)
+    return model
+
+
+def _kl(model: nn.Module, base: nn.Module) -> float:
+    with torch.no_grad():
+        found, wanted = (each(IDS % 64).logits.double().log_softmax(-1) for each in (model, base))
+    return float((wanted.exp() * (wanted - found)).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    ("name", "block"), [("qwen2", "model.layers.0"), ("opt", "model.decoder.layers.0"), ("gpt2", "transformer.h.0")]
+)
+def test_learned_rounding_keeps_biases(name: str, block: str) -> None:
+    """It starts from the error of the block that GPTQ gave, biases included, and loses no more in the end."""
+    base = _biased(name)
+    gptq = quantize(copy.deepcopy(base), "nvfp4a16", IDS % 64, solver="gptq").model
+    learned = quantize(copy.deepcopy(base), "nvfp4a16", IDS % 64, solver="gptq+autoround:20")
+    batch = Settings().batch
+    held_out = [capture(each, [block], lambda each=each: each(IDS[batch:] % 64))[block] for each in (base, gptq)]
+    with torch.no_grad():
+        wanted, found = (
+            output_of(each.get_submodule(block)(*call.args, **call.kwargs))
+            for each, call in zip((base, gptq), held_out, strict=True)
+        )
+    error = ((found - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1)).square().mean()
+    reason = next(layer.reason for layer in learned.plan.quantized if layer.name.startswith(f"{block}."))
+    (before,) = re.findall(r"block error (\S+) before autoround", reason)
+    assert float(before) == pytest.approx(float(error), rel=0.01)  # it is printed with three digits
+    assert _kl(learned.model, base) < 1.2 * _kl(gptq, base)
 
 
 def test_branches_are_counted_in_the_plan() -> None:
