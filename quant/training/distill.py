@@ -17,19 +17,16 @@ any precision, or a file of its likeliest tokens (`quant.cache_teacher`). The lo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.calibration.attention_names import text_config
-from quant.calibration.blocks import output_of
 from quant.calibration.placement import device_of
 from quant.errors import UserError
-from quant.recipes.layers import output_head
-from quant.training.kl import Head, LogitTeacher, Teacher, chunked_kl
+from quant.training.head import LogitHead, run_to_head
+from quant.training.kl import LogitTeacher, Teacher, chunked_kl
 from quant.training.teacher_cache import CachedTeacher
 
 AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
@@ -64,7 +61,7 @@ def distill(
     if isinstance(teacher, str | os.PathLike):
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
-    before, states, head = _run(student, inputs, wants_hidden)
+    before, states, head = run_to_head(student, inputs, wants_hidden)
     known: Teacher
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
@@ -78,12 +75,13 @@ def distill(
             with torch.no_grad():
                 place = device_of(teacher)
                 moved = {name: value.to(place) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-                taught, theirs, of_teacher = _run(teacher, moved, wants_hidden)
+                taught, theirs, of_teacher = run_to_head(teacher, moved, wants_hidden)
         finally:
             teacher.train(was_training)
         known = LogitTeacher(taught.flatten(0, 1), of_teacher)
+    learned = head.parameters() if isinstance(head, LogitHead) else ()
     loss = chunked_kl(
-        before.flatten(0, 1), head, known, temperature=temperature, mask=_counted(inputs), parameters=_parameters(head)
+        before.flatten(0, 1), head, known, temperature=temperature, mask=_counted(inputs), parameters=learned
     )
     if wants_hidden:
         loss = loss + hidden * _distance(states, theirs)
@@ -151,73 +149,6 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return counted if mask is None else counted & mask.bool()
 
 
-def _run(
-    model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
-    """Inputs of the head `[rows, seqlen, hidden]`, hidden states of the layers, and the head.
-
-    The whole model runs, wrappers and hooks included, with a head that only remembers its input.
-    """
-    inner = inner_model(model)
-    head = output_head(inner)
-    given = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
-    named = hasattr(inner, "config")
-    if named:
-        given |= {"use_cache": False, **({"output_hidden_states": True} if wants_hidden else {})}
-    elif wants_hidden:
-        raise UserError(f"{type(inner).__name__}: hidden states are those of a transformers model; pass hidden=0")
-    seen: list[torch.Tensor] = []
-
-    def remember(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x)
-        # DDP may ask the outputs which parameters they come from, and takes others for unused: the head is used.
-        return x[..., :1] + sum(0 * p.flatten()[:1].sum() for p in used)
-
-    used = [] if head is None else [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
-    if head is None:
-        result = model(**given) if named else model(given["input_ids"])
-        logits = result.logits if hasattr(result, "logits") else output_of(result)
-        return logits, [], _same
-    with _replaced_forward(head, remember):
-        result = model(**given) if named else model(given["input_ids"])
-    if len(seen) != 1:
-        raise UserError(f"{type(inner).__name__}: its output head ran {len(seen)} times in a forward; expected once")
-    cap = getattr(text_config(getattr(inner, "config", None)), "final_logit_softcapping", None)
-    states = list(result.hidden_states[1:]) if wants_hidden else []
-    return seen[0], states, head if cap is None else _Capped(head, cap)
-
-
-def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside of what DDP or torch.compile made of it."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
-
-
-def _same(logits: torch.Tensor) -> torch.Tensor:
-    return logits
-
-
-class _Capped:
-    """An output head whose logits are capped softly, as Gemma's are."""
-
-    def __init__(self, head: nn.Module, cap: float) -> None:
-        self.head, self.cap = head, cap
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        capped: torch.Tensor = torch.tanh(self.head(x) / self.cap) * self.cap
-        return capped
-
-
-def _parameters(head: Head) -> tuple[torch.Tensor, ...]:
-    head = head.head if isinstance(head, _Capped) else head
-    return tuple(head.parameters()) if isinstance(head, nn.Module) else ()
-
-
 def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
     """Mean over layers of the squared distance of hidden states, relative to the teacher's."""
     shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in theirs]
@@ -231,12 +162,3 @@ def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.T
         target = taught.to(ours.device).float()
         parts.append((ours.float() - target).square().sum() / target.square().sum())
     return torch.stack(parts).mean()
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward

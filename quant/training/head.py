@@ -1,0 +1,185 @@
+"""Distillation applies a model's output head to a slice of positions at a time, and what the model does after its head.
+
+Models change the products of their head on the way to logits. Gemma caps them softly, Granite divides them, Cohere
+multiplies them:
+
+    logits = cap · tanh(y · times / over / cap),    y = head(hidden)
+
+`run_to_head` runs the whole model, wrappers and hooks included, with a head that remembers its input. At a model's
+first run that head multiplies a few positions, and what the model makes of their products is compared with what its
+config names. A model that does something else (Chameleon rules the tokens of images out) is taken whole, with its own
+logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from quant.calibration.attention_names import text_config
+from quant.calibration.blocks import output_of
+from quant.errors import UserError
+from quant.recipes.layers import output_head
+from quant.training.kl import Head
+
+# Fields of configs in transformers 5.24, by what they do to the products of the head.
+_TIMES = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+_OVER = ("logits_scaling",)
+_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+_COMPARED = 8  # positions
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What a model does with the products of its head.
+
+    Attributes:
+        times, over: it multiplies and divides them.
+        cap: it then caps them softly; None does not.
+    """
+
+    times: float = 1.0
+    over: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+        """The logits, in the model's own operations."""
+        logits = products if self.times == 1 else products * self.times
+        logits = logits if self.over == 1 else logits / self.over
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+@dataclass(frozen=True, eq=False)
+class LogitHead:
+    """An output head, and what its model does after it: of `[positions, hidden]` the logits of the model."""
+
+    head: nn.Module
+    tail: Tail
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tail(self.head(x))
+
+    def parameters(self) -> tuple[nn.Parameter, ...]:
+        """Of the head."""
+        return tuple(self.head.parameters())
+
+
+_TAILS: WeakKeyDictionary[nn.Module, Tail | None] = WeakKeyDictionary()
+"""What is known of models; None is taken whole."""
+
+
+def run_to_head(
+    model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
+) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
+    """Inputs of the head `[rows, seqlen, hidden]`, hidden states of the layers, and from these inputs to logits.
+
+    Of a model that is taken whole, its logits `[rows, seqlen, vocabulary]` and the identity.
+    """
+    inner = inner_model(model)
+    head = output_head(inner)
+    given = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
+    named = hasattr(inner, "config")
+    if named:
+        given |= {"use_cache": False, **({"output_hidden_states": True} if wants_hidden else {})}
+    elif wants_hidden:
+        raise UserError(f"{type(inner).__name__}: hidden states are those of a transformers model; pass hidden=0")
+
+    def call() -> Any:
+        return model(**given) if named else model(given["input_ids"])
+
+    def states(result: Any) -> list[torch.Tensor]:
+        return list(result.hidden_states[1:]) if wants_hidden else []
+
+    if head is not None and _TAILS.get(inner, Tail()) is not None:
+        is_new = inner not in _TAILS
+        seen, result = _without_head(call, head, compares=is_new)
+        if is_new:
+            products = seen[0][1] if len(seen) == 1 else None
+            config = text_config(getattr(inner, "config", None))
+            _TAILS[inner] = None if products is None else _find_tail(products, _logits(result), config)
+        tail = _TAILS[inner]
+        if tail is not None and len(seen) == 1:
+            return seen[0][0], states(result), LogitHead(head, tail)
+    result = call()
+    return _logits(result), states(result), _same
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """The model inside of what DDP or torch.compile made of it."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _without_head(
+    call: Callable[[], Any], head: nn.Module, compares: bool
+) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Any]:
+    """What a model gives with a head that remembers its inputs; with `compares`, products of a few positions too."""
+    plain = head.forward
+    seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    used = [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+
+    def remember(x: torch.Tensor) -> torch.Tensor:
+        if compares:
+            products: torch.Tensor = plain(x[:1, :_COMPARED] if x.dim() > 2 else x[:_COMPARED])
+            seen.append((x, products.detach()))
+            return products
+        seen.append((x, None))
+        # DDP may ask the outputs which parameters they come from, and takes others for unused: the head is used.
+        return x[..., :1] + sum(0 * p.flatten()[:1].sum() for p in used)
+
+    with _replaced_forward(head, remember):
+        result = call()
+    return seen, result
+
+
+@torch.no_grad()
+def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tail | None:
+    """The tail of those that a config names which makes `logits` of `products`; None if there is none."""
+    if products.shape != logits.shape:
+        return None
+    logits = logits.to(products.device)
+    tails = [Tail(*each) for each in product(_named(config, _TIMES, 1.0), _named(config, _OVER, 1.0),
+                                             _named(config, _CAPS, None))]  # fmt: skip
+    apart = [float((tail(products).double() - logits.double()).abs().max()) for tail in tails]
+    nearest = min(range(len(tails)), key=lambda index: apart[index])
+    # A model that computes in other dtypes on the way rounds otherwise; a forgotten factor differs by more.
+    rounding = 2 * max(torch.finfo(each.dtype).eps for each in (products, logits))
+    return tails[nearest] if apart[nearest] <= rounding * float(logits.abs().max()) else None
+
+
+def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]:
+    """The numbers that a config has under `names`, and last what stands for none."""
+    found = [getattr(config, name, None) for name in names]
+    return [*(float(value) for value in found if isinstance(value, int | float) and value), none]
+
+
+def _logits(result: Any) -> torch.Tensor:
+    return result.logits if hasattr(result, "logits") else output_of(result)
+
+
+def _same(logits: torch.Tensor) -> torch.Tensor:
+    return logits
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Any) -> Iterator[None]:
+    own = vars(module).get("forward")  # such as accelerate puts there
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
