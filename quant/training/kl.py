@@ -11,6 +11,10 @@ in the forward pass, takes that back through the student's head at once, and for
 gradient of the head's input `[positions, hidden]`, and that of the head's parameters (the fused losses of
 Liger-Kernel work so, too). The backward pass multiplies them by a number.
 
+That number has T² / positions and the gradient of the loss. In a slice, 1 / positions would make FP16 zeros of most
+gradients, which no GradScaler brings back. A power of two takes its place: it keeps both the smallest elements and sums
+over the slice within FP16. Sums over slices are float32.
+
 A teacher that was cached gives the log-probabilities of its k likeliest tokens at each position. All others are one
 outcome, of the probability that is left: the KL of that coarser choice is a lower bound of the KL of the tokens, and
 its gradient leaves the student's proportions among the others alone.
@@ -18,6 +22,7 @@ its gradient leaves the student's proportions among the others alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +35,9 @@ from quant.errors import UserError
 
 # FP32 logits of a slice, 32 MB on a CPU and 256 MB on a GPU.
 _SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+# The factor of a slice's gradients times its positions. Of a sum of (q − p) · hidden it leaves a mean, times 4096 at
+# most, and (q − p) of 1 / vocabulary comes to about the smallest normal number of FP16 in the slices of a GPU.
+_SLICE_SUM = 1 << 12
 # What 1 less a sum of float32 probabilities may be where nothing is left.
 _NOTHING = 1e-6
 
@@ -126,11 +134,13 @@ class ChunkedKL(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         learned = [parameter for parameter in parameters if parameter.requires_grad]
-        totals = [torch.zeros_like(parameter) for parameter in learned]
+        totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learned]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
         factor = temperature**2 / weights.sum().clamp(min=1)
-        for part in _slices(hidden, head):
+        slices = _slices(hidden, head)
+        power = _slice_power(slices)
+        for part in slices:
             given = hidden[part].detach().requires_grad_(hidden.requires_grad)
             with torch.enable_grad():
                 logits = head(given)
@@ -138,7 +148,7 @@ class ChunkedKL(torch.autograd.Function):
             loss += (each.double() * weights[part]).sum()
             wanted = [*([given] if of_hidden is not None else []), *learned]
             if wanted:
-                slope = (slope * (weights[part] * factor)[:, None]).to(logits.dtype)
+                slope = slope.mul_((weights[part] * power)[:, None]).to(logits.dtype)
                 found = list(torch.autograd.grad(logits, wanted, slope, allow_unused=True))
                 if of_hidden is not None:
                     of_hidden[part] = found.pop(0)
@@ -146,15 +156,18 @@ class ChunkedKL(torch.autograd.Function):
                     if gradient is not None:
                         total += gradient
         ctx.save_for_backward(*([] if of_hidden is None else [of_hidden]), *totals)
-        ctx.has_hidden, ctx.learned = of_hidden is not None, [parameter.requires_grad for parameter in parameters]
+        ctx.has_hidden, ctx.factor = of_hidden is not None, factor / power
+        ctx.dtypes = [parameter.dtype if parameter.requires_grad else None for parameter in parameters]
         return (loss * factor).float()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
-        of_hidden = saved.pop(0) * gradient if ctx.has_hidden else None
-        rest = [saved.pop(0) * gradient if learned else None for learned in ctx.learned]
+        # With a dimension, for a number without one would be rounded to the dtype of the tensor first.
+        factor = (gradient * ctx.factor).reshape(1)
+        of_hidden = _product(saved[0], factor, saved.pop(0).dtype) if ctx.has_hidden else None
+        rest = [None if dtype is None else _product(saved.pop(0), factor, dtype) for dtype in ctx.dtypes]
         return of_hidden, None, None, None, None, *rest
 
 
@@ -186,6 +199,16 @@ def chunked_kl(
         parameters = tuple(head.parameters()) if isinstance(head, nn.Module) else ()
     weights = hidden.new_ones(len(hidden), dtype=torch.float32) if mask is None else mask.flatten().float()
     return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _slice_power(slices: list[slice]) -> float:
+    """The power of two that a slice's gradients are multiplied by: the more positions add up, the smaller."""
+    return 2.0 ** math.floor(math.log2(_SLICE_SUM / slices[0].stop)) if slices else 1.0
+
+
+def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`tensor · factor`, computed in float32 and rounded once; no tensor in float32 is kept on the way."""
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
 
 def _slices(hidden: torch.Tensor, head: Head) -> list[slice]:

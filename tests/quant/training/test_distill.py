@@ -71,6 +71,52 @@ def test_loss_and_gradients(
         assert float((parameter.grad / 3 - gradient).norm() / gradient.norm()) < 2e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("positions", [1000, 1 << 20])
+def test_gradients_of_many_positions_do_not_underflow(
+    dtype: torch.dtype, positions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of 8,192 positions over 2,000 tokens is 2e-8 an element, and FP16 has nothing below 6e-8."""
+    tokens = 2000
+    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", positions * tokens)
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8192, HIDDEN, generator=generator).requires_grad_()
+    head, teacher_head = nn.Linear(HIDDEN, tokens), nn.Linear(HIDDEN, tokens).requires_grad_(False)
+    with torch.no_grad():
+        for each, seed in ((head, 1), (teacher_head, 2)):
+            each.weight.normal_(0, 0.1, generator=generator.manual_seed(seed))
+    with torch.autocast("cpu", dtype):
+        loss = chunked_kl(hidden, head, LogitTeacher(hidden.detach(), teacher_head))
+    loss.backward()
+    exact = copy.deepcopy(head).double()
+    x = hidden.detach().double().requires_grad_()
+    logq, logp = log_softmax(exact(x), -1), log_softmax(copy.deepcopy(teacher_head).double()(x.detach()), -1)
+    (logp.exp() * (logp - logq)).sum(-1).mean().backward()
+    for one, other in ((hidden, x), (head.weight, exact.weight), (head.bias, exact.bias)):
+        assert one.grad is not None and other.grad is not None
+        apart = float((one.grad - other.grad).norm() / other.grad.norm())
+        assert apart < 8 * torch.finfo(dtype).eps, apart
+
+
+def test_sums_over_slices_are_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters in BF16 get the gradient of 512 slices, which adds up in FP32."""
+    tokens = 50
+    monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 4 * tokens)
+    torch.manual_seed(0)
+    hidden = torch.randn(2048, HIDDEN).bfloat16()
+    head, teacher_head = nn.Linear(HIDDEN, tokens).bfloat16(), nn.Linear(HIDDEN, tokens).bfloat16()
+    teacher = LogitTeacher(hidden, teacher_head.requires_grad_(False))
+    (chunked_kl(hidden, head, teacher) / 3).backward()
+    exact = copy.deepcopy(head).double()
+    with torch.no_grad():
+        p = teacher_head(hidden).double().softmax(-1)
+    logq = log_softmax(exact(hidden.double()), -1)
+    (-(p * logq).sum(-1).mean() / 3).backward()
+    for one, other in zip(head.parameters(), exact.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None and one.grad.dtype is torch.bfloat16
+        assert float((one.grad.double() - other.grad).norm() / other.grad.norm()) < torch.finfo(torch.bfloat16).eps
+
+
 def test_no_more_logits_are_kept_than_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kl._SLICE_ELEMENTS, "cpu", 5 * VOCABULARY)
     case, seen = Case(), []
