@@ -56,6 +56,7 @@ class RoundedWeight(nn.Module):
         dtype: of the layer that this one stands for, when its weight is read.
 
     Attributes:
+        block_step: learned scales. Layers that share a per-tensor scale share it: the first of them has it.
         fusion: the layers that share an input, and a second-level or per-tensor scale, with this one.
     """
 
@@ -87,19 +88,26 @@ class RoundedWeight(nn.Module):
         return self.weight
 
     @property
+    def step(self) -> nn.Parameter | None:
+        """Learned scales: this layer's own, or those that the first of the fused layers has for all."""
+        if self.block_step is None and self.scales == "learned":
+            return self.fusion.members[0].block_step
+        return self.block_step
+
+    @property
     def measures_level(self) -> bool:
         """Whether the second-level or per-tensor scale is measured anew at each forward, from all fused layers."""
-        return self.block_step is None and self.block_scale is None and self.weight_format.is_static
+        return self.scales == "recomputed" and self.weight_format.is_static
 
     def trained(self) -> list[nn.Parameter]:
         """The weight, and its scales where they are learned."""
-        return [self.weight, *([] if self.block_step is None else [self.block_step])]
+        return [self.weight, *([] if (step := self.step) is None else [step])]
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Block scale values, or None where rounding measures them, and the second level."""
         format, weight = self.weight_format, self.matrix
-        if self.block_step is not None:
-            return _nearest_scale(self.block_step, format, self.global_scale, self.stored), self.global_scale
+        if (step := self.step) is not None:
+            return _nearest_scale(step, format, self.global_scale, self.stored), self.global_scale
         if not self.measures_level:
             return self.block_scale, self.global_scale
         with torch.no_grad():

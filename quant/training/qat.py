@@ -293,8 +293,9 @@ def _share(members: Sequence[RoundedWeight]) -> None:
     fusion = Fusion(members)
     for member in members:
         member.fusion = fusion
-        if member.block_step is not None and member.weight_format.per_tensor:
-            member.block_step = members[0].block_step
+        if member is not members[0] and member.weight_format.per_tensor:
+            # One parameter in one place: safetensors write no tensor under two names.
+            member.block_step = None
 
 
 def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:

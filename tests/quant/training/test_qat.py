@@ -244,6 +244,33 @@ def test_fused_layers_go_on_sharing_one_second_level() -> None:
         assert float(scales[0]) == pytest.approx(amax / (6 * 448), rel=0.1)
 
 
+def test_fused_layers_train_one_scale_of_their_tensors() -> None:
+    """Its gradient is the sum of what each layer has for it; it is one parameter under one name."""
+    model = small()
+    plan = quant.prepare_qat(model, "fp8", ROWS, scales="learned")
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False) if name.endswith("block_step")]
+    assert len(names) == len(plan.groups()) + 2  # o_proj and down_proj are alone
+    module: Any = model.model.layers[0].mlp
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(0))
+    parts = []
+    for layer in (module.gate_proj, module.up_proj):
+        model.zero_grad()
+        layer(x).square().sum().backward()
+        parts.append(module.gate_proj.block_step.grad.clone())
+    assert all(part.any() for part in parts)
+    model.zero_grad()
+    (module.gate_proj(x).square().sum() + module.up_proj(x).square().sum()).backward()
+    torch.testing.assert_close(module.gate_proj.block_step.grad, parts[0] + parts[1])
+    with torch.no_grad():
+        module.gate_proj.block_step.mul_(1.5)
+    twin = small()
+    quant.prepare_qat(twin, "fp8", ROWS, scales="learned")
+    twin.load_state_dict(model.state_dict())
+    assert torch.equal(logits(twin), logits(model))
+    quant.convert_qat(twin)
+    assert torch.equal(logits(twin), logits(model))
+
+
 def test_experts_and_embeddings_train(tmp_path: Path) -> None:
     model = tiny_models.qwen3_moe(num_hidden_layers=1, gain=2.0).requires_grad_(True)
     recipe = quant.Recipe.from_dict(

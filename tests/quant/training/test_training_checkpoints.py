@@ -40,6 +40,14 @@ def from_sixteen_bit(folder: Path) -> Any:
     return model
 
 
+def from_learned_scales(folder: Path) -> Any:
+    """Fused layers have one scale in FP8, which is trained."""
+    tiny_models.llama(dtype=torch.bfloat16, gain=2.0).save_pretrained(folder / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model").requires_grad_(True)
+    quant.prepare_qat(model, "fp8", ROWS, solver="mse", scales="learned")
+    return model
+
+
 def from_experts(folder: Path) -> Any:
     """Whose names in files are others than in the model."""
     tiny_models.qwen3_moe(dtype=torch.bfloat16, gain=2.0).save_pretrained(folder / "model")
@@ -57,7 +65,7 @@ def from_a_checkpoint(folder: Path) -> Any:
     return model
 
 
-@pytest.mark.parametrize("start", [from_sixteen_bit, from_experts, from_a_checkpoint])
+@pytest.mark.parametrize("start", [from_sixteen_bit, from_learned_scales, from_experts, from_a_checkpoint])
 def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, tmp_path: Path) -> None:
     model, again = start(tmp_path), start(tmp_path)
     trainer(model, tmp_path / "out").train()
