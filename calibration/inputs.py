@@ -229,7 +229,7 @@ def _by_name(call: Arguments, takes: Sequence[str]) -> dict[str, Any]:
     return {**dict(zip(takes, args, strict=False)), **kwargs}
 
 
-def shown_tokens(call: Mapping[str, Any], side: str = "") -> torch.Tensor | None:
+def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
     """Which token ids of a call are no padding.
 
     Args:
@@ -258,7 +258,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     Returns:
         None where the call stays as it is.
     """
-    masks = {side: mask for side in _SIDES if (mask := shown_tokens(call, side)) is not None}
+    masks = {side: mask for side in _SIDES if (mask := _shown_tokens(call, side)) is not None}
     if all(bool(mask.all()) for mask in masks.values()):
         return None
     rows = len(next(iter(masks.values())))

@@ -4,8 +4,9 @@
     other logits            KL(base‖model) over the last dimension: of the class, or of each frame or position
     embeddings              1 − cosine similarity of what stands for a row, and the squared error of all of it
 
-Places in a text that stand for an image or a sound follow nothing and are predicted by nobody, and padding is neither;
-they are not counted. Sums are kept in float64, so that batches and ranks add up.
+Places in a text that stand for an image or a sound follow nothing and are predicted by nobody; they are not counted.
+Nor is padding, on either side, where an output has a position for each token of the mask: neither what it predicts nor
+what is predicted of it. Sums are kept in float64, so that batches and ranks add up.
 """
 
 from __future__ import annotations
@@ -56,7 +57,12 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
         others = _embeddings(base)
         return {
             name: _finite(
-                embedded(found.double().cpu(), others[name].double().cpu(), f"{place}, {name}"),
+                embedded(
+                    found.double().cpu(),
+                    others[name].double().cpu(),
+                    f"{place}, {name}",
+                    _shown(call, found.shape[:-1]),
+                ),
                 f"{place}: NaN or infinity in {name}",
             )
             for name, found in _embeddings(result).items()
@@ -120,20 +126,28 @@ def _predictions(
 def _targets(
     model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The tokens that follow each position `[rows, positions - 1]`, and which of them count; None for other logits."""
-    is_decoder = DECODER in call
-    ids = call.get(DECODER if is_decoder else "input_ids")
+    """The tokens that follow each position `[rows, positions - 1]`, None for other logits; and which positions count.
+
+    Where all do, that is None for other logits.
+    """
+    ids = call.get(DECODER if DECODER in call else "input_ids")
+    shown = _shown(call, logits.shape[:-1])
+    shown = None if shown is None else shown.to(logits.device)
     # A head over the vocabulary: those of classifiers and of start and end positions are not the output embeddings.
     if ids is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1] or output_head(model) is None:
-        return None, None
+        return None, shown
     targets = ids[:, 1:].to(logits.device)
-    counted = torch.ones_like(targets, dtype=torch.bool)
-    mask = call.get("decoder_attention_mask" if is_decoder else "attention_mask")
-    if mask is not None and mask.shape == ids.shape:
-        counted &= mask[:, 1:].to(logits.device).bool()
+    # Padding on the left predicts the first token, which is nothing that the model was asked.
+    counted = torch.ones_like(targets, dtype=torch.bool) if shown is None else shown[:, 1:] & shown[:, :-1]
     for token in _stand_ins(getattr(model, "config", None)):
         counted &= targets != token
     return targets, counted
+
+
+def _shown(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
+    """Which `positions`, `[rows, tokens]`, of an output are no padding, bool; None where no mask has this shape."""
+    mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
+    return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
 
 
 def _stand_ins(config: Any) -> Iterable[int]:
@@ -143,10 +157,16 @@ def _stand_ins(config: Any) -> Iterable[int]:
             yield value
 
 
-def embedded(found: torch.Tensor, base: torch.Tensor, place: str) -> torch.Tensor:
-    """The sums `[rows, 3]` of embeddings `[rows, …]` of two models, float64."""
+def embedded(found: torch.Tensor, base: torch.Tensor, place: str, shown: torch.Tensor | None = None) -> torch.Tensor:
+    """The sums `[rows, 3]` of embeddings `[rows, …]` of two models, float64.
+
+    Of embeddings `[rows, tokens, hidden]` those tokens count that are in `shown`, bool `[rows, tokens]`; None is all.
+    """
     if found.shape != base.shape:
         raise ValueError(f"{place}: the models give {list(found.shape)} and {list(base.shape)}")
+    if shown is not None:
+        # A mean over zeros too is shorter, which its cosine does not see.
+        found, base = (x.masked_fill(~shown.cpu()[..., None], 0) for x in (found, base))
     # The tokens of a row stand for it together; an image's features [rows, channels, height, width] are one vector.
     first, second = (x.mean(dim=1) if x.dim() == 3 else x.flatten(1) for x in (found, base))
     distance = 1 - cosine_similarity(first, second, dim=-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from samples import BASE
 from torch import nn
 from torch.nn import functional as F
 
+from quant.calibration.inputs import Inputs
 from quant.calibration.sensitivity import logits
 from quant.errors import UserError
 from quant.evaluation import Evaluation, evaluate, evaluate_texts
@@ -297,3 +299,47 @@ def test_an_encoder_is_compared_by_its_embeddings() -> None:
     model.encoder.layer[0].output.dense.weight.data[0, 0] = torch.nan
     with pytest.raises(ValueError, match="row 0: NaN or infinity in an embedding"):
         evaluate(model, rows, base)
+
+
+KINDS = {
+    "next tokens": partial(tiny_models.llama, gain=3),
+    "classes of tokens": partial(
+        tiny_models.build, "Bert", "ForTokenClassification", {**tiny_models.WIDTHS, **tiny_models.BLOCKS}, gain=3
+    ),
+    "embeddings": partial(tiny_models.bert, gain=3),
+    "the decoder's tokens": partial(tiny_models.t5, gain=3),
+}
+
+
+def _texts(kind: str, width: int | None, side: str) -> Inputs:
+    """Two texts of 12 and 7 tokens, a call each; padded to `width` tokens, and positions begin at the first token."""
+    calls = []
+    for length in (12, 7):
+        ids = torch.randint(3, 60, (1, length), generator=torch.Generator().manual_seed(length))
+        padding = 0 if width is None else width - length
+        by = (padding, 0) if side == "left" else (0, padding)
+        ids, mask = F.pad(ids, by, value=1), F.pad(torch.ones_like(ids), by)
+        call = {"input_ids": ids, "attention_mask": mask}
+        if "decoder" in kind:
+            call |= {"decoder_input_ids": ids, "decoder_attention_mask": mask}
+        else:
+            call["position_ids"] = F.pad(torch.arange(length)[None], by)
+        calls.append(((), call))
+    return Inputs(calls)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_is_not_counted(kind: str, side: str) -> None:
+    """Against the same texts without it."""
+    base = KINDS[kind]()
+    model = copy.deepcopy(base)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    whole = evaluate(model, _texts(kind, 15, side), base, batch_size=2)
+    alone = evaluate(model, _texts(kind, None, side), base)
+    assert (whole.tokens, whole.rows) == (alone.tokens, alone.rows)
+    for name in ("perplexity", "baseline_perplexity", "kl", "top1", "cosine", "error", "interval"):
+        figure, other = getattr(whole, name), getattr(alone, name)
+        assert figure is None if other is None else figure == pytest.approx(other, rel=1e-4), name
+    assert alone.loss > 1e-4
