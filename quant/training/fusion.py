@@ -4,12 +4,19 @@ In a forward pass the first of them prepares and rounds the input and finds the 
 of the others takes both once. What is taken belongs to this very tensor and these very weights: another input, a
 weight that changed, or a second call of the same layer starts anew. Nothing is shared while torch.compile records,
 which finds common expressions itself.
+
+Gradient checkpointing runs a part of the model again in the backward pass, and what that part saves must be the same
+both times. Of a whole block it is. But where each layer is a part by itself, the second run finds nothing that another
+layer has worked out. The hooks by which checkpointing sees what is saved are others in each part, and layers share
+within the same hooks alone. A pass that its last layer does not end is over when layers of another input start one, so
+that of all such passes in a model one keeps its tensors.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -17,6 +24,9 @@ from quant.kernels.linear.ops import autocast_dtype, is_traced
 
 if TYPE_CHECKING:
     from quant.training.modules import QATLinear, RoundedWeight
+
+# Of PyTorch 2.8 and later, and private: without it no layer knows in which part it runs, and nothing is shared.
+_top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
@@ -47,6 +57,8 @@ class Fusion:
         members: at least one; a linear alone is its own group.
     """
 
+    _latest: ClassVar[weakref.ref[Fusion] | None] = None  # who started a pass last, in any model
+
     def __init__(self, members: Sequence[RoundedWeight]) -> None:
         self.members = tuple(members)
         self._pass: Common | None = None
@@ -54,17 +66,27 @@ class Fusion:
 
     def common(self, member: QATLinear, x: torch.Tensor) -> Common:
         """What members have worked out for `x` and `member` has not taken yet; empty for the first of them."""
-        if len(self.members) == 1 or is_traced() or x.is_inference() or not self.is_alike:
+        if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
+            return Common()
+        if not self.is_alike:
             return Common()
         weights = (each.weight._version for each in self.members)
-        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), *weights)
+        key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), _top_hooks(True), *weights)
         found = self._pass
         if found is None or found.x is not x or found.key != key or id(member) in found.served:
-            found = self._pass = Common(x, key)
+            found = self._start(Common(x, key))
         found.served.add(id(member))
         if len(found.served) == len(self.members):
             self._pass = None  # nothing is kept beyond the pass
         return found
+
+    def _start(self, common: Common) -> Common:
+        other = None if Fusion._latest is None else Fusion._latest()
+        if other is not None:
+            other._pass = None
+        Fusion._latest = weakref.ref(self)
+        self._pass = common
+        return common
 
     @property
     def is_alike(self) -> bool:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.modules import QuantLinear
-from quant.training import modules
+from quant.training import fusion, modules
 from quant.training.fusion import Fusion
 from quant.training.modules import QATLinear
 
@@ -33,9 +34,9 @@ def layers(scales: str = "recomputed", input_scale: float = 2e-3, **parts: Any) 
 
 
 def fused(members: list[QATLinear]) -> None:
-    fusion = Fusion(members)
+    shared = Fusion(members)
     for member in members:
-        member.fusion = fusion
+        member.fusion = shared
 
 
 def alone(members: list[QATLinear], x: torch.Tensor) -> list[torch.Tensor]:
@@ -120,6 +121,70 @@ def test_in_inference_mode_nothing_is_shared() -> None:
     expected = alone(members, x)
     with torch.inference_mode():
         assert all(map(torch.equal, [member(x.clone()) for member in members], expected))
+
+
+def gradients(outputs: list[torch.Tensor], x: torch.Tensor, members: list[QATLinear]) -> list[Any]:
+    """Of x and of the weights."""
+    tensors = [x, *(member.weight for member in members)]
+    for tensor in tensors:
+        tensor.grad = None
+    torch.stack([y.square().sum() for y in outputs]).sum().backward()
+    return [tensor.grad for tensor in tensors]
+
+
+PARTS = {"block": [(0, 1, 2)], "each": [(0,), (1,), (2,)], "two": [(0, 1), (2,)], "one": [(0,)]}
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("parts", PARTS.values(), ids=PARTS)
+def test_checkpointing_changes_no_gradient(parts: list[tuple[int, ...]], reentrant: bool, rounded: list[str]) -> None:
+    """Within one part layers share what they work out, and in parts of their own each is alone."""
+    members, x = layers(), inputs()
+    exact = gradients(alone(members, x), x, members)
+    for _ in range(2):
+        rounded.clear()
+        found: list[torch.Tensor] = []
+        for part in parts:
+            few = [members[index] for index in part]
+
+            def run(given: torch.Tensor, few: list[QATLinear] = few) -> tuple[torch.Tensor, ...]:
+                return tuple(member(given) for member in few)
+
+            found += checkpoint(run, x, use_reentrant=reentrant)
+        found += [member(x) for member in members[len(found) :]]
+        apart = gradients(found, x, members)
+        for one, other in zip(apart, exact, strict=True):
+            assert float((one - other).norm() / other.norm()) < 1e-6
+        if len(parts[0]) == 3:
+            assert rounded.count("round_input") == 2  # forward, and again in the backward pass
+
+
+def test_one_pass_at_most_keeps_its_tensors() -> None:
+    """Each layer is checkpointed by itself, so no pass is ended by its last layer."""
+    first, second, x = layers(), layers(), inputs()
+    for members in (first, second):
+        for member in members:
+            checkpoint(member, x, use_reentrant=False)
+    assert first[0].fusion._pass is None
+
+
+def test_under_hooks_of_the_whole_pass_layers_share(rounded: list[str]) -> None:
+    members, x = layers(), inputs()
+    exact = gradients(alone(members, x), x, members)
+    rounded.clear()
+    with torch.autograd.graph.save_on_cpu():
+        found = [member(x) for member in members]
+    assert rounded.count("round_input") == 1
+    for one, other in zip(gradients(found, x, members), exact, strict=True):
+        assert float((one - other).norm() / other.norm()) < 1e-6
+
+
+def test_where_hooks_cannot_be_seen_nothing_is_shared(rounded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fusion, "_top_hooks", None)
+    members, x = layers(), inputs()
+    for member in members:
+        member(x)
+    assert rounded.count("round_input") == 3
 
 
 def test_layers_that_round_otherwise_share_nothing(rounded: list[str]) -> None:
