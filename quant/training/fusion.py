@@ -3,7 +3,7 @@
 In a forward pass the first of them prepares and rounds the input and finds the second-level scale that all share; each
 of the others takes both once. What is taken belongs to this very tensor and these very weights: another input, a
 weight that changed, or a second call of the same layer starts anew. Nothing is shared while torch.compile records,
-which finds common expressions itself.
+which finds common expressions itself, or in replicas of nn.DataParallel.
 
 Gradient checkpointing runs a part of the model again in the backward pass, and what that part saves must be the same
 both times. Of a whole block it is. But where each layer is a part by itself, the second run finds nothing that another
@@ -68,7 +68,7 @@ class Fusion:
         """What members have worked out for `x` and `member` has not taken yet; empty for the first of them."""
         if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
             return Common()
-        if not self.is_alike:
+        if not self.is_alike or getattr(member, "_is_replica", False):  # replicas run at the same time
             return Common()
         weights = (each.weight._version for each in self.members)
         key = (x._version, torch.is_grad_enabled(), autocast_dtype(x.device.type), _top_hooks(True), *weights)

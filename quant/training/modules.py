@@ -104,14 +104,17 @@ class RoundedWeight(nn.Module):
         return [self.weight, *([] if (step := self.step) is None else [step])]
 
     def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Block scale values, or None where rounding measures them, and the second level."""
+        """Block scale values, or None where rounding measures them, and the second level.
+
+        A replica of nn.DataParallel takes what fused layers share from the original model, which is on another GPU.
+        """
         format, weight = self.weight_format, self.matrix
         if (step := self.step) is not None:
-            return _nearest_scale(step, format, self.global_scale, self.stored), self.global_scale
+            return _nearest_scale(step.to(weight.device), format, self.global_scale, self.stored), self.global_scale
         if not self.measures_level:
             return self.block_scale, self.global_scale
         with torch.no_grad():
-            members = [each.matrix.detach() for each in self.fusion.members]
+            members = [each.matrix.detach().to(weight.device) for each in self.fusion.members]
             if format.global_scale:
                 return None, measured_global_scale(members, format)
             amax = group_amax(members)
