@@ -9,6 +9,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,11 +19,16 @@ from quant.calibration.solvers.solver import get_solver
 from quant.errors import UserError, counted
 from quant.formats.format import parse_format
 from quant.recipes.effort import solver_of
-from quant.recipes.layers import Layer, find_groups, find_layers, group_experts, layers_of_state_dict
+from quant.recipes.layers import Layer, Watched, find_layers, group_experts, layers_of_state_dict, watching
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+from quant.recipes.unseen_groups import group_unseen, patterns, without_group
 
 NOT_RUN = "a bare state dict cannot be run"
+BY_NAME = "fusion_groups_by_name"
+"""Key of the provenance: fusion groups that come from names, for no run has called their layers; `*` is a number."""
+NOT_SEEN = "layers_not_called"
+"""Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
 
 
 def make_plan(
@@ -69,7 +75,6 @@ def make_plan(
         provenance = {**(provenance or {}), **({"effort": record} if effort else {})}
     for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
         get_solver(str(name))
-    provenance = {**(provenance or {}), **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
     if any(layer.name == "" for layer in layers):
         raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
     if lm_head is not None:
@@ -81,11 +86,12 @@ def make_plan(
             raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
     if odd := _odd_inputs(layers, plan):
         plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
+    plan = replace(plan, provenance={**plan.provenance, **_fusion_record(layers, plan, unknown)})
     if not plan.quantized:
         if isinstance(model, nn.Module) and any(hasattr(type(each), "quantized_weight") for each in model.modules()):
             raise UserError("the model is quantized already; start from the original one")
         raise UserError(
-            f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan)}"
+            f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
         )
     return plan
 
@@ -129,49 +135,95 @@ def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
     ]
 
 
-def _why_none(plan: Plan) -> str:
-    """The reasons of layers that a recipe might have quantized, most frequent first."""
-    weights = [layer for layer in plan.layers if layer.kind not in ("norm", "embedding")]
-    reasons = Counter(layer.reason for layer in weights)
+def _why_none(plan: Plan, include: Sequence[str]) -> str:
+    """The reasons of layers that a recipe might have quantized: those that --include names first, most frequent first.
+
+    Args:
+        plan: that quantizes nothing.
+        include: globs of the layers that were asked for.
+    """
+    asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
+    names = {layer.name for layer in asked}
+    others = [each for each in plan.layers if each.name not in names and each.kind not in ("norm", "embedding")]
+    reasons = [(reason, count, part) for part in (asked, others) for reason, count in _reasons(part)]
     listed = "; ".join(
-        f"{counted(count, 'layer')}, {next(layer.name for layer in weights if layer.reason == reason)} first: {reason}"
-        for reason, count in reasons.most_common(4)
+        f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
+        for reason, count, part in reasons[:4]
     )
-    if not any("is not a multiple of" in reason for reason in reasons):
+    if not any("is not a multiple of" in reason for reason, _, _ in reasons):
         return listed or "it has neither linear layers nor fused experts"
     return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
 
 
+def _reasons(layers: Sequence[LayerPlan]) -> list[tuple[str, int]]:
+    return Counter(layer.reason for layer in layers).most_common()
+
+
 def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
-    """The layers of a model with their fusion groups, and why those are not known if so; `run` as in `make_plan`."""
+    """The layers of a model with their fusion groups, and why those are not known if so; `run` as in `make_plan`.
+
+    Layers that no run calls get the groups of their siblings, or those that their names suggest.
+    """
     layers = group_experts(find_layers(model))
-    why = None
+    seen, why = Watched(), None
     # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
     is_outline = any(parameter.is_meta for parameter in model.parameters())
-    stand_ins = [] if run and not is_outline else [_run_on_meta, _run_one_row, _run_stand_in]
+    stand_ins = [] if run and not is_outline else [_run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
     for attempt in [run, *stand_ins] if run else stand_ins:
         try:
-            return find_groups(model, layers, attempt), None
+            with watching(model, layers) as watched:
+                attempt(model)
+            watched.add(seen)
+            seen, why = watched, None
+            break
         except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
             if attempt is run and not is_outline:
                 raise UserError(f"the model failed on the given example input: {error}") from error
             why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
-    return layers, why
+            seen.add(watched)
+    layers = group_unseen(seen.of(layers), model)
+    return layers, why if without_group(layers) else None
+
+
+def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
+    """What a plan's provenance says of the fusion groups of quantized layers that no run has called.
+
+    Args:
+        layers: of the model.
+        plan: for it.
+        unknown: why nothing has run them to the end, if so.
+    """
+    quantized = {layer.name: layer.group for layer in plan.quantized}
+    named = [quantized[layer.name] for layer in layers if layer.is_named and layer.name in quantized]
+    alone = [layer.name for layer in without_group(layers) if layer.name in quantized]
+    return {
+        **({BY_NAME: patterns(group for group in named if group is not None)} if named else {}),
+        **({NOT_SEEN: patterns(alone)} if alone else {}),
+        **({"fusion_groups": f"unknown: {unknown}"} if alone and unknown else {}),
+    }
 
 
 def fusion_warnings(plan: Plan) -> list[str]:
     """What follows from not knowing which layers a runtime fuses: one sentence, or nothing."""
-    unknown = plan.provenance.get("fusion_groups")
-    if unknown is None or not any(layer.weight is not None and layer.weight.is_static for layer in plan.quantized):
+    static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
+    unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)
+    if unseen is not None:
+        static = [layer for layer in static if layer.group is None and patterns([layer.name])[0] in unseen]
+    if not static or (unknown is None and unseen is None):
         return []
+    known = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
     return [
-        f"fusion groups {unknown}. Each layer has a tensor scale of its own, and a runtime that merges layers with one "
-        "input (q/k/v, gate/up) expects them to share one"
+        f"{counted(len(static), 'layer')}, {static[0].name} first: {known}. Each has a tensor scale of its own, and a "
+        "runtime that merges layers with one input (q/k/v, gate/up) expects them to share one"
     ]
 
 
 def coverage_warnings(plan: Plan) -> list[str]:
-    """Which weights stay in 16 bit and why, where they are more than half of all: one sentence, or nothing."""
+    """What stays in 16 bit and why: weights that are more than half of all, and inputs that nothing could measure."""
+    return [*_kept_weights(plan), *_kept_inputs(plan)]
+
+
+def _kept_weights(plan: Plan) -> list[str]:
     own = [layer for layer in plan.layers if layer.tied_to is None]
     kept: dict[str, list[LayerPlan]] = {}
     for layer in own:
@@ -189,12 +241,34 @@ def coverage_warnings(plan: Plan) -> list[str]:
     return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
 
 
-def _run_on_meta(model: nn.Module) -> None:
-    """One forward pass over shapes alone: no weight is read and no arithmetic done."""
+def _kept_inputs(plan: Plan) -> list[str]:
+    kept = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
+    if not kept:
+        return []
+    return [
+        f"the inputs of {counted(len(kept), 'layer')}, {kept[0].name} first, stay in 16 bit, and only weights are "
+        f"quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
+    ]
+
+
+def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """One forward pass over shapes alone: no weight is read and no arithmetic done.
+
+    Args:
+        model: stays as it is.
+        dtype: of the parameters; None leaves them their own.
+    """
     state = dict(model.named_parameters()) | dict(model.named_buffers())
     on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
+    if dtype is not None:
+        on_meta |= {n: on_meta[n].to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
     ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
     torch.func.functional_call(model, on_meta, (ids,))
+
+
+def _run_on_meta_in_bf16(model: nn.Module) -> None:
+    """The same in BF16: torch's grouped matmul, by which transformers runs experts, takes only that on meta."""
+    _run_on_meta(model, torch.bfloat16)
 
 
 def _run_stand_in(model: nn.Module) -> None:

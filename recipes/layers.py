@@ -13,8 +13,9 @@ A convolution, and the `Conv1D` of GPT-2, are in the list by the matrix that the
 also where the parameter is stored with its input channels first (`transposed`).
 
 Layers that read the *same input tensor* (q/k/v, gate/up) are merged into one matmul by every serving runtime, and
-must then share their format and their second-level scales. They are found by watching one forward pass, not by
-their names: whatever receives the very same tensor object belongs together, within one numbered block.
+must then share their format and their second-level scales. They are found by watching one forward pass: whatever
+receives the very same tensor object belongs together, within one numbered block. Layers that the pass does not call
+(experts without tokens, towers without images) are left to `unseen_groups`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from quant.formats.stacking import Stacking
@@ -69,6 +71,7 @@ class Layer:
         kept: why it stays in 16 bit unless a rule names it, where its kind does not say so.
         input_dims: dimensions of the input of a linear layer, where it was seen: 3 for `[batch, tokens, in]`.
         transposed: whether the parameter is stored with its input axis first.
+        is_named: whether the group comes from names, because no run has called the layer.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Layer:
     kept: str | None = None
     input_dims: int | None = None
     transposed: bool = False
+    is_named: bool = False
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -150,6 +154,34 @@ def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:
     return layers
 
 
+@dataclass
+class Watched:
+    """What forward passes have shown of linear layers.
+
+    Attributes:
+        groups: name of the fusion group by layer, of those that read an input together.
+        input_dims: dimensions of the input by layer, of those that were called.
+    """
+
+    groups: dict[str, str] = field(default_factory=dict)
+    input_dims: dict[str, int] = field(default_factory=dict)
+
+    def add(self, other: Watched) -> None:
+        """Takes from another pass what it shows of modules that no pass before has called a layer of."""
+        known = {parent_of(name) for name in self.input_dims}
+        new = {name for name in other.input_dims if parent_of(name) not in known}
+        old = {group for name, group in other.groups.items() if name not in new}
+        self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
+        self.input_dims |= {name: other.input_dims[name] for name in new}
+
+    def of(self, layers: Sequence[Layer]) -> list[Layer]:
+        """`layers` with fusion groups and the dimensions of inputs filled in."""
+        return [
+            replace(layer, group=self.groups.get(layer.name, layer.group), input_dims=self.input_dims.get(layer.name))
+            for layer in layers
+        ]
+
+
 def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Module], Any]) -> list[Layer]:
     """`layers` with fusion groups and the dimensions of inputs filled in, found by one forward pass.
 
@@ -158,11 +190,23 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
         layers: as `find_layers` gives them.
         run: calls the model on any valid input, for example one token on the meta device.
     """
+    with watching(model, layers) as watched:
+        run(model)
+    return watched.of(layers)
+
+
+@contextmanager
+def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
+    """Watches one forward pass inside, without gradients and in evaluation mode; arguments as in `find_groups`.
+
+    What it gives is filled in at the end. If the pass raises, that is what was seen before, without the module whose
+    layers were called last, which may have called only some of them, and without what shares an input with those.
+    """
     import torch
 
     linears = {layer.name for layer in layers if layer.kind == "linear"}
     readers: dict[tuple[int, str], list[str]] = {}
-    dimensions: dict[str, int] = {}
+    called: dict[str, int] = {}
     held = []
 
     def watch(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -171,30 +215,37 @@ def find_groups(model: nn.Module, layers: Sequence[Layer], run: Callable[[nn.Mod
                 held.append(args[0])  # kept alive, so that no other tensor gets its id
                 # Every decoder block reads what the encoder gave, and no runtime merges blocks.
                 readers.setdefault((id(args[0]), _block_of(name)), []).append(name)
-                dimensions[name] = args[0].dim()
+                called.pop(name, None)  # the layer that was called last stands last
+                called[name] = args[0].dim()
 
         return hook
 
     handles = [m.register_forward_pre_hook(watch(n)) for n, m in model.named_modules() if n in linears]
     modes = {module: module.training for module in model.modules()}
+    found, unfinished = Watched(), set[str]()
     try:
         model.eval()  # in training, this row would move the statistics of batch norms
         with torch.no_grad():
-            run(model)
+            yield found
+    except BaseException:
+        unfinished = {name for name in called if parent_of(name) == parent_of(next(reversed(called)))}
+        unfinished.update(*(names for names in readers.values() if not unfinished.isdisjoint(names)))
+        raise
     finally:
         for handle in handles:
             handle.remove()
         for module, training in modes.items():
             module.training = training
-    group_of = {}
-    for names in readers.values():
-        names = list(dict.fromkeys(names))
-        if len(names) > 1:
-            group_of.update(dict.fromkeys(names, group_name(names)))
-    return [
-        replace(layer, group=group_of.get(layer.name, layer.group), input_dims=dimensions.get(layer.name))
-        for layer in layers
-    ]
+        found.input_dims |= {name: dims for name, dims in called.items() if name not in unfinished}
+        for names in readers.values():
+            names = [name for name in dict.fromkeys(names) if name in found.input_dims]
+            if len(names) > 1:
+                found.groups |= dict.fromkeys(names, group_name(names))
+
+
+def parent_of(name: str) -> str:
+    """Path of the module that holds a layer."""
+    return name.rpartition(".")[0]
 
 
 def _block_of(name: str) -> str:

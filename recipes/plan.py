@@ -324,6 +324,7 @@ _LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "weight": str | None, "a
 _PLAN_FIELDS = {**get_type_hints(Plan), "layers": list[Any], "kv_cache": str | None, "attention": str | None}
 _PROVENANCE: dict[str, Any] = {
     "guard": str | None, "observer": str | None, "edits": list[str], "allocation": dict[str, Any],
+    "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],
 }  # fmt: skip
 _DIMENSIONS, _ELEMENTS = 8, 2**60
 

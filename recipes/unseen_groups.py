@@ -1,0 +1,154 @@
+"""`group_unseen` gives fusion groups to linear layers that no forward pass has called.
+
+`layers.find_groups` sees what two tokens of text, or one calibration row, go through. Experts that got no token are not
+called, nor is the tower for images of a model that was given none, and nothing runs a bare state dict. Serving runtimes
+merge these layers all the same, so their second-level scales must be common. Two sources are left:
+
+1. A sibling that was called, whose name differs in numbers only (`experts.3` for `experts.5`), shows what is merged.
+2. Otherwise the names by which runtimes merge layers of one module: q, k and v, or gate and up, of one input size.
+
+Solvers that need data take the statistics of a group from its first member, so a group by name must not hold layers
+with different inputs. In attention across two inputs q stays apart, and where q, k and v are given one by one there is
+no group. Names cannot tell that DETR adds positions to the inputs of q and k, or that SegFormer shortens those of k and
+v: both run on a stand-in image, which shows it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from quant.recipes.layers import Layer, group_name, parent_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_ATTENTION = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
+_GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
+_OUTPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "proj", "o", "w2", "fc2"} | {
+    "linear_2", "linear_fc2", "linear_out",
+}  # fmt: skip
+"""Names of layers that read what the others of their module give."""
+
+_ACROSS = re.compile(r"cross|encoder_attn|encdec|perceiver|resampler", re.IGNORECASE)
+_SECOND_INPUTS = {"context", "memory", "key_value_states", "encoder_hidden_states"}
+_NUMBER = re.compile(r"\d+")
+
+
+def group_unseen(layers: Sequence[Layer], model: nn.Module | None = None) -> list[Layer]:
+    """`layers` with groups for the linear ones that no pass has called, and that have none.
+
+    Args:
+        layers: as `find_groups` or `layers_of_state_dict` gives them.
+        model: that they came from, whose classes tell attention across two inputs; None where there is none.
+    """
+    unseen = {layer.name: layer for layer in layers if _is_unseen(layer) and layer.group is None}
+    groups = _by_sibling(layers, unseen)
+    siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
+    rest = [layer for name, layer in unseen.items() if _numberless(name) not in siblings]
+    named = _by_name(rest, model)
+    groups |= named
+    return [
+        replace(layer, group=groups[layer.name], is_named=layer.name in named) if layer.name in groups else layer
+        for layer in layers
+    ]
+
+
+def without_group(layers: Iterable[Layer]) -> list[Layer]:
+    """Layers of which nothing tells whether a runtime merges them: uncalled, as siblings are, and in no group.
+
+    Layers of one module that have one input size may be merged, if they are no numbered ones of a sequence.
+    """
+    layers = list(layers)
+    siblings = {_numberless(layer.name) for layer in layers if layer.input_dims is not None}
+    beside: dict[tuple[str, int], list[Layer]] = {}
+    for layer in layers:
+        last = layer.name.rpartition(".")[2]
+        open_to_merge = _is_unseen(layer) and layer.group is None and not last.isdecimal() and last not in _OUTPUTS
+        if open_to_merge and _numberless(layer.name) not in siblings:
+            beside.setdefault((parent_of(layer.name), layer.shape[-1]), []).append(layer)
+    return [layer for members in beside.values() if len(members) > 1 for layer in members]
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Names with `*` for their numbers, each once: blocks and experts of a model repeat."""
+    return list(dict.fromkeys(map(_numberless, names)))
+
+
+def _is_unseen(layer: Layer) -> bool:
+    return layer.kind == "linear" and layer.input_dims is None and layer.obstacle is None
+
+
+def _numberless(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _by_sibling(layers: Sequence[Layer], unseen: dict[str, Layer]) -> dict[str, str]:
+    """Groups by name of an unseen layer, as a layer that differs in numbers has them."""
+    members: dict[str, list[str]] = {}
+    for layer in layers:
+        if layer.group is not None and layer.input_dims is not None:
+            members.setdefault(layer.group, []).append(layer.name)
+    twins = {key: (name, names) for names in members.values() for name in names for key in _twin_keys(name)}
+    groups: dict[str, str] = {}
+    for name in unseen:
+        found_twin = next((twins[key] for key in _twin_keys(name) if key in twins), None)
+        if name in groups or found_twin is None:
+            continue
+        twin, names = found_twin
+        own = [_moved(each, twin, name) for each in names]
+        found = [each for each in dict.fromkeys(own) if each in unseen and each not in groups]
+        if len(found) > 1 and name in found and len({unseen[each].shape[-1] for each in found}) == 1:
+            groups |= dict.fromkeys(found, group_name(found))
+    return groups
+
+
+def _twin_keys(name: str) -> list[tuple[str, ...]]:
+    """What a layer has in common with one of the same number in another block, and with any that differs in numbers."""
+    pattern = _numberless(name)
+    return [(pattern, *_NUMBER.findall(name)[1:]), (pattern, "any")]
+
+
+def _moved(member: str, twin: str, name: str) -> str:
+    """A name of `twin`'s group with the numbers of `name` where it has those of `twin`."""
+    numbers = iter(zip(_NUMBER.findall(twin), _NUMBER.findall(name), strict=True))
+
+    def new(found: re.Match[str]) -> str:
+        old, own = next(numbers, (None, ""))
+        return own if found[0] == old else found[0]
+
+    return _NUMBER.sub(new, member)
+
+
+def _by_name(layers: Iterable[Layer], model: nn.Module | None) -> dict[str, str]:
+    """Groups by layer name, of layers in one module whose names runtimes merge."""
+    modules: dict[str, dict[str, Layer]] = {}
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        modules.setdefault(parent, {})[last] = layer
+    groups: dict[str, str] = {}
+    for parent, held in modules.items():
+        module = None if model is None else model.get_submodule(parent)
+        attention = [names for names in _ATTENTION if held.keys() >= set(names)]
+        for lasts in (*(_one_input(names, parent, module) for names in attention), *_GATED):
+            found = [layer for last, layer in held.items() if last in lasts]
+            if len(found) > 1 and len({layer.shape[-1] for layer in found}) == 1:
+                names = [layer.name for layer in found]
+                groups |= dict.fromkeys(names, group_name(names))
+    return groups
+
+
+def _one_input(names: tuple[str, str, str], parent: str, module: nn.Module | None) -> tuple[str, ...]:
+    """Those of q, k and v that read one input, as the name of their module, its class and its forward tell."""
+    kind, required = "", set[str]()
+    if module is not None:
+        kind = type(module).__name__
+        parameters = inspect.signature(module.forward).parameters.values()
+        required = {p.name for p in parameters if p.default is p.empty}
+    if {"key", "value"} <= required:
+        return ()
+    across = _ACROSS.search(f"{parent}.{kind}") is not None or not required.isdisjoint(_SECOND_INPUTS)
+    return names[1:] if across else names
