@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -20,8 +21,9 @@ from quant.formats.json_files import parse_json
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.json_data import typed
-from quant.recipes.layers import Layer
+from quant.recipes.layers import Layer, group_experts
 from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.unseen_groups import group_unseen
 
 EXACT = "blockscale.float64"
 """Key in the metadata of a file: scales that float32 does not hold, in hexadecimal."""
@@ -253,12 +255,14 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
 
 def plan_of_checkpoint(
     directory: Path,
-    found: Iterable[Layer],
+    found: Sequence[Layer],
     config: Mapping[str, Any],
     tensors: Mapping[str, torch.Tensor],
     names: StoredNames | None = None,
 ) -> Plan:
     """The plan of a checkpoint of either layout that came without one, as its config describes it.
+
+    Layers that runtimes merge are in a fusion group if the checkpoint has one tensor scale for them.
 
     Args:
         directory: for error messages.
@@ -279,7 +283,7 @@ def plan_of_checkpoint(
         else:
             formats_of, kv_cache = modelopt.read_config(config, names, tensors)
             rotation_of = None
-        for layer in found:
+        for layer in group_unseen(group_experts(found)):
             # A config speaks of the matrices of one expert.
             experts = layer.kind == "experts"
             matrix = expert_names(layer.name, 1)[0].removesuffix(".weight") if experts else layer.name
@@ -290,7 +294,6 @@ def plan_of_checkpoint(
             chosen = formats_of(matrix) if meant else None
             weight, activation = chosen or (None, None)
             parts = Parts(hadamard=rotation_of(matrix)) if rotation_of and weight is not None else Parts()
-            reason = f"as {directory.name} was written"
             layers.append(
                 LayerPlan(
                     layer.name,
@@ -298,11 +301,35 @@ def plan_of_checkpoint(
                     layer.shape,
                     weight,
                     activation,
-                    reason=reason,
+                    reason=f"as {directory.name} was written",
+                    group=layer.group if weight is not None else None,
+                    tied_to=layer.tied_to if weight is None else None,
                     parts=parts,
                     transposed=layer.transposed,
                 )
             )
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
-    return Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
+    plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})
+    return plan.replace_layers(_ungrouped(plan, tensors))
+
+
+def _ungrouped(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerPlan]:
+    """Members of groups that share too little for one: their formats, or a scale of all, differ in the checkpoint."""
+    return [
+        replace(member, group=None)
+        for members in plan.groups().values()
+        if len(members) == 1
+        or len({(member.formats, member.parts) for member in members}) > 1
+        or (members[0].kind == "linear" and len({_scales_of_all(tensors, member) for member in members}) > 1)
+        for member in members
+    ]
+
+
+def _scales_of_all(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
+    """Scales that a layer of either layout has for its whole weight and for its input."""
+    names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
+    if layer.weight is not None and layer.weight.per_tensor:
+        names.append("weight_scale")
+    found = [tensors[f"{layer.name}.{name}"] for name in names if f"{layer.name}.{name}" in tensors]
+    return tuple(float(scale) for scale in found if scale.numel() == 1)
