@@ -131,7 +131,11 @@ def merge_lora(
     layers = (anew.get(layer.name) or plan.by_name[layer.name] for layer in find_layers(merged))
     part = replace(plan, layers=tuple(layers), kv_cache=None)
     done = solve_plan(merged, part, data, device=device, progress=progress)
-    solved = (replace(layer, solver=plan.by_name[layer.name].solver) for layer in done.plan.quantized)
+    old = plan.by_name
+    solved = (
+        replace(layer, solver=old[layer.name].solver, transposed=old[layer.name].transposed)
+        for layer in done.plan.quantized
+    )
     plan = plan.replace_layers(solved)
     attach(merged, plan)
     return replace(done, plan=plan, layers=[result for result in done.layers if result.name in anew])
@@ -151,11 +155,15 @@ def _shares_scale(members: Sequence[LayerPlan]) -> bool:
 
 
 def _anew(layer: LayerPlan, adapted: Any) -> LayerPlan:
-    """The plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated."""
+    """The plan of a layer that is solved again: transforms that its neighbours absorbed are not repeated.
+
+    The dequantized layer holds its weight `[out, in]`, also where the original model has it transposed.
+    """
     spec = get_pipeline(layer.solver).spec
     solver = spec.rounding if spec.transforms or spec.merges_rotations else layer.solver
     why = "LoRA merged" if layer.name in adapted else "a fused layer got a LoRA"
-    return replace(layer, solver=solver, parts=Parts(), reason=f"{layer.reason}; {why}, quantized again by {solver}")
+    reason = f"{layer.reason}; {why}, quantized again by {solver}"
+    return replace(layer, solver=solver, parts=Parts(), reason=reason, transposed=False)
 
 
 def _make_dense(model: nn.Module, layer: LayerPlan) -> None:

@@ -12,7 +12,12 @@ from torch import nn
 
 import quant
 from quant.errors import UserError
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
 from quant.integrations.dense import dense_linear
+from quant.plan_check import check_plan_fits
+from quant.recipes.layers import find_layers
+from quant.solve import Quantized
 
 peft = pytest.importorskip("peft", reason="the extra training")
 
@@ -262,3 +267,53 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     experts = quantized("nvfp4", tiny_models.mixtral).model
     with pytest.raises(UserError, match="use_dora=True is not for adapters on experts"):
         peft.get_peft_model(experts, config(experts, target_modules=["gate_up_proj"], use_dora=True))
+
+
+@pytest.mark.parametrize("target", ["all-linear", ["c_attn", "c_proj"]])
+def test_adapters_on_transposed_layers_are_merged(target: Any) -> None:
+    """GPT-2 holds `[in, out]`, and so does its plan. Against W + BA in float64, rounded as the format has it.
+
+    PEFT merges in float32: the global scale may be off by its last bit, and a weight half-way between two codes may
+    become the other one.
+    """
+    done = quant.quantize(tiny_models.gpt2(gain=2.0), "nvfp4a16", solver="rtn")
+    model = with_adapters(done, target_modules=target)
+    wanted = {}
+    for name, module in model.get_base_model().named_modules():
+        if isinstance(getattr(module, "base_layer", None), quant.QuantLinear):
+            down, up = (part["default"].weight.double() for part in (module.lora_A, module.lora_B))
+            weight = module.base_layer.quantized_weight.dequantize(torch.float64)
+            wanted[name] = weight + up @ down * module.scaling["default"]
+    merged = quant.merge_lora(model)
+    assert wanted.keys() == {result.name for result in merged.layers}
+    for name, weight in wanted.items():
+        found = merged.model.get_submodule(name).quantized_weight
+        rounded = quantize(weight.detach().float(), FORMATS["nvfp4"])
+        assert found.shape == weight.shape
+        same = torch.isclose(found.dequantize(), rounded.dequantize(), rtol=1e-6, atol=0)
+        assert (~same).double().mean() < 1e-3
+    assert [x.transposed for x in merged.plan.layers] == [x.transposed for x in done.plan.layers]
+    assert any(layer.transposed for layer in merged.plan.quantized)
+    check_plan_fits(merged.plan, find_layers(tiny_models.gpt2()))
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "modelopt"])
+def test_layers_of_one_scale_keep_it_without_the_plan(layout: str, tmp_path: Path) -> None:
+    """A checkpoint that came without plan.json: an adapter on q alone moves k and v with it."""
+    done = quant.quantize(tiny_models.llama(gain=3.0, dtype=torch.bfloat16), "nvfp4a16", solver="rtn")
+    quant.save(done.model, done.plan, tmp_path / "out")
+    directory = tmp_path / "out"
+    if layout == "modelopt":
+        quant.convert(directory, tmp_path / "modelopt", to="modelopt")
+        directory = tmp_path / "modelopt"
+    (directory / "plan.json").unlink()
+    model = quant.load(directory)
+    plan = model.quantization_plan
+    planned = {frozenset(x.name for x in members) for members in plan.groups().values()}
+    assert planned == {frozenset(x.name for x in members) for members in done.plan.groups().values()}
+    adapted = with_adapters(Quantized(model, plan, [], {}), target_modules=["q_proj"])
+    merged = quant.merge_lora(adapted).model
+    for block in merged.model.layers:
+        attention = block.self_attn
+        scales = {float(getattr(attention, name).global_scale) for name in ("q_proj", "k_proj", "v_proj")}
+        assert len(scales) == 1
