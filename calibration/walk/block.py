@@ -41,6 +41,7 @@ from quant.calibration.statistics import LayerStats, rows_of
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Group, Settings, Solved
 from quant.calibration.walk.guard import promote, relative_error
+from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.scaling import InputScaling
 from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.calibration.walk.stand_in import RememberedModules, StandIn, weight_of
@@ -206,7 +207,7 @@ class BlockWork:
         row = number_of(self.clock[0]) * self.settings.batch
         if x.dim() > 2:
             row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
-        raise ValueError(f"{group.members[0].name}: the input holds NaN or infinity on calibration row {row}")
+        raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
 
     def _rotate(self, group: Group) -> None:
         """Rotates the weights to be rounded. The block's own weights stay, because they still get unrotated inputs."""

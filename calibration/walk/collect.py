@@ -15,6 +15,7 @@ from quant.calibration.observers import Observer
 from quant.calibration.placement import device_of, placed
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.texts.rows import check_ids
+from quant.calibration.walk.not_finite import InputNotFiniteError, naming_the_culprit
 from quant.formats.stacking import Stacking
 from quant.kernels.linear.modules import experts_forward, runs_experts_alone
 from quant.kernels.linear.stack import ExpertStack
@@ -46,8 +47,8 @@ def collect_input_amax(
         Float32 scalars by name, where the model is.
 
     Raises:
-        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the layer and the row are
-            named); a layer that was never called.
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
+            named, or else the layer and the row); a layer that was never called.
     """
     check_ids(rows, model)
     amax: dict[str, torch.Tensor] = {}
@@ -56,13 +57,18 @@ def collect_input_amax(
     def observe(name: str, x: torch.Tensor) -> None:
         largest = x.detach().abs().amax().float()
         if not bool(torch.isfinite(largest)):
-            raise ValueError(f"{name}: the input holds NaN or infinity on calibration row {row_index}")
+            raise InputNotFiniteError(name, f"on calibration row {row_index}")
         amax[name] = torch.maximum(amax.get(name, largest), largest)
         if observers:
             observers[name].update(x)
 
     home = device_of(model)
-    with torch.no_grad(), placed(model, device) as there, watch_inputs(model, names, observe):
+    with (
+        torch.no_grad(),
+        placed(model, device) as there,
+        naming_the_culprit(model),
+        watch_inputs(model, names, observe),
+    ):
         rows = rows.to(there)
         for row_index in range(len(rows)) if observers else own_batches(len(rows)):
             model(rows[row_index : row_index + 1])

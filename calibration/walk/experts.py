@@ -32,6 +32,7 @@ from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, round_activation
 from quant.calibration.walk.collect import put_back, watch_experts
 from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.not_finite import InputNotFiniteError
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.shared_moments import Moments, at_a_time, pooled, stats_of
 from quant.formats.tensor import BlockScaledTensor
@@ -144,7 +145,7 @@ class ExpertsWork:
             if len(x) == 0:
                 return
             if not bool(torch.isfinite(x).all()):
-                raise ValueError(f"{member.name}: the input of expert {expert} holds NaN or infinity")
+                raise InputNotFiniteError(member.name, f"at expert {expert}")
             sums[expert].add(batch, round_activation(x, member.activation, self.input_scales.get(member.name)))
 
         with fast_matmul():

@@ -54,6 +54,7 @@ from quant.calibration.walk.block import BlockWork
 from quant.calibration.walk.experts import ExpertsWork
 from quant.calibration.walk.group import Settings, Solved, gather
 from quant.calibration.walk.memory import naming_the_block
+from quant.calibration.walk.not_finite import naming_the_culprit
 from quant.calibration.walk.stand_in import weight_of
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import LayerPlan, Plan
@@ -128,14 +129,14 @@ def solve_sequentially(
         keeper: is told of every block, and may know finished ones.
 
     Raises:
-        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (layer and row are named); a
-            layer that no token reached, with no sibling to borrow statistics from; a solver that does not support a
-            format; a device without room for a block (`BlockTooLargeError`).
+        ValueError: a token id outside the vocabulary; an input that holds NaN or infinity (the weight that does is
+            named, or else the layer and the row); a layer that no token reached, with no sibling to borrow statistics
+            from; a solver that does not support a format; a device without room for a block (`BlockTooLargeError`).
     """
     check_solvers(plan)
     check_ids(rows, model)
     walk = _Walk(model, plan, rows, apply, settings or Settings(), input_scales or {}, progress, keeper or Keeper())
-    with torch.no_grad(), _without_cache(model):
+    with torch.no_grad(), _without_cache(model), naming_the_culprit(model):
         walk.run()
 
 

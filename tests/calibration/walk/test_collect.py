@@ -71,12 +71,15 @@ def test_a_layer_that_is_never_called_is_named() -> None:
 
 
 def test_nan_is_named_with_layer_and_row() -> None:
+    """Or with the weight that holds it, which here makes the input of the layer behind it NaN."""
     model = Chain()
-    with torch.no_grad():
-        model.embed.weight[7] = torch.nan
+    model.embed.forward = lambda ids: model.embed.weight[ids].masked_fill((ids == 7)[..., None], torch.nan)
     data = torch.tensor([[1, 2], [3, 4], [5, 7]])
-    with pytest.raises(ValueError, match="a: the input holds NaN or infinity on calibration row 2"):
+    with pytest.raises(ValueError, match=r"^a: the input holds NaN .* on calibration row 2, and no weight does"):
         collect_input_amax(model, ["a", "b"], data)
+    model.a.weight.data[1, 1] = torch.nan
+    with pytest.raises(ValueError, match=re.escape("a.weight [8, 8] holds 1 value(s) that are NaN")):
+        collect_input_amax(model, ["a", "b"], data[:2])
 
 
 def test_experts_see_the_tokens_routed_to_them() -> None:

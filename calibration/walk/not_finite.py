@@ -1,0 +1,63 @@
+"""`naming_the_culprit` says where an input that is not finite comes from: a weight before the layer, or the data.
+
+NaN spreads: one in a projection is in every input behind it. The layer that is first seen to get it is therefore
+innocent, and so is the calibration row, unless every weight of the model is finite.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from quant.calibration.carrier import value_of
+from quant.formats.finite import is_finite, is_finite_or_mask
+
+
+class InputNotFiniteError(ValueError):
+    """The input of a layer holds NaN or infinity.
+
+    Args:
+        name: of the layer.
+        where: the calibration row, or the expert, in words.
+    """
+
+    def __init__(self, name: str, where: str) -> None:
+        super().__init__(f"{name}: the input holds NaN or infinity {where}")
+        self.name = name
+
+
+@contextmanager
+def naming_the_culprit(model: nn.Module) -> Iterator[None]:
+    """While open, an `InputNotFiniteError` names the tensor that holds NaN or infinity, or says that none does.
+
+    Args:
+        model: searched whole, but for parameters of other blocks that are still in their files.
+    """
+    try:
+        yield
+    except InputNotFiniteError as error:
+        inside = re.match(r".*\.\d+\.", error.name)
+        culprit = _culprit(model, inside.group() if inside else "")
+        if culprit is not None:
+            seen = f"first seen in the input of {error.name}"
+            raise ValueError(f"{culprit}; repair the model, or download it again ({seen})") from None
+        raise ValueError(
+            f"{error}, and no weight does: leave out the data that cause it, or load the model in a wider dtype if it "
+            "overflows"
+        ) from None
+
+
+def _culprit(model: nn.Module, block: str) -> str | None:
+    """The first tensor of a model that holds NaN or infinity, with its shape and how many values do."""
+    for is_buffer, tensors in ((False, model.named_parameters()), (True, model.named_buffers())):
+        for name, tensor in tensors:
+            if hasattr(tensor, "stored") and not name.startswith(block):
+                continue
+            value = value_of(tensor)
+            if not (is_finite_or_mask(value) if is_buffer else is_finite(value)):
+                bad = int((~value.float().isfinite()).sum())
+                return f"{name} {list(value.shape)} holds {bad:,} value(s) that are NaN or infinite"
+    return None
