@@ -142,6 +142,19 @@ def test_what_is_no_input_is_refused(given: Any, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("preset", ["nvfp4", "fp8", "int8_static", "fp8_channel", "mxfp8", "nvfp4a16"])
+@pytest.mark.parametrize("effort", [0, 1, None])
+def test_without_data_a_static_scale_is_all_that_is_missed(preset: str, effort: int | None) -> None:
+    """What docs/calibration.md says: effort 1 takes the place of 2, but nothing can give a static scale."""
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 32))
+    if preset in ("nvfp4", "fp8", "int8_static"):
+        with pytest.raises(UserError, match="pass calibration data"):
+            quant.quantize(model, preset, effort=effort)
+    else:
+        plan = quant.quantize(model, preset, effort=effort).plan
+        assert {layer.solver for layer in plan.quantized} == {"rtn" if effort == 0 else "mse"}
+
+
 def test_a_budget_takes_one_tensor() -> None:
     with pytest.raises(UserError, match="one tensor"):
         quant.quantize(llama(), data={"input_ids": ROWS}, bits=6)
