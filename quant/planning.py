@@ -65,7 +65,7 @@ def make_plan(
     if isinstance(model, nn.Module):
         layers, unknown = grouped_layers(model, run)
     else:
-        layers, unknown = layers_of_state_dict(model), NOT_RUN
+        layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
     if recipe.solver is None:
         level = effort if isinstance(model, nn.Module) else min(effort, 1)
         experts = any(layer.kind == "experts" or ".experts." in layer.name for layer in layers)

@@ -349,24 +349,32 @@ def solve_state_dict(
 ) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
     """Weight-only quantization of a bare state dict: the solved weights by layer name, and the results."""
     there = find_device(device)
-    solved, results = {}, []
+    solved: dict[str, BlockScaledTensor] = {}
+    results: dict[str, LayerResult] = {}
     read_later = {layer.tensor_name for layer in plan.quantized}
     for name in tensors.keys() - read_later:
         # Without a module, masks cannot be told from weights.
         _check_values(name, tensors[name], is_buffer=True)
+    own = {members[0].name: members for members in by_input(plan.quantized)}
     for done, layer in enumerate(plan.layers, 1):
-        weight = tensors[layer.tensor_name]
-        weight = weight.t() if layer.transposed else weight
+        weight = _stored_weight(tensors, layer)
         if layer.weight is None:
-            results.append(layer_result(layer, weight, None))
-        else:
-            moved = weight.to(there)
-            found = _solve([layer], {layer.name: moved}, there)[layer.name]
-            results.append(layer_result(layer, moved, found))
-            solved[layer.name] = found.to(weight.device)
+            results[layer.name] = layer_result(layer, weight, None)
+        elif layer.name in own:
+            members = own[layer.name]
+            moved = {member.name: _stored_weight(tensors, member).to(there) for member in members}
+            found = _solve(members, moved, there)
+            results |= {m.name: layer_result(m, moved[m.name], found[m.name]) for m in members}
+            solved |= {name: each.to(weight.device) for name, each in found.items()}
         if progress:
             progress("solve", done, len(plan.layers))
-    return solved, results
+    return solved, [results[layer.name] for layer in plan.layers]
+
+
+def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> torch.Tensor:
+    """The weight of a layer in a bare state dict, `[..., out, in]`."""
+    weight = tensors[layer.tensor_name]
+    return weight.t() if layer.transposed else weight
 
 
 def _solve(

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 import tiny_models
+import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
 
+import quant
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
 from quant.planning import NOT_RUN, coverage_warnings, make_plan
+from quant.solve import solve_state_dict
 
 
 def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:
@@ -37,5 +40,22 @@ def test_the_terminal_says_that_inputs_of_a_state_dict_stay_in_16_bit(tmp_path: 
     arguments = [str(tmp_path / "bare.safetensors"), "--out", str(tmp_path / "out"), "--format"]
     said = CliRunner().invoke(quantize_command, [*arguments, "nvfp4"])
     assert said.exit_code == 0 and "the inputs of 14 layers" in " ".join(said.output.split())
+    assert "fusion groups" not in said.output
     weight_only = CliRunner().invoke(quantize_command, [*arguments, "nvfp4a16", "--overwrite"])
     assert weight_only.exit_code == 0 and "the inputs of" not in " ".join(weight_only.output.split())
+
+
+def test_layers_of_a_state_dict_share_the_scale_of_the_run_model() -> None:
+    """Groups by name, solved together: the same global scales as from the module, whose run shows them."""
+    model = tiny_models.llama(gain=3.0)
+    tensors = model.state_dict()
+    plan = make_plan({name: tuple(tensor.shape) for name, tensor in tensors.items()}, "nvfp4a16")
+    solved, results = solve_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, plan)
+    assert (
+        len(plan.groups()) == 4
+        and len(results) == len(plan.layers)
+        and solved.keys() == {x.name for x in plan.quantized}
+    )
+    truth = quant.quantize(model, "nvfp4a16", solver="rtn").model
+    for name, weight in solved.items():
+        assert torch.equal(weight.dequantize(), truth.get_submodule(name).quantized_weight.dequantize())
