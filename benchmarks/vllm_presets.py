@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=600.0, help="after which what is not done is left out")
     parser.add_argument("--steps", type=int, default=300, help="of training, for the models of experts")
-    parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as overlap")
+    parser.add_argument("--switch", default="1", help="value of BLOCKSCALE_VLLM where the plug-in is on, as layers")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--do", choices=("all", "make", "serve", "table"), default="all")
     parser.add_argument("--name", help="of the one model that a process makes")

@@ -2,8 +2,8 @@
 
 It puts our kernel classes at the head of vLLM's lists, where they take quantized layers with inputs in 16 bit. vLLM is
 left as it is, with one line in its log that says why, where the environment has `BLOCKSCALE_VLLM=0`, where vLLM is a
-release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU. `BLOCKSCALE_VLLM=overlap`
-also replaces norms and SwiGLU (`quant/vllm_plugin/between.py`).
+release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU. It also replaces the norms
+and SwiGLU between our layers (`quant/vllm_plugin/between.py`), unless the environment has `BLOCKSCALE_VLLM=layers`.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
@@ -86,7 +86,7 @@ def install() -> str:
     modelopt.MarlinNvFp4LinearKernel = linear.weight_only_nvfp4
     experts.install()
     attention.install()
-    if os.environ.get("BLOCKSCALE_VLLM") == "overlap":
+    if os.environ.get("BLOCKSCALE_VLLM") != "layers":
         between.install()
     envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
     return (

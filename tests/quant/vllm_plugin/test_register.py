@@ -112,15 +112,20 @@ def test_methods_take_the_arguments_of_vllms_own(vllm: Any) -> None:
     assert checked > 10
 
 
-def test_our_classes_come_first_however_often_they_are_installed(vllm: Any) -> None:
+def test_our_classes_come_first_however_often_they_are_installed(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.model_executor.custom_op import op_registry_oot
     from vllm.model_executor.kernels import linear as lists
     from vllm.model_executor.layers.fused_moe.oracle import nvfp4
     from vllm.platforms import PlatformEnum
 
+    monkeypatch.setenv("BLOCKSCALE_VLLM", "layers")
     register.install()
+    assert "RMSNorm" not in op_registry_oot
+    monkeypatch.delenv("BLOCKSCALE_VLLM")
     first = nvfp4.select_nvfp4_moe_backend
     register.install()
+    assert op_registry_oot["RMSNorm"].__name__ == "BlockscaleRMSNorm"
+    assert op_registry_oot["SiluAndMul"].__name__ == "BlockscaleSiluAndMul"
     assert nvfp4.select_nvfp4_moe_backend is first
     for by_platform in (lists._POSSIBLE_NVFP4_KERNELS, lists._POSSIBLE_MXFP4_KERNELS, lists._POSSIBLE_WFP8A16_KERNELS):
         names = [cls.__name__ for cls in by_platform[PlatformEnum.CUDA]]
@@ -128,7 +133,6 @@ def test_our_classes_come_first_however_often_they_are_installed(vllm: Any) -> N
     names = [cls.__name__ for cls in lists._POSSIBLE_KERNELS[PlatformEnum.CUDA]]
     order = [names.index(f"{name}LinearKernel") for name in ("Machete", "BlockscaleInt4", "Marlin")]
     assert order == sorted(order) and names.count("BlockscaleInt4LinearKernel") == 1
-    assert "RMSNorm" not in op_registry_oot
     assert lists.MarlinNvFp4LinearKernel is vllm.linear.BlockscaleNvFp4LinearKernel
     # The list that --linear-backend marlin goes by still has Marlin.
     assert "MarlinNvFp4LinearKernel" in {cls.__name__ for cls in lists._LINEAR_BACKEND_KERNEL_MAP["marlin"]}
