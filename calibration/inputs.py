@@ -6,6 +6,7 @@ texts, an encoder-decoder two texts. Here each row is one call with arguments of
     pixel_values [8, 3, 224, 224]           one tensor: rows along its first dimension
     {"input_ids": …, "pixel_values": …}     named tensors: the same, each row with a part of each
     a DataLoader, a list, any iterable      its items: a tensor, a tuple of positional or a dict of keyword arguments
+    a function of the model                 the calls that it makes
 
 A batch of texts of different lengths is padded, and a mask says where. Attention hides the padding, but the layers
 around it compute on it like on any token, and it would count in second moments and scales, although no output depends
@@ -129,13 +130,15 @@ def inputs_of(data: Any, model: nn.Module) -> Inputs:
     """Any calibration data but one tensor as `Inputs`; floating-point tensors take the dtype of the model.
 
     Args:
-        data: named tensors, whose rows are calls; or an iterable of calls, each a tensor, a tuple or a mapping, with a
-            batch dimension as a data loader gives them.
+        data: named tensors, whose rows are calls; an iterable of calls, each a tensor, a tuple or a mapping, with a
+            batch dimension as a data loader gives them; or a function that calls the model, as `recorded` takes it.
         model: is called with them.
 
     Raises:
         ValueError: there is nothing in it, nothing but padding, or something that is no argument of a model.
     """
+    if callable(data) and not isinstance(data, Iterable | nn.Module):
+        return recorded(model, data)
     calls = _rows_of(data) if isinstance(data, Mapping) else [_arguments(item) for item in _items(data)]
     if not calls:
         raise ValueError("the calibration data is empty")
@@ -164,10 +167,19 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
     """The calls that `forward_loop(model)` makes; it runs once, with the model as it is.
 
     Raises:
-        ValueError: it made none, or none with more than padding.
+        ValueError: it made none, none with more than padding, or one with a cache, whose tokens are not in the call.
     """
     calls: list[Arguments] = []
-    handle = model.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+
+    def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+            raise ValueError(
+                "forward_loop calls the model with a KV cache, as model.generate does, and a later pass has no such "
+                "cache: call the model itself on whole texts, model(input_ids)"
+            )
+        calls.append((args, kwargs))
+
+    handle = model.register_forward_pre_hook(record, with_kwargs=True)
     try:
         with torch.no_grad():
             forward_loop(model)
@@ -315,7 +327,8 @@ def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
 def _items(data: Any) -> Iterable[Any]:
     if isinstance(data, str | bytes) or not isinstance(data, Iterable):
         raise ValueError(
-            f"data is a {type(data).__name__}; give a tensor, named tensors, or an iterable of calls of the model"
+            f"data is a {type(data).__name__}; give a tensor, named tensors, an iterable of calls of the model, or a "
+            "function that calls it (forward_loop)"
         )
     return data
 

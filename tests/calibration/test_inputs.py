@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import quant
-from quant.calibration.inputs import Inputs, inputs_of, understood
+from quant.calibration.inputs import Inputs, inputs_of, recorded, understood
 from quant.errors import UserError
 
 ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
@@ -34,6 +34,7 @@ SAME = {
     "tensors": {"data": [row[None] for row in ROWS]},
     "generator": {"data": (row[None] for row in ROWS)},
     "loop": {"forward_loop": lambda model: [model(row[None]) for row in ROWS]},
+    "a function": {"data": lambda model: [model(row[None]) for row in ROWS]},
 }
 
 
@@ -153,6 +154,24 @@ def test_without_data_a_static_scale_is_all_that_is_missed(preset: str, effort: 
     else:
         plan = quant.quantize(model, preset, effort=effort).plan
         assert {layer.solver for layer in plan.quantized} == {"rtn" if effort == 0 else "mse"}
+
+
+def test_a_loop_that_generates_is_refused_with_the_way_out() -> None:
+    """Recorded calls are run again, and a token that generate passes stands for none of those in its cache."""
+    model = llama()
+    model.generation_config.eos_token_id = None
+
+    def generate(module: Any) -> None:
+        module.generate(ROWS, max_new_tokens=3, do_sample=False)
+
+    with pytest.raises(ValueError, match=r"KV cache, as model.generate does.*call the model itself on whole texts"):
+        quant.quantize(model, "nvfp4", generate)
+    assert not model._forward_pre_hooks
+
+    def without_cache(module: Any) -> None:
+        module.generate(ROWS, max_new_tokens=3, do_sample=False, use_cache=False)
+
+    assert len(recorded(model, without_cache)) == 3
 
 
 def test_a_budget_takes_one_tensor() -> None:
