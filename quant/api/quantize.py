@@ -6,6 +6,8 @@ Each of these steps is a public function that a training script can call alone, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +22,11 @@ from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration_data import mixed_text
 from quant.errors import UserError
+from quant.formats.format import parse_format
 from quant.planning import make_plan
 from quant.recipes import effort as efforts
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import KEEP, Recipe
+from quant.recipes.recipe import KEEP, Recipe, get_recipe
 from quant.solve import Quantized, solve_plan, with_calibration, with_options
 
 
@@ -35,6 +38,8 @@ def quantize(
     forward_loop: Callable[[nn.Module], Any] | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    lm_head: str | None = None,
+    kv_cache: str | None = None,
     solver: str | None = None,
     effort: int | None = None,
     run: Callable[[nn.Module], Any] | None = None,
@@ -55,12 +60,15 @@ def quantize(
         data: calibration token ids, int64 `[rows, seqlen]`, for static activation scales and for solvers that look
             at inputs; for a model of anything else its inputs, such as images `[rows, 3, height, width]`, named tensors
             `{"input_features": …, "decoder_input_ids": …}` with a row for each call, or any iterable of calls, such as
-            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments. None takes 32 rows of
-            512 tokens where the plan needs any: text that a causal language model writes itself, and the samples that
-            come with this package where there is a `tokenizer`.
-        forward_loop: in the place of `data`: `forward_loop(model)` calls the model on calibration inputs.
+            a DataLoader: each a tensor, a tuple of positional or a dict of keyword arguments; or a `forward_loop`.
+            None takes 32 rows of 512 tokens where the plan needs any: text that a causal language model writes itself,
+            and the samples that come with this package where there is a `tokenizer`.
+        forward_loop: in the place of `data`: `forward_loop(model)` calls the model on calibration inputs, without a KV
+            cache.
         include: globs; if given, only layers that match one are quantized.
         exclude: globs of layers that stay in 16 bit.
+        lm_head: format of the output head, whose inputs stay in 16 bit; replaces the recipe's.
+        kv_cache: format of the KV cache, "fp8", or "16bit"; replaces the recipe's.
         solver: replaces the recipe's.
         effort: 0 to 3, chooses a solver where neither `solver` nor the recipe names one; see `quant.recipes.effort`.
             None is 2 where there is data or the model writes some, 1 where there is none, and 0 for a budget.
@@ -82,6 +90,7 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
+    _check_model(model)
     if forward_loop is not None:
         if data is not None:
             raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
@@ -91,11 +100,14 @@ def quantize(
     _check_data(data)
     if run is None and data is not None and data.is_floating_point():
         run = on_first(data)
+    cache = None if kv_cache is None else kv_cache_name(kv_cache, "kv_cache=")
     if bits is not None or max_kl is not None or formats is not None:
         if recipe != "nvfp4":
             raise UserError(f"recipe {recipe!r} fixes the formats that a budget would choose; name those with formats=")
         if guard is not None or observer is not None:
             raise UserError("guard= and observer= would change what a budget is measured with; pass them with the plan")
+        if lm_head is not None:
+            raise UserError("a budget counts the layers inside the model: leave lm_head= out, and set it in the plan")
         if isinstance(data, Inputs):
             raise UserError("a budget measures on one tensor, token ids or images; pass one, or a recipe and this data")
         goal = Goal(bits=bits, max_kl=max_kl)
@@ -109,20 +121,56 @@ def quantize(
             data, held_out = HeldOut.from_calibration(data)
         plan = allocate(
             model, data, goal, formats=formats or FORMATS, solver=solver or efforts.solver_of(effort or 0, KEEP),
-            include=include, exclude=exclude, held_out=held_out, run=run, device=device, progress=progress,
+            include=include, exclude=exclude, kv_cache=cache, held_out=held_out, run=run, device=device,
+            progress=progress,
         ).plan  # fmt: skip
         plan = plan if records is None else with_calibration(plan, records)
     elif isinstance(recipe, Plan):
-        if include or exclude or solver or effort is not None:
-            raise UserError("a plan says everything: edit it instead of passing include, exclude, solver or effort")
+        if include or exclude or solver or effort is not None or lm_head is not None or kv_cache is not None:
+            raise UserError(
+                "a plan says everything: edit it instead of passing include, exclude, lm_head, kv_cache, solver or "
+                "effort"
+            )
         plan = recipe
     else:
         level = efforts.DEFAULT if effort is None else effort
-        plan = make_plan(model, recipe, include=include, exclude=exclude, solver=solver, effort=level, run=run)
+        if cache is not None:
+            recipe = replace(get_recipe(recipe) if isinstance(recipe, str) else recipe, kv_cache=cache)
+        plan = make_plan(
+            model, recipe, include=include, exclude=exclude, lm_head=lm_head, solver=solver, effort=level, run=run
+        )
     plan = with_options(plan, guard, observer)
     quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
     attach(model, quantized.plan)
     return quantized
+
+
+def kv_cache_name(given: str, option: str) -> str:
+    """A format of the KV cache as recipes spell it.
+
+    Args:
+        given: by the user, who may write 16bit.
+        option: that it was given with, for the error message.
+
+    Raises:
+        UserError: an unknown format.
+    """
+    try:
+        found = parse_format(given)
+    except ValueError:
+        raise UserError(
+            f"{option} {given}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
+        ) from None
+    return found.name if found else KEEP
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, str | Path):
+        raise UserError(f"{model}: quantize takes a module; open it with quant.open_model({str(model)!r}).model")
+    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
+    raise UserError(f"quantize takes a module, and this is a {type(model).__name__}: {hint}")
 
 
 def _check_data(data: torch.Tensor | Inputs | None) -> None:

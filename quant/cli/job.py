@@ -14,6 +14,7 @@ import torch
 from quant.allocation.allocate import FORMATS
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Constraint, Goal
+from quant.api.quantize import kv_cache_name
 from quant.calibration.inputs import on_first
 from quant.calibration.placement import find_device
 from quant.calibration.sensitivity.costs import parse_quantity
@@ -27,11 +28,10 @@ from quant.extras import versions
 from quant.models.files import find_model
 from quant.models.open import Source
 from quant.plan_check import Problem, read_plan, refuse
-from quant.plan_edit import set_kv_cache
 from quant.planning import make_plan
 from quant.recipes import effort
 from quant.recipes.plan import Plan
-from quant.recipes.recipe import KEEP, Recipe, get_recipe
+from quant.recipes.recipe import Recipe, get_recipe
 from quant.solve import with_options
 
 PlanFile = tuple[Plan, list[Problem]]
@@ -221,10 +221,7 @@ class Job:
 
     def kv_cache_name(self) -> str | None:
         """--kv-cache as recipes spell it; None if it was not given."""
-        if self.kv_cache is None:
-            return None
-        chosen = set_kv_cache(Plan(()), self.kv_cache).kv_cache
-        return chosen.name if chosen else KEEP
+        return None if self.kv_cache is None else kv_cache_name(self.kv_cache, "--kv-cache")
 
     def plan(self, source: Source, recipe: Recipe | PlanFile) -> Plan:
         """The plan for a model: the recipe's, or the file's where it fits the model."""

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tiny_models
@@ -22,6 +23,7 @@ from quant.models.open import open_model
 from quant.plan_check import check_plan_fits
 from quant.planning import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers
+from quant.recipes.recipe import get_recipe
 from quant.solve import apply_plan, solve_state_dict
 
 transformers = pytest.importorskip("transformers")
@@ -261,3 +263,41 @@ def test_unknown_fusion_groups_are_said() -> None:
     assert "expects them to share one" in fusion_warnings(plan)[0]
     assert fusion_warnings(make_plan(net, "nvfp4a16", run=example)) == []
     assert fusion_warnings(make_plan(net, "mxfp8")) == []  # no global scale, nothing to share
+
+
+def test_the_head_and_the_kv_cache_get_formats_of_their_own() -> None:
+    """As the same recipe with `kv_cache`, and the same plan with `lm_head`."""
+    done = quantize(tiny_models.llama(), "mxfp8", IDS % 32, lm_head="fp8_channel", kv_cache="fp8", effort=0)
+    recipe = replace(get_recipe("mxfp8"), kv_cache="fp8")
+    expected = make_plan(tiny_models.llama(), recipe, lm_head="fp8_channel")
+    assert done.plan.kv_cache == FORMATS["fp8"]
+    assert [layer.weight for layer in done.plan.layers] == [layer.weight for layer in expected.layers]
+    assert done.plan.by_name["lm_head"].weight == FORMATS["fp8_channel"]
+    allocated = quantize(tiny_models.llama(), data=IDS % 32, bits=12.0, formats="fp8", kv_cache="fp8")
+    assert allocated.plan.kv_cache == FORMATS["fp8"]
+    assert quantize(tiny_models.llama(), recipe, effort=0, kv_cache="16bit").plan.kv_cache is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kv_cache": "fp4"}, "kv_cache= fp4: unknown format of a KV cache; checkpoints hold it in fp8"),
+        ({"lm_head": "fp4"}, "unknown format 'fp4'"),
+        ({"bits": 6, "lm_head": "fp8"}, "leave lm_head= out"),
+        ({"recipe": make_plan(Net(), "mxfp8", run=example), "kv_cache": "fp8"}, "a plan says everything"),
+        ({"recipe": make_plan(Net(), "mxfp8", run=example), "lm_head": "fp8"}, "a plan says everything"),
+    ],
+)
+def test_formats_of_head_and_cache_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        quantize(tiny_models.llama(), data=IDS % 32, **options)
+
+
+def test_what_is_no_module_is_refused_with_the_way_to_one() -> None:
+    for path in (BASE, str(BASE)):
+        with pytest.raises(UserError, match=r"open it with quant.open_model\('.*'\).model"):
+            quantize(path, "nvfp4", IDS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"this is a Source: pass its \.model"):
+        quantize(open_model(BASE), "nvfp4", IDS)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"this is a dict: pass a torch.nn.Module"):
+        quantize({}, "nvfp4", IDS)  # type: ignore[arg-type]
