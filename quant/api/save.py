@@ -13,6 +13,7 @@ from torch import nn
 
 from quant.api.reload import check_experts, check_read_back, trial
 from quant.calibration.blocks import stored_dtype
+from quant.errors import UserError
 from quant.export import compressed_tensors as layout
 from quant.export.checkpoint import (
     checkpoint_tensors,
@@ -34,7 +35,7 @@ Finish = Callable[[Path, dict[str, str], list[str]], None]
 
 def save(
     model: nn.Module,
-    plan: Plan,
+    plan: Plan | None,
     directory: str | Path,
     *,
     tokenizer: Any = None,
@@ -46,7 +47,7 @@ def save(
 
     Args:
         model: quantized by `plan`. Without a transformers config, config.json is left out.
-        plan: what was applied.
+        plan: what was applied; None for the plan that a model of transformers carries once it is quantized.
         directory: appears when everything in it is written, and not before.
         tokenizer: saved beside the model, if given.
         overwrite: replaces what is in `directory`.
@@ -58,10 +59,11 @@ def save(
         SHA-256 of each weight file, by name.
 
     Raises:
-        ValueError: the layout cannot store a format of the plan, a tensor holds NaN or infinity, or transformers would
-            load other tensors than these.
+        ValueError: there is no plan, the layout cannot store a format of it, a tensor holds NaN or infinity, or
+            transformers would load other tensors than these.
         FileExistsError: `directory` is not empty and `overwrite` is False.
     """
+    plan = _own_plan(model) if plan is None else plan
     layout.check_plan(plan)
     names = stored_names(model)
     for message in [*layout.rotation_warnings(plan), *layout.stopped_warnings(plan, names)]:
@@ -77,6 +79,17 @@ def save(
         model, plan, directory, names, tokenizer=tokenizer, overwrite=overwrite,
         allow_missing=allow_missing, finish=told,
     )  # fmt: skip
+
+
+def _own_plan(model: nn.Module) -> Plan:
+    """The plan that a quantized model carries."""
+    plan = getattr(model, "quantization_plan", None)
+    if not isinstance(plan, Plan):
+        raise UserError(
+            f"{type(model).__name__} carries no plan: pass the .plan of what quant.quantize gave, or "
+            "quant.Plan.load(FILE)"
+        )
+    return plan
 
 
 def write_model(

@@ -33,7 +33,14 @@ def test_save_pretrained_writes_what_save_writes(build: Any, tmp_path: Path) -> 
     done = quant.quantize(build(dtype=torch.bfloat16), "nvfp4a16")
     quant.save(done.model, done.plan, tmp_path / "saved")
     done.model.save_pretrained(tmp_path / "pretrained")
-    assert files(tmp_path / "pretrained") == files(tmp_path / "saved")
+    quant.save(done.model, None, tmp_path / "own plan")
+    assert files(tmp_path / "pretrained") == files(tmp_path / "saved") == files(tmp_path / "own plan")
+
+
+def test_a_model_without_a_plan_is_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"LlamaForCausalLM carries no plan: pass the \.plan"):
+        quant.save(tiny_models.llama(), None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_loaded_model_saves_the_same_bytes_again_beside_other_files(tmp_path: Path) -> None:
