@@ -25,6 +25,19 @@ from quant.recipes.plan import LayerPlan, Plan, groups_of
 _DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
 
 
+class NoTextError(UserError):
+    """There is no calibration text for a plan that needs some.
+
+    Args:
+        plan: whose layer the message names.
+        why: no text could be found.
+    """
+
+    def __init__(self, plan: Plan, why: str) -> None:
+        super().__init__(f"{lacks_data(plan)} ({why})")
+        self.why = why
+
+
 def solver_needs_data(layer: LayerPlan) -> bool:
     """Whether the layer's solver looks at its inputs."""
     return get_pipeline(layer.solver).needs_data
@@ -73,7 +86,7 @@ def mixed_text(
         int64 `[samples, seqlen]`, and what they were made of.
 
     Raises:
-        UserError: there is no text for this model; the message names the layer that needs some.
+        NoTextError: there is no text for this model; the message names the layer that needs some.
     """
     context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
@@ -96,7 +109,7 @@ def mixed_text(
     except torch.OutOfMemoryError:
         raise
     except (ValueError, TypeError, RuntimeError, IndexError) as error:
-        raise UserError(f"{lacks_data(plan)} ({error})") from error
+        raise NoTextError(plan, str(error)) from error
 
 
 def _too_large(model: nn.Module, device: torch.device | None) -> str | None:

@@ -35,7 +35,15 @@ from quant.calibration.walk.guard import Guard
 from quant.calibration.walk.memory import block_bytes, usable_bytes
 from quant.calibration.walk.scratch import Scratch
 from quant.calibration.walk.sequential import solve_sequentially
-from quant.calibration_data import by_input, calibrate, lacks_data, mixed_text, observer_of, solver_needs_data
+from quant.calibration_data import (
+    NoTextError,
+    by_input,
+    calibrate,
+    lacks_data,
+    mixed_text,
+    observer_of,
+    solver_needs_data,
+)
 from quant.errors import UserError, megabytes
 from quant.export.checkpoint import plan_of_model
 from quant.export.checkpoint_check import value_problem
@@ -207,12 +215,15 @@ def with_data(plan: Plan, find: Callable[[], tuple[T, list[Record]]]) -> tuple[P
     Where it finds none, and an effort chose the solver that needs some, the plan of effort 1 and no data.
 
     Raises:
-        UserError: there is no data, and the plan needs it.
+        UserError: there is no data, and the plan needs it; at effort 1 too, if its effort chose a solver: then the
+            message names what that needs.
     """
     try:
         data, records = find()
     except UserError as error:
         lower = without_data(plan, str(error))
+        if lower is not None and lacks_data(lower) and isinstance(error, NoTextError):
+            raise NoTextError(lower, error.why) from error
         if lower is None or lacks_data(lower):
             raise
         return lower, None
