@@ -73,7 +73,8 @@ def verify(directory: str | Path, model: nn.Module | None = None) -> Verificatio
 
     Args:
         directory: the checkpoint, or its name on the Hugging Face hub.
-        model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place. Where neither is
+            there, the files and the plan alone are checked.
 
     Raises:
         UserError: not a quantized checkpoint.
@@ -116,7 +117,17 @@ class _Subject:
 
     @cached_property
     def opened(self) -> Checkpoint:
+        if not self.is_described:
+            raise _NotCheckedError(
+                "there is no config.json that says how to build the model: name its module with --model-factory, or "
+                "pass it in Python"
+            )
         return Checkpoint(self.directory, self.given or outline(self.directory))
+
+    @property
+    def is_described(self) -> bool:
+        """Whether there is a module, or a config that says how to build it."""
+        return self.given is not None or (self.directory / "config.json").is_file()
 
     @cached_property
     def plan(self) -> Plan:
@@ -125,7 +136,8 @@ class _Subject:
         if not file.is_file():
             return self.opened.plan
         plan = Plan.load(file)
-        check_plan_fits(plan, find_layers(self.opened.model))
+        if self.is_described:
+            check_plan_fits(plan, find_layers(self.opened.model))
         return plan
 
 
@@ -184,6 +196,7 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
 
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
     """vLLM requantizes siblings in FP8 that differ, so only where our plan made them one group is that a finding."""
+    _ = subject.opened  # what `_tensors` has read of it is compared
     groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != "experts"}
     for members in groups.values() or _siblings(subject.plan.quantized):
         for part in ("weight", "input"):
@@ -212,6 +225,7 @@ def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
 def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
     if failed:
         raise _NotCheckedError("the findings above come first")
+    _ = subject.opened  # or why it cannot be
     model = load(subject.directory, subject.given)
     held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
     expected = None if held is None else Fingerprint.from_dict(held)

@@ -45,8 +45,9 @@ def verify_command(ctx: click.Context, directory: str, model_factory: str | None
         for finding in result.findings:
             click.echo(printable(f"{finding.check}: {finding.what}"))
         if not quiet:
-            for name, why in result.skipped.items():
-                click.echo(printable(f"{name}: not checked, {why}"), err=True)
+            for why in dict.fromkeys(result.skipped.values()):
+                names = ", ".join(name for name, given in result.skipped.items() if given == why)
+                click.echo(printable(f"{names}: not checked, {why}"), err=True)
             click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
     if result.findings:
         ctx.exit(2)

@@ -181,6 +181,21 @@ def test_a_plain_module(tmp_path: Path) -> None:
     assert "Sequential does not run on token ids" in found.skipped["forward pass"]
 
 
+def test_a_state_dict_without_its_module_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None:
+    """What cannot be checked without a module is one sentence with the way out, and no finding."""
+    save_file({"up.weight": torch.randn(32, 64), "down.weight": torch.randn(64, 32)}, tmp_path / "sd.safetensors")
+    arguments = ["quantize", tmp_path / "sd.safetensors", "--format", "mxfp8", "--out", tmp_path / "out"]
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exit_code == 0, result.output
+    result = verify(tmp_path / "out")
+    assert result.exit_code == 0 and not result.stdout
+    assert re.search(r"^tensors, fusion groups, forward pass: not checked, .*--model-factory", result.stderr, re.M)
+    assert result.stderr.count("config.json") == 1 and "0 findings in files, plan\n" in result.stderr
+    edit(tmp_path / "out", "plan.json", lambda plan: plan["layers"][0].update(weight="fp8_channel"))
+    changed = verify(tmp_path / "out")
+    assert changed.exit_code == 2 and "is not the plan that was executed" in changed.stdout
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"files": 3}', '{"files": {"a": 1}}', "[" * 100_000])
 def test_a_report_that_is_none(text: str, saved: Path, tmp_path: Path) -> None:
     out = shutil.copytree(saved, tmp_path / "out")
