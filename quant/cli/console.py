@@ -155,7 +155,7 @@ class Stages:
     def _line(self, stage: str) -> str:
         task = self._task(stage)
         left = "" if task.finished or task.time_remaining is None else f", {task.time_remaining:.0f} s left"
-        elapsed = f"{task.elapsed or 0:.0f} s{left}"
+        elapsed = f"{(task.finished_time if task.finished else task.elapsed) or 0:.0f} s{left}"
         return f"{task.description} {task.completed:.0f}/{task.total or 0:.0f}, {elapsed}; {task.fields['facts']}"
 
 

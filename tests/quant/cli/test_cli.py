@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
@@ -542,6 +543,19 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(
     assert re.match(r"quantizing 2/4, \d+ s.*; layers.1, 20 tokens/s, [\d.]+ .B of memory", second[0])
     assert re.match(r"quantizing 3/4, \d+ s.*; layers.2, 10 tokens/s, ", third[0])
     assert re.match(r"quantizing 4/4, \d+ s; ", last[0]) and re.match(r"evaluating 1/2, \d+ s; ", last[1])
+
+
+def test_a_stage_that_has_ended_keeps_its_time() -> None:
+    clock = [0.0]
+    found = console.Stages(Progress(get_time=lambda: clock[0], disable=True))
+    found("text", 0, 8)
+    clock[0] = 44
+    found("text", 8, 8)
+    found("solve", 0, 4)
+    clock[0] = 189
+    found("solve", 4, 4)
+    text, solve = found.last_lines()
+    assert re.match(r"\S.* 8/8, 44 s; ", text) and re.match(r"quantizing 4/4, 145 s; ", solve)
 
 
 def test_the_work_of_solving() -> None:
