@@ -246,6 +246,28 @@ def score(
     )  # fmt: skip
 
 
+@_on_linears
+def check_feasible(
+    model: nn.Module,
+    goal: Goal,
+    *,
+    formats: str | Sequence[str] = FORMATS,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    constraints: Sequence[Constraint] = (),
+    kv_cache: str | None = None,
+    run: Run | None = None,
+) -> None:
+    """Refuses what `allocate` would refuse, from shapes alone, for those who have no rows yet; arguments as there.
+
+    Raises:
+        Infeasible, UserError: as `allocate`.
+    """
+    candidates = parse_candidates(formats)
+    space = Space.of(model, candidates, goal, "rtn", include, exclude, constraints, kv_cache, run, None)
+    space.explain(goal, space.problem())
+
+
 def _away(model: nn.Module, device: Device) -> torch.device | None:
     """The device that `device` names where the model is on another; else None."""
     there = find_device(device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.allocation.allocate import FORMATS, allocate
+from quant.allocation.allocate import FORMATS, allocate, check_feasible
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.api.pretrained import attach
@@ -112,7 +112,11 @@ def quantize(
             raise UserError("a budget measures on one tensor, token ids or images; pass one, or a recipe and this data")
         goal = Goal(bits=bits, max_kl=max_kl)
         records = None
+        choices: dict[str, Any] = {
+            "formats": formats or FORMATS, "include": include, "exclude": exclude, "kv_cache": cache, "run": run
+        }  # fmt: skip
         if data is None:
+            check_feasible(model, goal, **choices)  # before text is written, which takes long
             made_for = make_plan(model, "fp8", include=include, exclude=exclude, run=run)
             data, record = mixed_text(model, made_for, tokenizer, device=device, progress=progress)
             records = [{"source": "mix", **record}]
@@ -120,9 +124,8 @@ def quantize(
         if goal.has_limit:
             data, held_out = HeldOut.from_calibration(data)
         plan = allocate(
-            model, data, goal, formats=formats or FORMATS, solver=solver or efforts.solver_of(effort or 0, KEEP),
-            include=include, exclude=exclude, kv_cache=cache, held_out=held_out, run=run, device=device,
-            progress=progress,
+            model, data, goal, solver=solver or efforts.solver_of(effort or 0, KEEP), held_out=held_out, device=device,
+            progress=progress, **choices,
         ).plan  # fmt: skip
         plan = plan if records is None else with_calibration(plan, records)
     elif isinstance(recipe, Plan):

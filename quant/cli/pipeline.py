@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.allocation.allocate import Allocation, allocate
+from quant.allocation.allocate import Allocation, allocate, check_feasible
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
 from quant.api.reload import check_experts
@@ -33,6 +33,7 @@ from quant.cli.inputs import (
     WRITTEN,
     as_rows,
     digest_of,
+    named_inputs,
     read_calibration,
     read_evaluation,
     share_written,
@@ -139,6 +140,13 @@ def _run_allocated(
         raise UserError(
             f"{job.model}: a bare state dict cannot be run, and an allocation measures; pass --model-factory"
         )
+    inputs = named_inputs(source, job.calib, 1, job.seqlen)
+    options = job.request.options()
+    choices: dict[str, Any] = {"include": job.include, "exclude": job.exclude, "kv_cache": job.kv_cache_name()}
+    check_feasible(
+        source.model, goal, formats=options["formats"], constraints=options["constraints"],
+        run=None if inputs is None else on_first(inputs), **choices,
+    )  # fmt: skip
     held_out = None
     if goal.has_limit and job.eval_texts:
         texts = _eval_rows(job, source, source.model, device, quiet=True)
@@ -153,16 +161,14 @@ def _run_allocated(
             data,
             goal,
             solver=job.solver or solver_of(job.effort or 0, KEEP),
-            include=job.include,
-            exclude=job.exclude,
-            kv_cache=job.kv_cache_name(),
             run=on_first(data) if data.is_floating_point() else None,
             held_out=held_out,
             seed=job.seed,
             provenance={**job.provenance(source), "calibration": "+".join(sources_of(job.calib))},
             device=device,
             progress=progress,
-            **job.request.options(),
+            **choices,
+            **options,
         )
     check_same({"the plan that the budget chose": found.plan.digest()}, device=device)
     check_plan(found.plan)

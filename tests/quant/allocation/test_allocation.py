@@ -34,6 +34,7 @@ from quant.errors import UserError
 from quant.evaluation import evaluate
 from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
+from quant.models.open import open_model
 from quant.page.report import Report, _kept_budget, summary
 from quant.planning import make_plan
 from quant.recipes.plan import Plan
@@ -521,6 +522,24 @@ def test_what_was_measured_is_what_is_written(model_dir: Path, tmp_path: Path) -
     assert read.exit_code == 0, read.output
     found = json.loads(read.stdout)
     assert found["kl"] == pytest.approx(said["kl"], rel=1e-3) and said["kl"] > 0
+
+
+def test_a_budget_that_nothing_keeps_is_refused_before_text_is_written(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4.5016 bits per weight is known from shapes; writing text takes seconds to minutes."""
+
+    def slow(*_: Any, **__: Any) -> None:
+        raise AssertionError("text is written")
+
+    monkeypatch.setattr("quant.cli.inputs.mixed_text", slow)
+    monkeypatch.setattr("quant.api.quantize.mixed_text", slow)
+    arguments = [str(model_dir), "--bits", "3", "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(quantize_command, arguments)
+    assert done.exit_code == 2 and "--bits 3: the smallest feasible value with these formats is 4.50" in done.stderr
+    assert "smallest feasible value" in CliRunner().invoke(quantize_command, [*arguments, "--fit", "1kB"]).stderr
+    with pytest.raises(Infeasible, match="smallest feasible value with these formats is"):
+        quantize(open_model(model_dir).model, bits=3)
 
 
 def test_the_command_line_refuses(model_dir: Path, tmp_path: Path) -> None:
