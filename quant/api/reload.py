@@ -5,8 +5,9 @@ the model runs. The names of a checkpoint's tensors are therefore checked by loa
 an error while the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the
 user is told, and told what works. Nothing is read but the headers of the files and single numbers.
 
-transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`, which
-do not fit its parameters: it stops at them, and does not run with codes in the place of weights.
+transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`. It
+stops at codes under the name of a weight that do not fit its parameters. Packed codes have another name: the weight is
+missing then, and becomes random numbers. Codes that fit, of a square matrix, it takes for the weight.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def trial(
         info = _load(directory, type(model), names)
     except Exception as error:  # transformers' own code, which may fail in any way
         if unknown:
-            return [_unknown_layers(unknown.values(), version)]
+            return [_unknown_layers(unknown.values(), version, "does not load this checkpoint")]
         if any(not tensor.numel() for tensor in names.values()):
             return []  # as it should; `runtime_warnings` says so
         if not _loads_dequantized(directory, type(model), names):
@@ -111,7 +112,9 @@ def trial(
             "does not find its attention; quant.load and servers use the scales of the cache"
         )
     if not problems:
-        return [*notes, *([_unknown_layers(unknown.values(), version)] if unknown else [])]
+        missing = any(name.rpartition(".")[0] in unknown for name in info["missing_keys"])
+        loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
+        return [*notes, *([_unknown_layers(unknown.values(), version, loads)] if unknown else [])]
     what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
     if allow_missing:
         return [*notes, f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
@@ -121,11 +124,12 @@ def trial(
     )
 
 
-def _unknown_layers(layers: Collection[LayerPlan], version: str) -> str:
+def _unknown_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
+    """What a user has to know of layers that transformers takes in 16 bit alone; `outcome` is what it does."""
     first = next(iter(layers))
     what = "convolution" if first.kind == "conv" else "Conv1D"
     need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
-    return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and does not load this checkpoint"
+    return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and {outcome}"
 
 
 def check_read_back(directory: Path, cls: Any) -> None:

@@ -122,6 +122,33 @@ def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path:
         assert torch.equal(theirs(ids).logits, quant.load(tmp_path / "out")(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("format", "include", "does"),
+    [
+        ("fp8_channel", (), "does not load this checkpoint"),
+        ("nvfp4a16", (), "loads this checkpoint with random numbers in the place of their weights"),
+        ("fp8_channel", ("*attn.c_proj",), "loads this checkpoint with codes in the place of their weights"),
+    ],
+)
+def test_what_transformers_does_with_conv1d_is_told_as_it_is(
+    format: str, include: tuple[str, ...], does: str, tmp_path: Path
+) -> None:
+    """Against what `from_pretrained` does with the checkpoint."""
+    done = quant.quantize(tiny_models.gpt2(dtype=torch.bfloat16), format, include=include, effort=0)
+    with pytest.warns(UserWarning, match=rf"layers, .* first, need quant.load: .* a Conv1D in 16 bit only, and {does}"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    if does.startswith("does not"):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+        return
+    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert bool(info["missing_keys"]) is ("random" in does)
+    layer = done.plan.quantized[0].name
+    ours = done.model.get_submodule(layer).dequantize().t().float()
+    found = theirs.get_submodule(layer).weight.detach().float()
+    assert float((found - ours).norm() / ours.norm()) > 0.5
+
+
 def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> None:
     build("HYV4ForCausalLM", torch.bfloat16).save_pretrained(tmp_path / "model")
     job = Job(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
