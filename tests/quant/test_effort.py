@@ -83,7 +83,7 @@ def test_a_model_without_text_gets_what_needs_none() -> None:
     quant.quantize(same, "nvfp4a16", solver="mse", run=lambda m: m(torch.zeros(2, 64)))
     x = torch.randn(4, 64)
     assert torch.equal(net(x), same(x))
-    with pytest.raises(UserError, match="^0: fp8 inputs have a static scale; pass"):  # nothing but data gives one
+    with pytest.raises(UserError, match=r"^0: fp8 inputs have a static scale; pass"):  # nothing but data gives one
         quant.quantize(nn.Sequential(nn.Linear(64, 64)), "fp8", run=lambda m: m(torch.zeros(2, 64)))
 
 
