@@ -3,8 +3,9 @@
 An expected error (`ValueError`, `OSError`, out of memory) is one line on standard error and exit code 2. Any other
 exception is a bug of ours; it ends in one line too, which says so, with exit code 70. `--debug` shows the traceback of
 either. A warning of this package is one line. Ctrl-C and SIGTERM end a command in the same way: what it had begun to
-write is removed, a line says what stands, and the exit code is 128 and the signal's number. A reader that closes the
-pipe, as in `quant … --json | head`, loses the rest of the text, and nothing else changes.
+write is removed, a line says what stands and whether the same command goes on from there, and the exit code is 128 and
+the signal's number. A reader that closes the pipe, as in `quant … --json | head`, loses the rest of the text, and
+nothing else changes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Literal, TextIO, cast
@@ -33,6 +34,7 @@ from quant.recipes.plan import PLAN_FILE, Plan, RunTimeFormats
 
 _BUG = 70  # what sysexits.h calls an internal software error
 _ARGUMENTS = "quant.arguments"
+_KEPT = "what is finished is kept, and the same command goes on behind it"
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
 DEVICE = click.option(
@@ -154,7 +156,7 @@ class Command(click.Command):
                 watch.fails(f"stopped by {number.name}", follows=True)
             when = "before" if _identity(out) == before else "after"
             what = "" if out is None else f" {when} {out} was written"
-            echo(f"error: stopped by {number.name}{what}", err=True)
+            echo(f"error: stopped by {number.name}{what}{_goes_on(ctx.params)}", err=True)
             ctx.exit(128 + number)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
@@ -218,11 +220,7 @@ def _join_ranks(ctx: click.Context) -> Watch | None:
 
     join()
     resumes = ctx.params.get("out") is not None
-    watch = Watch(
-        "what is finished is kept, and the same command goes on behind it, on any number of ranks"
-        if resumes
-        else "run the same command again"
-    )
+    watch = Watch(f"{_KEPT}, on any number of ranks" if resumes else "run the same command again")
     if watch.rank:
         ctx.params |= {"quiet": True, "as_json": False}
     try:
@@ -323,6 +321,17 @@ def _identity(out: Any) -> tuple[int, int] | None:
     except (OSError, TypeError):
         return None
     return status.st_ino, status.st_mtime_ns
+
+
+def _goes_on(params: Mapping[str, Any]) -> str:
+    """What to add to the message of a stopped command whose next run goes on behind what this one has finished."""
+    partial, out = (
+        sys.modules.get("quant.export.partial"),
+        params.get("out"),
+    )  # a run that keeps something has loaded it
+    if partial is None or out is None or not partial.partial_path(Path(out)).is_dir():
+        return ""
+    return f"; {_KEPT}" + (" without --restart" if params.get("restart") else "")
 
 
 @contextmanager

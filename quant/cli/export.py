@@ -56,7 +56,9 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "int64": "i
 @click.option("--backend", help="Builder of the engine: tensorrt_rtx or tensorrt.")
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
 @click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention, as for `quantize`.")
-@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text.")
+@click.option(
+    "--calib-samples", type=click.IntRange(min=1), default=32, show_default=True, help="Rows of calibration text."
+)
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option(
     "--model-factory",

@@ -98,6 +98,12 @@ def share_written(calib: Sequence[str], *, has_tokenizer: bool) -> float:
     return sum({MIX: mixed, SELF: 1.0}.get(name, 0.0) for name in names) / len(names)
 
 
+def within_context(source: Source, seqlen: int) -> int:
+    """Tokens of a row that a model writes: at most its context."""
+    context = getattr(source.config, "max_position_embeddings", None)
+    return min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
+
+
 def named_inputs(source: Source, calib: Sequence[str], samples: int, seqlen: int) -> Inputs | None:
     """Inputs by name, images, sounds or pairs of texts; None where `calib` names rows of tokens, or nothing."""
     names = sources_of(calib)
@@ -142,6 +148,9 @@ def read_calibration(
         announce_inputs("calibrating on", inputs, "+".join(names), quiet)
         about = {"about": inputs.about} if inputs.about else {}
         return inputs, [{"source": "+".join(names), "rows": len(inputs), "sha256": digest_of(inputs), **about}]
+    fits = within_context(source, seqlen)
+    if fits < seqlen and any(name in WRITTEN for name in names) and not quiet:
+        CONSOLE.print(f"rows have {fits} tokens, the context of this model, and not --seqlen {seqlen}", soft_wrap=True)
     found: list[tuple[float, torch.Tensor]] = []
     records: list[Record] = []
     for place, name in enumerate(sorted(names, key=lambda name: name not in WRITTEN)):

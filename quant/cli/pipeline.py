@@ -39,6 +39,7 @@ from quant.cli.inputs import (
     share_written,
     sources_of,
     tokenizer_if_any,
+    within_context,
 )
 from quant.cli.job import Job
 from quant.cli.ranks.same import check_same, kind_of
@@ -330,8 +331,7 @@ def _tell_time(job: Job, source: Source, model: nn.Module, plan: Plan, device: t
     if not source.is_causal_lm or not any(solver_needs_data(layer) for layer in plan.quantized):
         return
     share = share_written(job.calib, has_tokenizer=tokenizer_if_any(source) is not None)
-    context = getattr(source.config, "max_position_embeddings", None)
-    seqlen = min(job.seqlen, context) if isinstance(context, int) and context > 0 else job.seqlen
+    seqlen = within_context(source, job.seqlen)
     written = round(share * job.calib_samples * seqlen)
     time = expected_time(model, plan, rows=job.calib_samples, seqlen=seqlen, written=written, device=device)
     solvers = " and ".join(dict.fromkeys(layer.solver for layer in plan.quantized))

@@ -48,7 +48,13 @@ from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, command_
     "of it self, half samples of prose, code, dialogue and other languages. Repeatable; mix+FILE is both.  [default: "
     "mix, if the plan needs text]",
 )
-@click.option("--calib-samples", default=32, show_default=True, help="Rows of calibration text, images or sounds.")
+@click.option(
+    "--calib-samples",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="Rows of calibration text, images or sounds.",
+)
 @click.option(
     "--eval",
     "eval_texts",

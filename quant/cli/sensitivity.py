@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
 @click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration data, as for `quantize`.  [default: mix]")
-@click.option("--samples", default=8, show_default=True, help="Rows of text; 2 are enough for kl.")
+@click.option(
+    "--samples", type=click.IntRange(min=1), default=8, show_default=True, help="Rows of text; 2 are enough for kl."
+)
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--solver", default="rtn", show_default=True, help="Method that rounds the weights to be scored.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")

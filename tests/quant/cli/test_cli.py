@@ -140,6 +140,41 @@ def test_a_calibration_text_gives_static_scales(tmp_path: Path) -> None:
     assert len({float(scales[f"{attention}{p}_proj.input_scale"]) for p in "qkv"}) == 1
 
 
+def test_rows_that_the_context_cuts_are_said(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 24}))
+    options = ("--format", "fp8", "--effort", "0", "--calib", "self", "--calib-samples", "2")
+    done = run(quantize_command, model, *options, "--seqlen", "30", "--out", tmp_path / "cut")
+    assert done.exit_code == 0, done.output
+    assert "rows have 24 tokens, the context of this model, and not --seqlen 30\n" in done.stderr
+    (record,) = Plan.load(tmp_path / "cut" / "plan.json").provenance["calibration"]
+    assert record["seqlen"] == 24
+    whole = run(quantize_command, model, *options, "--seqlen", "24", "--out", tmp_path / "whole")
+    assert whole.exit_code == 0 and "--seqlen" not in whole.stderr
+
+
+def test_a_stopped_run_says_that_the_same_command_goes_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    arguments = (quantize_command, model, "--format", "mxfp8", "--effort", "0", "--out", out, "--quiet")
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("quant.cli.pipeline.open_model", stop)
+        assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
+    kept = "what is finished is kept, and the same command goes on behind it"
+    for option, more in ((), ""), (("--restart",), " without --restart"):
+        with monkeypatch.context() as patched:
+            patched.setattr("quant.cli.pipeline.write_model", stop)
+            stopped = run(*arguments, *option)
+        assert stopped.exit_code == 130
+        assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"
+    assert run(*arguments).exit_code == 0
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, tmp_path: Path) -> None:
     before = tree(tmp_path)
     change_weights(model, put_nans)  # which nobody looks at

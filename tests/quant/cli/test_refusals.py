@@ -117,11 +117,21 @@ def test_a_plan_with_static_scales_is_not_for_a_state_dict(tmp_path: Path) -> No
     [
         (("--format", "nvfp4", "--ctx", "100"), "--ctx means something to --fit only"),
         (("--bits", "5", "--batch", "4"), "--batch means something to --fit and --latency only"),
-        (("--format", "nvfp4", "--kv-cache", "fp9"), "--kv-cache fp9: unknown format"),
+        (
+            ("--format", "nvfp4", "--kv-cache", "fp9"),
+            "--kv-cache fp9: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit\n",
+        ),
     ],
 )
 def test_options_that_would_do_nothing(arguments: tuple[str, ...], message: str, tmp_path: Path) -> None:
     assert message in refused(tmp_path / "out", BASE, *arguments)
+
+
+@pytest.mark.parametrize("calib", [(), ("--calib", "absent.txt")])
+def test_calibration_takes_at_least_one_row(calib: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = [str(BASE), "--format", "fp8", "--calib-samples", "0", "--out", str(tmp_path / "out"), *calib]
+    result = CliRunner().invoke(quantize_command, arguments)
+    assert result.exit_code == 2 and "'--calib-samples': 0 is not in the range x>=1" in result.stderr
 
 
 def test_a_kv_cache_in_16_bit_may_be_said(tmp_path: Path) -> None:
