@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -245,6 +246,7 @@ def _solve_and_write(
                 model, asked, data, device=device, progress=progress, partial=partial, memory=job.memory_bytes()
             )
         model, plan = quantized.model, quantized.plan
+        layers = _as_stored(quantized.layers, plan, dict(model.named_parameters(remove_duplicate=False)))
         if plan.provenance.get("guard"):
             check_plan(plan)  # a guard may have given layers other formats
         if texts:
@@ -252,7 +254,7 @@ def _solve_and_write(
     del baseline
     seconds |= quantized.seconds | ({"evaluate": sum(each.seconds for each in evaluation.texts)} if evaluation else {})
     names = stored_names(source.model)
-    report = _report(job, source, plan, names, quantized.layers, bytes_before, seconds, evaluation, device)
+    report = _report(job, source, plan, names, layers, bytes_before, seconds, evaluation, device)
     report.fingerprint = print_of_logits
     report.warnings += _guard_warnings(asked, plan)
     if allocation is not None:
@@ -388,6 +390,7 @@ def _run_state_dict(
         amounts = [layer.numel * source.dtype.itemsize / 1e6 for layer in plan.layers]
         progress.expect("solve", [layer.name for layer in plan.layers], amounts, "MB")
         solved, results = solve_state_dict(source.state_dict, plan, device=device, progress=progress)
+    results = _as_stored(results, plan, source.state_dict)
     bytes_before = sum(tensor.nbytes for tensor in source.state_dict.values())
     seconds["solve"] = time.perf_counter() - started
     report = _report(job, source, plan, StoredNames(), results, bytes_before, seconds, None, device)
@@ -468,6 +471,26 @@ def _report(
         ],
         kv_cache=kv_cache_of(source.config, plan),
     )
+
+
+def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str, torch.Tensor]) -> list[LayerResult]:
+    """The results, with the size that layers have in the checkpoint where they stay in a dtype other than 16 bit.
+
+    Args:
+        results: of the plan's layers.
+        plan: that was executed.
+        tensors: by name, of the quantized model or the original state dict.
+    """
+
+    def stored(result: LayerResult) -> LayerResult:
+        layer = plan.by_name[result.name]
+        tensor = tensors.get(layer.tensor_name)
+        if result.format is not None or tensor is None or layer.tied_to is not None:
+            return result
+        size = tensor.dtype.itemsize
+        return replace(result, bits=8.0 * size, nbytes=size * layer.numel)
+
+    return [stored(result) for result in results]
 
 
 def _guard_warnings(asked: Plan, made: Plan) -> list[str]:

@@ -205,14 +205,14 @@ def sizes(report: Report, plan: Plan) -> Section:
     for layer in report.layers:
         planned = plan.by_name.get(layer.name)
         if planned is None or planned.tied_to is None:
-            kind = "" if layer.format else planned.kind if planned else "other"
+            kind = "" if layer.format else f"{layer.bits:g} bit, {planned.kind if planned else 'other'}"
             groups.setdefault((layer.format, kind), []).append(layer)
     bars = {"before": f"Before {megabytes(report.bytes_before)}", "after": f"After {megabytes(report.bytes_after)}"}
     parts, rows, series = [], [], {}
     for i, (format, kind) in enumerate(sorted(groups, key=lambda key: (order.index(key[0]), key[1]))):
-        members, name = groups[format, kind], format or f"16 bit, {kind}"
+        members, name = groups[format, kind], format or kind
         weights = sum(math.prod(layer.shape) for layer in members)
-        before = sum(2 * math.prod(layer.shape) for layer in members if layer.nbytes)
+        before = sum(2 * math.prod(layer.shape) if layer.format else layer.nbytes for layer in members if layer.nbytes)
         size = {"before": before, "after": sum(layer.nbytes for layer in members)}
         parts += [(bar, size[bar], name, f"B{i}") for bar in bars]
         series[name] = colours[format]

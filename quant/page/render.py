@@ -99,23 +99,24 @@ def _note(*parts: str) -> str:
 def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
     """Tables of layers: every layer stands in one, with those that became the same for the same reason."""
     colours = format_colours(report)
-    groups: dict[tuple[str | None, str | None, str | None], list[tuple[str, LayerResult]]] = {}
+    groups: dict[tuple[str | None, str | None, str | None, float | None], list[tuple[str, LayerResult]]] = {}
     for i, layer in enumerate(report.layers):
         planned = plan.by_name.get(layer.name)
         # What an allocator scored has a sentence of its own for every layer: those stand in the rows.
         reason = layer.reason if planned is None or planned.score is None else None
-        groups.setdefault((layer.format, layer.activation, reason), []).append((f"L{i}", layer))
+        bits = None if layer.format else layer.bits
+        groups.setdefault((layer.format, layer.activation, reason, bits), []).append((f"L{i}", layer))
     order = list(colours)
     found = []
-    for format, activation, reason in sorted(groups, key=lambda key: order.index(key[0])):
-        members = groups[format, activation, reason]
+    for format, activation, reason, bits in sorted(groups, key=lambda key: order.index(key[0])):
+        members = groups[format, activation, reason, bits]
         head = ["layer", "shape", "bits", "bytes", *(("SNR", "error", "solver") if format else ())]
         inputs = f", inputs {activation or '16 bit'}" if format or activation else ""
         total = megabytes(sum(layer.nbytes for _, layer in members))
         found.append(
             {
                 "colour": colours[format],
-                "title": format or "16 bit",
+                "title": format or f"{bits:g} bit",
                 "facts": f"{inputs} · {counted(len(members), 'layer')} · {total}",
                 "reason": "each for a reason of its own" if reason is None else reason or "no reason given",
                 "head": head if reason is not None else [*head, "why"],

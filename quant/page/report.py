@@ -137,7 +137,7 @@ class Report(JsonData):
     Attributes:
         model: what was quantized, as the user named it.
         layers: one result for each layer of the plan, in model order.
-        bytes_before: bytes of all weights in 16 bit.
+        bytes_before: bytes of all weights as they were.
         bytes_after: bytes of all weights now.
         effective_bits: bits per weight over the quantized layers.
         evaluation: measured figures, if the run measured any.
@@ -265,7 +265,7 @@ def summary(report: Report) -> list[tuple[str, str]]:
     ]
     formats: dict[str, list[LayerResult]] = {}
     for layer in report.layers:
-        formats.setdefault(layer.format or "16 bit", []).append(layer)
+        formats.setdefault(layer.format or f"{layer.bits:g} bit", []).append(layer)
     for name, members in formats.items():
         snr = [layer.snr_db for layer in members if layer.snr_db is not None]
         error = f", SNR {min(snr):.1f} to {max(snr):.1f} dB" if snr else ""

@@ -175,6 +175,26 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
     assert run(*arguments).exit_code == 0
 
 
+@pytest.mark.parametrize(("dtype", "label"), [(torch.float32, "32 bit"), (torch.bfloat16, "16 bit")])
+@pytest.mark.parametrize("bare", [False, True])
+def test_layers_that_stay_have_the_size_of_their_tensors(
+    bare: bool, dtype: torch.dtype, label: str, model: Path, tmp_path: Path
+) -> None:
+    """Against the bytes of the tensors in the file."""
+    weights = model / "model.safetensors"
+    save_file({n: t.to(dtype) for n, t in load_file(weights).items()}, weights, metadata={"format": "pt"})
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}))
+    given, out = weights if bare else model, tmp_path / "out"
+    assert run(quantize_command, given, "--format", "mxfp8", "--effort", "0", "--out", out).exit_code == 0
+    report, stored = Report.load(out / "report.json"), load_file(out / "model.safetensors")
+    kept = [layer for layer in report.layers if layer.format is None and layer.nbytes]
+    assert kept and all(layer.nbytes == stored[f"{layer.name}.weight"].nbytes for layer in kept)
+    assert all(layer.bits == 8 * dtype.itemsize for layer in kept)
+    assert {label, "mxfp8"} <= dict(summary(report)).keys()
+    assert f'"{label}, embedding"' in (out / "report.html").read_text()
+
+
 def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, tmp_path: Path) -> None:
     before = tree(tmp_path)
     change_weights(model, put_nans)  # which nobody looks at
