@@ -484,11 +484,11 @@ def _as_stored(results: Sequence[LayerResult], plan: Plan, tensors: Mapping[str,
 
     def stored(result: LayerResult) -> LayerResult:
         layer = plan.by_name[result.name]
-        tensor = tensors.get(layer.tensor_name)
-        if result.format is not None or tensor is None or layer.tied_to is not None:
+        tensor = tensors.get(plan.by_name.get(layer.tied_to or "", layer).tensor_name)
+        if result.format is not None or tensor is None:
             return result
         size = tensor.dtype.itemsize
-        return replace(result, bits=8.0 * size, nbytes=size * layer.numel)
+        return replace(result, bits=8.0 * size, nbytes=0 if layer.tied_to else size * layer.numel)
 
     return [stored(result) for result in results]
 

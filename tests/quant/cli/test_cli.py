@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
 from click.testing import CliRunner, Result
 from rich.progress import Progress
@@ -193,6 +194,15 @@ def test_layers_that_stay_have_the_size_of_their_tensors(
     assert all(layer.bits == 8 * dtype.itemsize for layer in kept)
     assert {label, "mxfp8"} <= dict(summary(report)).keys()
     assert f'"{label}, embedding"' in (out / "report.html").read_text()
+
+
+def test_a_tied_head_is_counted_with_its_embedding(tmp_path: Path) -> None:
+    tiny_models.llama(tie_word_embeddings=True).save_pretrained(tmp_path / "model")
+    arguments = (tmp_path / "model", "--format", "mxfp8", "--effort", "0", "--out", tmp_path / "out")
+    assert run(quantize_command, *arguments).exit_code == 0
+    report = Report.load(tmp_path / "out" / "report.json")
+    (head,) = (layer for layer in report.layers if layer.name == "lm_head")
+    assert (head.bits, head.nbytes) == (32, 0) and "16 bit" not in dict(summary(report))
 
 
 def test_dry_run_prints_the_plan_and_writes_nothing(model: Path, tmp_path: Path) -> None:
