@@ -19,9 +19,10 @@ fusion group (layers that read the same input, which runtimes merge into one mat
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import resources
@@ -174,8 +175,14 @@ def get_recipe(name: str) -> Recipe:
     """
     known = presets()
     if name not in known:
-        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known)}")
+        raise ValueError(f"unknown format {name!r}; known formats: {', '.join(known)}{did_you_mean(name, known)}")
     return known[name]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message that says which name was meant: one that goes on behind `name`, or the nearest one."""
+    near = [each for each in known if name and each.startswith(name)] or difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def resolve(

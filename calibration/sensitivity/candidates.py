@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from quant.formats.format import Format, get_format, is_16bit, parse_format
 from quant.recipes.plan import LayerPlan, Parts
-from quant.recipes.recipe import KEEP, presets
+from quant.recipes.recipe import KEEP, did_you_mean, presets
 from quant.recipes.solver_names import with_branch
 
 
@@ -87,6 +87,7 @@ def _parse(name: str) -> Candidate:
         raise ValueError(
             f"unknown format {name!r}; known formats: {', '.join(known)}, any of them with a16 at its end, "
             "or WEIGHT@INPUT such as nvfp4@fp8; with +lowrank:RANK after it, a branch in 16 bit"
+            f"{did_you_mean(name, known)}"
         )
     recipe = known.get(name) or known[stem]
     activation = recipe.activation if name in known else KEEP

@@ -252,6 +252,11 @@ def test_presets_are_those_of_the_ecosystem() -> None:
     assert all(r.name == name and r.description for name, r in presets().items())
     with pytest.raises(ValueError, match=r"unknown format 'nvfp5'; known formats: fp8, fp8_block, .*nvfp4a16"):
         get_recipe("nvfp5")
+    for name, meant in (("nvfp5", "nvfp4"), ("mxfp6", "mxfp6a16"), ("fp8-block", "fp8_block")):
+        with pytest.raises(ValueError, match=rf"; did you mean {meant}\?$"):
+            get_recipe(name)
+    with pytest.raises(ValueError, match=r"int8_static$|, [a-z0-9_]+$"):
+        get_recipe("zzz")
 
 
 @pytest.mark.parametrize("preset", PRESETS)
