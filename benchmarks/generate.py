@@ -19,7 +19,7 @@ from _table import machine, show, versions
 from decode import measure
 
 import quant
-from quant.calibration.model_cache import cache_of
+from quant.calibration.blocks import cache_of
 from quant.runtime import generate as generation
 from quant.runtime.decoder import Decoder
 

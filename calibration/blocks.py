@@ -13,6 +13,7 @@ the model is run again up to the next block. A model with no such blocks is one 
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -79,6 +80,17 @@ def output_of(result: Any) -> torch.Tensor:
     if isinstance(result, Mapping):
         result = tuple(result.values())
     return result[0] if isinstance(result, tuple | list) else result  # type: ignore[no-any-return]
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """`cache` as an argument of a model of transformers or of its `generate`, under its name: it changed in 5.24."""
+    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return {name: cache}
+
+
+def cache_of(output: Any) -> Any:
+    """The key-value cache that a model of transformers returned; None where it keeps none."""
+    return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
 
 
 def stored_dtype(model: nn.Module) -> torch.dtype:

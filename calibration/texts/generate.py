@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.model_cache import cache_argument, cache_of
+from quant.calibration.blocks import cache_argument, cache_of
 
 ROWS_AT_ONCE = 64
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"

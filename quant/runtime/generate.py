@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from quant.calibration.model_cache import cache_argument, cache_of
+from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
 from quant.export.checkpoint_check import value_problem

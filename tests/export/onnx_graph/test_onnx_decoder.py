@@ -14,8 +14,8 @@ from onnx_samples import attention_operators, relative_error
 from torch import nn
 
 from quant.api.quantize import quantize
+from quant.calibration.blocks import cache_argument
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
-from quant.calibration.model_cache import cache_argument
 from quant.formats.format import FORMATS
 from quant.install import install_kv_scales
 from quant.planning import make_plan

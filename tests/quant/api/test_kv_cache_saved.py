@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 
 import quant
-from quant.calibration.model_cache import cache_of
+from quant.calibration.blocks import cache_of
 from quant.recipes.recipe import get_recipe
 
 ROWS = torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(0))

@@ -16,7 +16,7 @@ import tiny_models
 from interpreter import interpreted
 
 import quant
-from quant.calibration.model_cache import cache_argument, cache_of
+from quant.calibration.blocks import cache_argument, cache_of
 from quant.kernels.layout import prepack
 from quant.kernels.linear.merged import merge_rows
 from quant.kernels.linear.modules import QuantLinear

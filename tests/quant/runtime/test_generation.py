@@ -11,7 +11,7 @@ from samples import BASE
 from torch import nn
 
 from quant.api.load import load
-from quant.calibration.model_cache import cache_argument, cache_of
+from quant.calibration.blocks import cache_argument, cache_of
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels.linear.modules import QuantLinear

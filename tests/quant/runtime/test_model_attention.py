@@ -19,7 +19,7 @@ from samples import BASE
 from torch import nn
 
 import quant
-from quant.calibration.model_cache import cache_argument
+from quant.calibration.blocks import cache_argument
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
