@@ -88,6 +88,11 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {name: cache}
 
 
+def is_cache(value: Any) -> bool:
+    """Whether an argument of a model is a key-value cache of transformers."""
+    return hasattr(value, "get_seq_length")
+
+
 def cache_of(output: Any) -> Any:
     """The key-value cache that a model of transformers returned; None where it keeps none."""
     return output.cache if hasattr(output, "cache") else getattr(output, "past_key_values", None)
@@ -190,7 +195,7 @@ def _without_cache(call: Call) -> Call:
     """The call without a key-value cache, in which one pass would find the keys of the passes before it."""
 
     def drop(value: Any) -> Any:
-        return None if hasattr(value, "get_seq_length") else value
+        return None if is_cache(value) else value
 
     return replace(call, args=tuple(map(drop, call.args)), kwargs={k: drop(v) for k, v in call.kwargs.items()})
 

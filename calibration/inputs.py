@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from quant.calibration.blocks import Call, stored_dtype
+from quant.calibration.blocks import Call, is_cache, stored_dtype
 from quant.calibration.padding import unpadded
 from quant.calibration.placement import device_of
 
@@ -161,7 +161,7 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any]) -> Inpu
     calls: list[Arguments] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if any(hasattr(value, "get_seq_length") for value in (*args, *kwargs.values())):
+        if any(is_cache(value) for value in (*args, *kwargs.values())):
             raise ValueError(
                 "forward_loop calls the model with a KV cache, as model.generate does, and a later pass has no such "
                 "cache: call the model itself on whole texts, model(input_ids)"
