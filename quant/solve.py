@@ -62,6 +62,8 @@ from quant.recipes.plan import LayerPlan, Parts, Plan
 from quant.stored_weights import read_stored, stored_in
 
 T = TypeVar("T")
+Rounded = Callable[[str, torch.Tensor], None]
+"""Takes a layer's name and the weight that was rounded, `[..., out, in]`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,7 @@ def solve_plan(
     progress: Progress | None = None,
     partial: Partial | None = None,
     memory: int | None = None,
+    rounded: Rounded | None = None,
 ) -> Quantized:
     """Quantizes `model` in place, as `plan` says.
 
@@ -94,6 +97,7 @@ def solve_plan(
         partial: keeps what is finished, and has what an earlier run finished; finished layers become maps of its files.
         memory: bytes that may be used beside the page cache; None for what there is. Hidden states that would take
             much of it go to a file of `partial`.
+        rounded: is told what was rounded where a solver changes a weight before: scaled, rotated, less its branch.
 
     Raises:
         ValueError: the plan does not fit the model, or it needs data and there is none, or a tensor holds NaN or
@@ -127,7 +131,7 @@ def solve_plan(
     elif data is not None and not isinstance(data, torch.Tensor | Inputs):
         data = inputs_of(data, model)
     with understood(model), as_linears(model):
-        return _solve_and_scale(model, plan, data, settings, progress, partial, memory)
+        return _solve_and_scale(model, plan, data, settings, progress, partial, memory, rounded)
 
 
 def _solve_and_scale(
@@ -138,10 +142,11 @@ def _solve_and_scale(
     progress: Progress | None,
     partial: Partial | None,
     memory: int | None,
+    rounded: Rounded | None,
 ) -> Quantized:
     if _looks_at_data(plan):
         assert data is not None
-        quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory)
+        quantized = _solve_block_by_block(model, plan, data, settings, progress, partial, memory, rounded)
     else:
         quantized = _solve_at_once(model, plan, data, settings, progress, partial)
     if partial is not None:
@@ -470,6 +475,7 @@ def _solve_block_by_block(
     progress: Progress | None,
     partial: Partial | None,
     memory: int | None,
+    rounded: Rounded | None,
 ) -> Quantized:
     """Linear layers and fused experts by the sequential walk; then heads, which it does not take."""
     walked = [layer for layer in plan.quantized if layer.kind in ("linear", "experts")]
@@ -491,7 +497,10 @@ def _solve_block_by_block(
         if solved is None:
             results[layer.name] = layer_result(layer, weight, None)
             return
-        results[layer.name] = _result(layer, weight, solved.weight, solved.parts)
+        before = _before_rounding(layer, weight, solved.parts)
+        results[layer.name] = _result(layer, weight, before, solved)
+        if rounded is not None:
+            rounded(layer.name, before.to(home))
         # What a partial directory takes goes there from where it is.
         solved = solved.to(home) if partial is None else solved
         install_weight(model, layer, solved.weight, solved.input_scale, solved.parts)
@@ -532,19 +541,22 @@ def _check_memory(
             )
 
 
-def _result(layer: LayerPlan, weight: torch.Tensor, solved: BlockScaledTensor, parts: RunTimeParts) -> LayerResult:
+def _before_rounding(layer: LayerPlan, weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
+    """What was rounded of a weight that may be rotated and have a branch."""
+    if layer.kind == "experts" or (not parts.hadamard and parts.lowrank is None):
+        return weight
+    turned = rotate_weight(weight.float(), parts.hadamard)
+    return turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
+
+
+def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:
     """The result of a layer that may be rotated and have a branch: its error is that of both together."""
     if layer.kind == "experts":
-        return layer_result(layer, weight, solved)
-    counted = replace(layer, parts=Parts.of(parts))
-    if not parts.hadamard and parts.lowrank is None:
-        return layer_result(counted, weight, solved)
-    turned = rotate_weight(weight.float(), parts.hadamard)
-    left = turned if parts.lowrank is None else residual_weight(turned, parts.lowrank)
-    result = layer_result(counted, left, solved)
-    if parts.lowrank is None or not result.relative_error:
+        return layer_result(layer, weight, solved.weight)
+    result = layer_result(replace(layer, parts=Parts.of(solved.parts)), before, solved.weight)
+    if solved.parts.lowrank is None or not result.relative_error:
         return result
-    share = float(left.norm() / turned.norm().clamp(min=torch.finfo(torch.float32).tiny))
+    share = float(before.norm() / weight.float().norm().clamp(min=torch.finfo(torch.float32).tiny))
     if not share:
         return result
     error = result.relative_error * share

@@ -22,7 +22,6 @@ from quant.calibration.blocks import stored_dtype
 from quant.calibration.inputs import Inputs, inputs_of, on_first
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
-from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration_data import by_input
 from quant.errors import UserError, counted
 from quant.export.checkpoint import plan_of_model
@@ -87,6 +86,7 @@ def prepare_qat(
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
     stored = stored_dtype(model)
     originals: dict[str, nn.Parameter] = {}
+    rounded: dict[str, torch.Tensor] = {}
     biases: dict[str, nn.Parameter | None] = {}
     if any(isinstance(module, _Packed) for module in model.modules()):
         applied = _plan_of_quantized(model, plan, solver, include, exclude)
@@ -106,9 +106,10 @@ def prepare_qat(
         _check_trainable(plan, originals)
         owners = {layer.name: _owner(model, layer) for layer in plan.quantized}
         biases = {name: getattr(owner, "bias", None) for name, owner in owners.items()}
-        applied = solve_plan(model, plan, data, device=device, progress=progress).plan
+        done = solve_plan(model, plan, data, device=device, progress=progress, rounded=rounded.__setitem__)
+        applied = done.plan
     _check_plan(applied)
-    _install(model, applied, originals, biases, scales, stored, dtype)
+    _install(model, applied, originals, rounded, biases, scales, stored, dtype)
     detach(model)
     setattr(model, _PLAN, applied)
     _check_optimizers(model)
@@ -213,15 +214,13 @@ def _install(
     model: nn.Module,
     plan: Plan,
     originals: Mapping[str, nn.Parameter],
+    rounded: dict[str, torch.Tensor],
     biases: Mapping[str, nn.Parameter | None],
     scales: str | None,
     stored: torch.dtype,
     dtype: torch.dtype | None,
 ) -> None:
-    """Puts layers in training in the place of the quantized ones."""
-    solvers = [get_pipeline(layer.solver).spec for layer in plan.quantized]
-    # What folds scales or rotations into weights changes those of other layers, too.
-    as_rounded = not any(spec.transforms or spec.rotation or spec.merges_rotations or spec.rank for spec in solvers)
+    """Puts layers in training in the place of the quantized ones; empties `rounded`, the weights before rounding."""
     kept = {id(parameter) for parameter in model.parameters()}
     made: dict[str, RoundedWeight] = {}
     for layer in plan.quantized:
@@ -231,7 +230,7 @@ def _install(
         values = None if original is None else _matrix(layer, packed, original.detach())
         is_conv = isinstance(packed, QuantConv)  # whose parameter is trained in its own shape
         is_same = original is not None and values is not None and (is_conv or _is_whole(values, original))
-        values = values if as_rounded else None
+        values = rounded.pop(layer.name, values)
         wide = dtype or (stored if original is None else original.dtype)
         with torch.no_grad():
             if how == "recomputed" and values is not None:

@@ -8,7 +8,8 @@ The grid is that of any element number, computed as `quant.formats.rounding.roun
 quotient give the distance of its neighbours, a power of two, and adding and subtracting 1.5 · 2^23 rounds to integers.
 Divisions are correctly rounded, so the result is the oracle's bit for bit. `mask_kernel` is the straight-through
 gradient under a scale that is given: it passes where the weight is within the range of its block. `slope_kernel` sums
-LSQ's gradient of a scale over its block.
+LSQ's gradient of a scale over its block. `input_kernel` adds such a sum to the gradient of an input: to the one that
+decides the scale of its block.
 """
 
 from __future__ import annotations
@@ -154,6 +155,40 @@ def slope_kernel(
 
 
 @triton.jit
+def input_kernel(
+    gradient, x, rounded, scale, out, N, K, gradient_stride, stride, rounded_stride,
+    least: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, has_scale: tl.constexpr,
+    block_n: tl.constexpr, block_k: tl.constexpr,
+):  # fmt: skip
+    """The tile of `out`, contiguous `[N, K]`: the gradient of inputs that were rounded in blocks of `columns`.
+
+    With a scale, blocks whose largest magnitude is at most `least` times it, or above `most` times it, have a scale
+    that does not follow them, and inputs above have no gradient.
+    """
+    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
+    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    inside = (n[:, None] < N) & (k[None, :] < K)
+    row = n.to(tl.int64)[:, None]
+    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(x + row * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    change = tl.load(rounded + row * rounded_stride + k[None, :], mask=inside, other=0.0).to(tl.float32) - given
+    size = tl.abs(given).reshape(block_n, block_k // columns, columns)
+    amax = tl.max(size, 2)
+    follows = amax > 0.0
+    passed = dy
+    if has_scale:
+        unit = tl.load(scale).to(tl.float32)
+        follows = (amax > least * unit) & (amax <= most * unit)
+        passed = tl.where(tl.abs(given) <= most * unit, dy, 0.0)
+    is_largest = size == amax[:, :, None]
+    slope = tl.sum((dy * change).reshape(block_n, block_k // columns, columns), 2)
+    slope = tl.where(follows, slope / (tl.where(follows, amax, 1.0) * tl.sum(is_largest.to(tl.float32), 2)), 0.0)
+    added = tl.where(is_largest, slope[:, :, None], 0.0).reshape(block_n, block_k)
+    dx = passed + tl.where(given < 0, -added, added)
+    tl.store(out + row * K + k[None, :], dx.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def within_kernel(gradient, x, scale, out, count, largest: tl.constexpr, block: tl.constexpr):
     """A run of `out`: the gradient, zero where a value is beyond `largest` steps of a scale that all share."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
@@ -224,6 +259,36 @@ def scale_gradient(
     """LSQ's gradient of the block scales `[N, K / columns]`, float32; for what `can_sum` says."""
     out = torch.empty(scale.shape, dtype=torch.float32, device=weight.device)
     return _backward(slope_kernel, out, gradient, weight, format, scale, global_scale)
+
+
+def input_gradient(
+    gradient: torch.Tensor, x: torch.Tensor, rounded: torch.Tensor, format: Format, scale: torch.Tensor | None
+) -> torch.Tensor:
+    """The gradient `[N, K]` of inputs that were rounded in short blocks, for what `can_sum` says.
+
+    Args:
+        gradient: of the rounded inputs; the result has its dtype.
+        x, rounded: before and after.
+        format: theirs.
+        scale: second-level scale, for formats that have one.
+    """
+    gradient, x, rounded, (N, K) = _rows(gradient), _rows(x), _rows(rounded), x.shape
+    out = torch.empty(N, K, dtype=gradient.dtype, device=x.device)
+    launch = _input_launch(N, K, format.name, scale is not None, x.device)
+    given = x if scale is None else scale
+    launch(gradient, x, rounded, given, out, N, K, gradient.stride(0), x.stride(0), rounded.stride(0))
+    return out
+
+
+@lru_cache(maxsize=1024)
+def _input_launch(N: int, K: int, format: str, has_scale: bool, device: torch.device) -> Repeated:
+    """The launch of `input_kernel` for inputs of a shape and format, on a device."""
+    form = FORMATS[format]
+    constants = {
+        "least": form.element.max * form.scale.min_subnormal, "most": form.element.max * form.scale.max,
+        "columns": form.block[1], "has_scale": has_scale, "block_n": _BLOCK_N, "block_k": _BLOCK_K, "num_warps": 8,
+    }  # fmt: skip
+    return Repeated(input_kernel, _grid(N, K), constants)
 
 
 def within(gradient: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, largest: float) -> torch.Tensor:

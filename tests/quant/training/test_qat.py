@@ -21,10 +21,12 @@ from quant.api.convert import convert
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.hadamard import hadamard_transform
+from quant.kernels.linear.fake_rounding import round_input
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.training.modules import SCALES, QATExperts, QATLinear, RoundedWeight
 
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(7))
+EDGES = torch.tensor([2.0, 4.0])  # of whose cells one half is narrower
 # Recipe, solver, scales, and the dtype of the model.
 STARTS = [
     ("nvfp4", "rtn", "recomputed", torch.float32),
@@ -153,6 +155,12 @@ def reference(module: QATLinear, x: torch.Tensor, dy: torch.Tensor) -> list[torc
             limit = number.element.max * (number.scale.max if number.global_scale else 1) * float(module.input_scale)
             passed = (seen.detach().abs() <= limit).double()
         given = found + passed * (seen - seen.detach())
+        if module.activation_format.block[0] == 1 and 0 < (columns := module.activation_format.block[1]) <= 32:
+            # The scale of a short block follows its largest magnitude, unless it is the largest or smallest scale.
+            amax = seen.unflatten(-1, (-1, columns)).abs().amax(dim=-1).repeat_interleave(columns, dim=-1)
+            scaled = amax.detach() / (6.0 * float(module.input_scale)) if module.input_scale is not None else None
+            follows = torch.ones_like(amax) if scaled is None else (scaled > 2.0**-9) & (scaled <= 448.0)
+            given = given + follows * (found - seen.detach()) / amax.detach() * (amax - amax.detach())
     y = given @ w.T
     if module.lowrank_down is not None:
         y = y + seen @ module.lowrank_down.double().T @ module.lowrank_up.double().T
@@ -201,6 +209,51 @@ def test_gradients_are_those_of_an_explicit_straight_through_graph(
         assert float((gradient.double() - exact).norm() / exact.norm()) < 1e-6
     if scales != "recomputed":
         assert 0 < int((module.weight.grad == 0).sum()) < 0.5 * module.weight.numel()
+
+
+@pytest.mark.parametrize("activation", ["nvfp4", "mxfp4", "mxfp8"])
+def test_the_gradient_of_a_short_block_scales_as_rounding_does(activation: str) -> None:
+    """Euler's identity of functions that scale with their argument, block by block; ties and rows of zeros too."""
+    x = torch.randn(7, 80, generator=torch.Generator().manual_seed(0))
+    x[0, :16], x[1, 3], x[1, 4] = 0, 5.0, -5.0
+    x, dy = x.requires_grad_(), torch.randn(7, 80, generator=torch.Generator().manual_seed(1))
+    rounded = round_input(x, FORMATS[activation], torch.tensor(5e-3) if activation == "nvfp4" else None)
+    rounded.backward(dy)
+    assert x.grad is not None
+
+    def summed(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        product = nn.functional.pad(one.detach().double() * other.detach().double(), (0, 16))
+        return product.unflatten(-1, (-1, FORMATS[activation].block[1])).sum(dim=-1)
+
+    torch.testing.assert_close(summed(x, x.grad), summed(rounded, dy), rtol=1e-5, atol=1e-5)
+    assert bool((x.grad != dy).any()) and bool((x.grad[0, :16] == dy[0, :16]).all())
+
+
+@pytest.mark.filterwarnings("ignore:.*Hadamard rotation:UserWarning")
+@pytest.mark.parametrize("solver", ["gptq", "awq+gptq", "rotation:32+gptq", "lowrank:4+gptq"])
+def test_training_starts_as_near_to_the_original_as_the_codes_allow(solver: str) -> None:
+    """Where the code is that of rounding to nearest, the start is the original, scaled, rotated, less its branch."""
+    model = small()
+    originals = {name: module.weight.detach().clone() for name, module in model.named_modules() if "proj" in name}
+    norms = {name: module.weight.detach().clone() for name, module in model.named_modules() if "norm" in name}
+    quant.prepare_qat(model, "nvfp4", ROWS, solver=solver)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        name = f"model.layers.0.self_attn.{name}"
+        module = layers_of(model)[name]
+        assert isinstance(module, QATLinear)
+        norm = "model.layers.0.input_layernorm"
+        expected = originals[name] * (norms[norm] / model.get_submodule(norm).weight.detach())
+        expected = hadamard_transform(expected, module.hadamard) if module.hadamard else expected
+        if module.lowrank_down is not None:
+            expected = expected - module.lowrank_up @ module.lowrank_down  # type: ignore[operator]
+        scale, second = module.current_scales()
+        assert scale is not None and second is not None
+        step = (scale * second).repeat_interleave(16, dim=1)
+        codes = (2 * module.rounded(torch.float32).detach() / step).round() / 2
+        gap = torch.where(codes.abs() < 2, 0.5, torch.where(codes.abs() < 4, 1.0, 2.0))
+        inner = ((expected / step - codes).abs() < 0.4 * gap) & (codes.abs() < 6) & ~torch.isin(codes.abs(), EDGES)
+        assert float(inner.double().mean()) > 0.3
+        torch.testing.assert_close((module.weight.detach() / step)[inner], (expected / step)[inner], rtol=0, atol=1e-3)
 
 
 def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:

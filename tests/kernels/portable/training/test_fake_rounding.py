@@ -1,5 +1,7 @@
 """The kernels that round weights in training, interpreted, give the oracle's values bit for bit, and its mask."""
 
+import math
+
 import pytest
 import torch
 
@@ -73,6 +75,29 @@ def test_gradients_of_inputs_pass_within_the_range(count: int) -> None:
     assert torch.equal(found, dy * (x.double().abs() <= 6.0))
 
 
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients_of_inputs_are_those_of_an_explicit_graph(name: str, dtype: torch.dtype) -> None:
+    """With ties, blocks of zeros and, under a second level, blocks beyond the range and below the smallest scale."""
+    format, x = FORMATS[name], weight(dtype=dtype)
+    x[6, 3], x[6, 5] = 4.0, -4.0
+    second = torch.tensor(5e-4) if format.global_scale else None
+    rounded = round_activation(x, format, second)
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    with interpreted():
+        found = fake_rounding.input_gradient(dy, x, rounded, format, second)
+    leaf = x.double().requires_grad_()
+    amax = leaf.unflatten(-1, (-1, format.block[1])).abs().amax(dim=-1, keepdim=True)
+    low, high = (0.0, math.inf) if second is None else (6 * 2.0**-9 * 5e-4, 6 * 448 * 5e-4)
+    follows = (amax > low) & (amax <= high)
+    change = (rounded.double() - x.double()).unflatten(-1, (-1, format.block[1]))
+    scaled = torch.where(follows, change / amax.detach().clamp(min=1e-300), 0) * (amax - amax.detach())
+    given = (leaf.abs() <= high) * leaf + scaled.flatten(-2)
+    (expected,) = torch.autograd.grad(given, leaf, dy.double())
+    assert second is None or (bool((~follows).any()) and bool((leaf.abs() > high).any()))
+    torch.testing.assert_close(found.double(), expected, rtol=2.0**-7 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+
+
 def test_ties_and_saturation() -> None:
     """Every value of the grid, every tie and its neighbours, and what is beyond."""
     for name in ("nvfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "int8", "int4"):
@@ -135,6 +160,19 @@ def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: 
                  "columns": columns, "has_global": not integer, "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
         fake_rounding.slope_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
+    )
+    assert assemble(compiled).spilled == 0
+
+
+@pytest.mark.parametrize("arch", [89, 90, 120])
+@pytest.mark.parametrize(("columns", "has_scale"), [(16, True), (32, False)])
+def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: int, has_scale: bool) -> None:
+    pointers = {"gradient": "*bf16", "x": "*bf16", "rounded": "*bf16", "scale": "*fp32", "out": "*bf16"}
+    sizes = dict.fromkeys(("N", "K", "gradient_stride", "stride", "rounded_stride"), "i32")
+    constants = {"least": 0.01171875, "most": 2688.0, "columns": columns, "has_scale": has_scale,
+                 "block_n": 16, "block_k": 256}  # fmt: skip
+    compiled = compile_kernel(
+        fake_rounding.input_kernel, pointers | sizes, constants, arch=arch, num_warps=8, num_stages=1
     )
     assert assemble(compiled).spilled == 0
 

@@ -57,4 +57,5 @@ def test_inputs_and_their_gradients(name: str, static: bool) -> None:
         y.float().square().sum().backward()
         found[device] = [y.detach().cpu(), leaf.grad.cpu()]
     assert torch.equal(found["cuda"][0], found["cpu"][0])
-    assert torch.equal(found["cuda"][1], found["cpu"][1])
+    # Sums over a block are added up in another order.
+    torch.testing.assert_close(found["cuda"][1], found["cpu"][1], rtol=2.0**-7, atol=1e-4)
