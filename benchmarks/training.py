@@ -10,7 +10,8 @@ itself; `--text mix` trains and calibrates on the package's mixture instead.
     ModelOpt, torchao    their fake quantization, trained by the same loop; rows of packages that are not installed are
                          left out
 
-`ms/step` is the median without the first three steps. On a GPU the models compute in BF16 by autocast, in training, but
+`ms/step` is the median without the first three steps; `replayed` says whether the loop could record a step in a CUDA
+graph and replay it, which it tries of every row. On a GPU the models compute in BF16 by autocast, in training, but
 torchao's: it refuses to, and computes in FP32, so its `ms/step` is no comparison.
 """
 
@@ -86,15 +87,17 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--calibration-rows", default=8, show_default=True)
 @click.option("--text", default="wikitext", show_default=True, type=click.Choice(["wikitext", "mix"]))
 @click.option("--text-rows", default=98, show_default=True, help="Rows of that text to train on.")
+@click.option("--text-times", default=1, show_default=True, help="Copies of each of them.")
 @click.option("--own", default=0, show_default=True, help="Training rows that the model writes itself.")
 @click.option("--rows", default=8, show_default=True, help="Rows to evaluate on, of each text.")
+@click.option("--record/--no-record", default=True, help="Let the loop record a step in a CUDA graph and replay it.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the decoder of the student.")
 @click.option("--peers/--no-peers", default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
-    calibration_rows: int, text: str, text_rows: int, own: int, rows: int, compiled: bool, peers: bool,
-    json_path: Path | None,
+    calibration_rows: int, text: str, text_rows: int, text_times: int, own: int, rows: int, record: bool,
+    compiled: bool, peers: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = quant.open_model(model)
@@ -108,7 +111,7 @@ def main(
         plan = quant.make_plan(teacher, preset, solver="gptq")
         return mixed_text(teacher, plan, tokenizer, samples=count, seqlen=SEQLEN, device=device)[0]
 
-    calibration, material = drawn(calibration_rows), drawn(text_rows)
+    calibration, material = drawn(calibration_rows), drawn(text_rows).repeat(text_times, 1)
     if own:
         material = torch.cat([material, generate_rows(teacher, tokenizer, samples=own, seqlen=SEQLEN)])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
@@ -132,7 +135,7 @@ def main(
                 return quant.distill(module, teacher, ids)
 
         return train(
-            module, loss, material, steps=steps, batch=batch, rate=rate,
+            module, loss, material, steps=steps, batch=batch, rate=rate, record=record,
             progress=lambda done, _, loss: click.echo(f"{done} {loss:.4f}", err=True) if done % 5 == 0 else None,
         )  # fmt: skip
 
@@ -141,6 +144,7 @@ def main(
         step = None if trained is None else 1e3 * statistics.median(trained.seconds[3:] or trained.seconds)
         loss = None if trained is None else statistics.mean(trained.losses[-10:])
         table.append({"configuration": name, **losses, "s": seconds, "ms/step": step, "loss": loss})
+        table[-1]["replayed"] = "" if trained is None else "yes" if trained.replayed else "no"
         click.echo(str(table[-1]), err=True)
 
     for solver in solvers.split(","):

@@ -18,10 +18,10 @@ follows it would begin in nonsense.
 Special tokens are never drawn. One in the middle (an end of text, a chat turn) would start a new document, and a
 model that ends early would fill the rest of the row with padding.
 
-All rows grow together, one forward pass a position over the key-value cache, `ROWS_AT_ONCE` at a time so that the
-cache stays bounded. Each row is drawn with its own stream of uniform numbers, through the inverse of the cumulative
-distribution: asking for more rows does not change the first ones, beyond what a model's matrix products round
-differently for a larger batch.
+All rows grow together, one forward pass a position over the key-value cache, some at a time so that the cache stays
+bounded: `ROWS_AT_ONCE`, and on a GPU as many as a part of its memory holds. Each row is drawn with its own stream of
+uniform numbers, through the inverse of the cumulative distribution: asking for more rows does not change the first
+ones, beyond what a model's matrix products round differently for a larger batch.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch import nn
 from quant.calibration.blocks import cache_argument, cache_of
 
 ROWS_AT_ONCE = 64
+_MOST_AT_ONCE = 1024  # on a GPU, and an eighth of its memory for their cache
 _NO_TEXT = "cannot write its own calibration text; pass some with --calib FILE"
 _LIKELIEST = 4  # positions after a random first token; LLM-QAT takes 3 to 5
 _DRAWN, _LIKELY = -1, -2  # in the place of token ids that are not given
@@ -77,8 +78,9 @@ def generate_rows(
     start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
     rows = torch.empty(samples, seqlen, dtype=torch.int64)
     with torch.inference_mode(), _in_eval_mode(model), _plain_attention(model):
-        for first in range(0, samples, ROWS_AT_ONCE):
-            part = rows[first : first + ROWS_AT_ONCE]
+        at_once = _rows_at_once(model, seqlen, allowed.device)
+        for first in range(0, samples, at_once):
+            part = rows[first : first + at_once]
             numbers = range(first, first + len(part))
             uniform = torch.stack([_uniform(seed, i, seqlen) for i in numbers])
             given = _given([openings[i % len(openings)] for i in numbers], start, seqlen)
@@ -87,6 +89,17 @@ def generate_rows(
                 if progress:
                     progress(first * seqlen + len(part) * (position + 1), samples * seqlen)
     return rows
+
+
+def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
+    """How many rows grow together. A cache is taken to hold two hidden states for each layer and position."""
+    config = getattr(model, "config", None)
+    layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
+    if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
+        return ROWS_AT_ONCE
+    row = 2 * layers * width * seqlen * next(model.parameters()).element_size()
+    most = torch.cuda.get_device_properties(device).total_memory // 8
+    return min(max(most // max(row, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
 
 
 def _uniform(seed: int, row: int, seqlen: int) -> torch.Tensor:

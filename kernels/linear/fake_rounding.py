@@ -303,8 +303,8 @@ def _input_gradient(
     of_scale = torch.where(follows, (slope * change).sum(dim=-1, keepdim=True) / amax, 0)
     largest = given.abs() == amax
     added = largest * given.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
-    passed = gradient if input_scale is None else _passed(gradient, x, input_scale, format)
-    return passed + added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
+    total: torch.Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
+    return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format))
 
 
 def _follows(format: Format) -> bool:

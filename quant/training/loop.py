@@ -16,6 +16,7 @@ from torch import nn
 from quant.calibration.placement import device_of
 from quant.errors import UserError
 from quant.training.modules import RoundedWeight
+from quant.training.passes import Passes
 
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
@@ -27,10 +28,12 @@ class Trained:
     Attributes:
         losses: of each step.
         seconds: of each step.
+        replayed: whether steps were recorded and replayed on a GPU.
     """
 
     losses: list[float]
     seconds: list[float]
+    replayed: bool = False
 
 
 def train(
@@ -42,6 +45,7 @@ def train(
     batch: int,
     rate: float,
     seed: int = 0,
+    record: bool = True,
     progress: Callable[[int, int, float], None] | None = None,
 ) -> Trained:
     """Trains the parameters of `model` that need gradients.
@@ -54,6 +58,7 @@ def train(
         batch: rows a step.
         rate: peak learning rate of AdamW.
         seed: of the order of the rows.
+        record: whether steps on a GPU may be recorded and replayed, as `Passes` says.
         progress: called with (steps done, steps in all, loss).
 
     Raises:
@@ -63,28 +68,30 @@ def train(
         raise UserError(f"{steps} steps of {batch} rows out of {len(rows)}: expected a step, and the rows of a batch")
     device = device_of(model)
     learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(learned, rate, betas=_BETAS, weight_decay=0.0)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(learned, rate, betas=_BETAS, weight_decay=0.0, fused=on_gpu)
     warm = max(round(steps * _WARM_UP), 1)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) / warm, (1 + math.cos(math.pi * max(step + 1 - warm, 0) / steps)) / 2)
     )
+    passes = Passes(loss, learned, device, record=record)
     losses, seconds = [], []
     for step, ids in zip(range(1, steps + 1), _batches(rows, batch, seed), strict=False):
         started = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            found = loss(ids.to(device))
-        found.backward()
+        losses.append(passes(ids))
+        if not math.isfinite(losses[-1]):
+            raise UserError(f"step {step}: the loss is {losses[-1]}; lower the learning rate, which is {rate:g}")
         nn.utils.clip_grad_norm_(learned, _CLIP)
         optimizer.step()
         schedule.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(found.item())
+        if on_gpu:
+            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-        if not math.isfinite(losses[-1]):
-            raise UserError(f"step {step}: the loss is {losses[-1]}; lower the learning rate, which is {rate:g}")
         if progress is not None:
             progress(step, steps, losses[-1])
-    return Trained(losses, seconds)
+    replayed = passes.replays
+    passes.close()
+    return Trained(losses, seconds, replayed)
 
 
 def train_rounded_alone(model: nn.Module) -> None:
