@@ -27,7 +27,7 @@ from quant.errors import UserError, counted
 from quant.export.checkpoint import plan_of_model
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
-from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.plan_check import check_plan_fits
 from quant.planning import make_plan
 from quant.recipes.layers import find_layers
@@ -36,7 +36,7 @@ from quant.recipes.recipe import Recipe
 from quant.solve import solve_plan
 from quant.training.fusion import Fusion
 from quant.training.modules import SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
-from quant.training.start import starting_weight
+from quant.training.start import before_rounding, starting_weight
 
 _PLAN = "_qat_plan"  # attribute of a prepared model
 _Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
@@ -54,12 +54,17 @@ def prepare_qat(
     dtype: torch.dtype | None = torch.float32,
     device: Device = None,
     progress: Progress | None = None,
+    original: nn.Module | None = None,
 ) -> Plan:
     """Makes a model train its weights under exactly the rounding that it will be deployed with; changes it in place.
 
     A model in 16 bit is quantized first, by the plan's solvers, and training starts at that model's loss. A model that
     is quantized already, by `quantize` or from a checkpoint, is the start as it is. Parameters of a 16-bit model stay
     the same objects, so an optimizer made before trains them.
+
+    Training starts at the weights nearest to what was rounded that still round to the same codes. For a model that is
+    quantized already, `original` tells what that was; without it, training starts at the values of the codes, from
+    where it takes more steps to get as far.
 
     Args:
         model: in 16 bit or FP32, or quantized.
@@ -71,6 +76,8 @@ def prepare_qat(
             "learned" trains them (LSQ). None recomputes those that `rtn` chose for a 16-bit model, and freezes others.
         dtype: of the weights in training; None keeps the model's. In BF16 most updates are smaller than half a unit in
             the last place, and lost.
+        original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it
+            does not have, or that came from other weights, start at the values of their codes.
 
     Returns:
         The plan that was applied; `convert_qat` needs no other.
@@ -90,7 +97,10 @@ def prepare_qat(
     biases: dict[str, nn.Parameter | None] = {}
     if any(isinstance(module, _Packed) for module in model.modules()):
         applied = _plan_of_quantized(model, plan, solver, include, exclude)
+        rounded |= {} if original is None else _before_rounding(model, applied, original)
     else:
+        if original is not None:
+            raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
         if data is not None and not isinstance(data, torch.Tensor | Inputs):
             data = inputs_of(data, model)
         if plan is None:
@@ -183,6 +193,26 @@ def _plan_of_quantized(
     return plan_of_model(model, plan)
 
 
+def _before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, torch.Tensor]:
+    """What was rounded, by layer, where the original model tells."""
+    there = dict(original.named_parameters())
+    found = {}
+    with torch.no_grad():
+        for layer in plan.quantized:
+            packed: Any = model.get_submodule(layer.name)
+            parameter = there.get(layer.tensor_name)
+            if parameter is None or parameter.is_meta or not parameter.is_floating_point():
+                continue
+            weight = _matrix(layer, packed, parameter.detach())
+            if weight.shape != packed.quantized_weight.shape:
+                continue
+            parts = packed.parts if isinstance(packed, QuantLinear) else RunTimeParts()
+            values = before_rounding(packed.quantized_weight, parts, weight)
+            if values is not None:
+                found[layer.name] = values
+    return found
+
+
 def _check_trainable(plan: Plan, originals: Mapping[str, nn.Parameter]) -> None:
     for layer in plan.quantized:
         weight = originals[layer.name]
@@ -230,7 +260,8 @@ def _install(
         values = None if original is None else _matrix(layer, packed, original.detach())
         is_conv = isinstance(packed, QuantConv)  # whose parameter is trained in its own shape
         is_same = original is not None and values is not None and (is_conv or _is_whole(values, original))
-        values = rounded.pop(layer.name, values)
+        if how != "recomputed" or original is not None:  # from a guess other scales might be measured
+            values = rounded.pop(layer.name, values)
         wide = dtype or (stored if original is None else original.dtype)
         with torch.no_grad():
             if how == "recomputed" and values is not None:

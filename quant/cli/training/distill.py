@@ -61,8 +61,9 @@ if TYPE_CHECKING:
 def distill_command(directory: Path, teacher: str, quiet: bool, as_json: bool, **options: Any) -> None:
     """Train the quantized checkpoint DIRECTORY on what its teacher says, under exactly its own rounding.
 
-    Training starts at the checkpoint's own loss, with the weights that its codes stand for. The new checkpoint has the
-    same layout, formats and size, and a report with the figures of both.
+    Training starts at the checkpoint's own loss. A teacher that the checkpoint was made from tells what its weights
+    were before they were rounded, and training gets further from there. The new checkpoint has the same layout, formats
+    and size, and a report with the figures of both.
     """
     out = options["out"]
     check_apart(out, directory, teacher, *options["data"], *options["eval_texts"])
@@ -130,7 +131,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     with stages(quiet) as progress:
         before = measured()
         narrow = next((p.dtype for p in student.parameters()), torch.float32)
-        plan = prepare_qat(student, plan, scales=options["scales"])
+        plan = prepare_qat(student, plan, scales=options["scales"], original=baseline)
         if there.type == "cpu":
             student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
         train_rounded_alone(student)

@@ -256,6 +256,40 @@ def test_training_starts_as_near_to_the_original_as_the_codes_allow(solver: str)
         torch.testing.assert_close((module.weight.detach() / step)[inner], (expected / step)[inner], rtol=0, atol=1e-3)
 
 
+@pytest.mark.filterwarnings("ignore:.*Hadamard rotation:UserWarning")
+@pytest.mark.parametrize("solver", ["rtn", "gptq", "awq+gptq", "rotation:32+gptq", "lowrank:4+gptq"])
+def test_the_original_tells_a_checkpoint_what_was_rounded(solver: str, tmp_path: Path) -> None:
+    """Nearly the start of a model that was quantized just now, though the scales that AWQ folded are in no file."""
+    original = small()
+    quantized = quant.quantize(copy.deepcopy(original), "nvfp4", ROWS, solver=solver)
+    quant.save(quantized.model, quantized.plan, tmp_path / "ptq")
+    direct = copy.deepcopy(original)
+    quant.prepare_qat(direct, "nvfp4", ROWS, solver=solver, scales="frozen")
+    loaded, blind = (quant.load(tmp_path / "ptq") for _ in range(2))
+    quant.prepare_qat(loaded, original=original)
+    quant.prepare_qat(blind)
+    assert torch.equal(logits(loaded), logits(direct))
+    for name, module in layers_of(loaded).items():
+        scale, second = module.current_scales()
+        assert scale is not None and second is not None
+        step = (scale * second).repeat_interleave(16, dim=1)
+        start, middle, wanted = (layers_of(each)[name].weight.detach() / step for each in (loaded, blind, direct))
+        assert float((start - wanted).abs().mean()) < (0.05 if solver == "awq+gptq" else 1e-3)
+        assert float((middle - wanted).abs().mean()) > 0.1
+
+
+def test_other_weights_tell_a_checkpoint_nothing(tmp_path: Path) -> None:
+    quantized = quant.quantize(small(), "nvfp4", ROWS, solver="gptq")
+    quant.save(quantized.model, quantized.plan, tmp_path / "ptq")
+    loaded, blind = (quant.load(tmp_path / "ptq") for _ in range(2))
+    quant.prepare_qat(loaded, original=small(seed=1))
+    quant.prepare_qat(blind)
+    for name, module in layers_of(loaded).items():
+        assert torch.equal(module.weight, layers_of(blind)[name].weight)
+    with pytest.raises(quant.UserError, match="original= is for a model that is quantized already"):
+        quant.prepare_qat(small(), "nvfp4", ROWS, original=small())
+
+
 def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
     model = small()
     quant.prepare_qat(model, "nvfp4", ROWS)
