@@ -6,6 +6,7 @@ No weight is read: a model on the meta device will do, or the shapes in the head
 from __future__ import annotations
 
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +32,16 @@ NOT_SEEN = "layers_not_called"
 """Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
 
 
+def check_module(model: Any, taker: str) -> None:
+    """Raises UserError where `model` is no module: a path, or what holds one."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, str | os.PathLike):
+        raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
+    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
+    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
+
+
 def make_plan(
     model: nn.Module | Mapping[str, Sequence[int]],
     recipe: str | Recipe = "nvfp4",
@@ -54,8 +65,11 @@ def make_plan(
         provenance: recorded in the plan.
 
     Raises:
-        ValueError: unknown format or solver, a glob that matches no layer, or a head that cannot take its format.
+        ValueError: unknown format or solver, a glob that matches no layer, or a head that cannot take its format; a
+            model that is a path.
     """
+    if not isinstance(model, Mapping):
+        check_module(model, "make_plan")
     recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
     # A string is a sequence of strings too, each a letter.
     include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))

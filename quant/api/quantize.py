@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from quant.calibration.progress import Progress
 from quant.calibration_data import mixed_text
 from quant.errors import UserError
 from quant.formats.format import parse_format
-from quant.planning import make_plan
+from quant.planning import check_module, make_plan
 from quant.recipes import effort as efforts
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
@@ -90,7 +89,7 @@ def quantize(
     Raises:
         ValueError: bad recipe, plan, glob, weight or data; the message names it and the way out.
     """
-    _check_model(model)
+    check_module(model, "quantize")
     if forward_loop is not None:
         if data is not None:
             raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
@@ -165,15 +164,6 @@ def kv_cache_name(given: str, option: str) -> str:
             f"{option} {given}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
         ) from None
     return found.name if found else KEEP
-
-
-def _check_model(model: Any) -> None:
-    if isinstance(model, nn.Module):
-        return
-    if isinstance(model, str | Path):
-        raise UserError(f"{model}: quantize takes a module; open it with quant.open_model({str(model)!r}).model")
-    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
-    raise UserError(f"quantize takes a module, and this is a {type(model).__name__}: {hint}")
 
 
 def _check_data(data: torch.Tensor | Inputs | None) -> None:

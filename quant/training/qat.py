@@ -29,7 +29,7 @@ from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.plan_check import check_plan_fits
-from quant.planning import make_plan
+from quant.planning import check_module, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
@@ -87,6 +87,7 @@ def prepare_qat(
             quantized model with another plan; scales that cannot start where the quantized model is; attention in a
             format, which has no gradient; an optimizer that holds parameters that the model no longer has.
     """
+    check_module(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
         raise UserError(f"scales={scales!r}: unknown; known: {', '.join(SCALES)}")
     if any(isinstance(module, RoundedWeight) for module in model.modules()):

@@ -3,6 +3,7 @@
 import copy
 import re
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from quant.planning import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.recipe import get_recipe
 from quant.solve import apply_plan, solve_state_dict
+from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")
 
@@ -294,9 +296,10 @@ def test_formats_of_head_and_cache_that_cannot_be_are_refused(options: dict[str,
 
 
 def test_what_is_no_module_is_refused_with_the_way_to_one() -> None:
-    for path in (BASE, str(BASE)):
-        with pytest.raises(UserError, match=r"open it with quant.open_model\('.*'\).model"):
-            quantize(path, "nvfp4", IDS)  # type: ignore[arg-type]
+    for path, function in product((BASE, str(BASE)), (quantize, make_plan, prepare_qat)):
+        told = rf"{function.__name__} takes a module; open it with quant.open_model\('.*'\).model"
+        with pytest.raises(UserError, match=told):
+            function(path, "nvfp4")  # type: ignore[operator]
     with pytest.raises(UserError, match=r"this is a Source: pass its \.model"):
         quantize(open_model(BASE), "nvfp4", IDS)  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"this is a dict: pass a torch.nn.Module"):
