@@ -10,7 +10,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.calibration.texts.generate import generate_rows
+from quant.calibration.texts.generate import _rows_at_once, generate_rows
 from quant.calibration.texts.rows import calibration_rows
 
 
@@ -88,6 +88,17 @@ def test_seeds_and_numbers_of_rows() -> None:
     assert float((other[:, 1:] == rows[:, 1:]).float().mean()) < 0.3
     # Row 1 of one seed is not row 0 of the next.
     assert not torch.equal(other[0], rows[1])
+
+
+def test_a_gpu_writes_as_many_rows_as_an_eighth_of_its_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_models.llama(num_hidden_layers=2, hidden_size=64)  # 2 x 2 x 64 x 512 floats for a row: 512 kB
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert _rows_at_once(model, 512, cpu) == 64
+    for memory, rows in ((1 << 30, 256), (1 << 20, 64), (1 << 40, 1024)):
+        size = SimpleNamespace(total_memory=memory)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, size=size: size)
+        assert _rows_at_once(model, 512, gpu) == rows
+    assert _rows_at_once(nn.Linear(2, 2), 512, gpu) == 64  # no config tells
 
 
 def test_special_and_padding_tokens_are_never_drawn() -> None:
