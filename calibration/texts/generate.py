@@ -92,11 +92,14 @@ def generate_rows(
 
 
 def _rows_at_once(model: nn.Module, seqlen: int, device: torch.device) -> int:
-    """How many rows grow together. A cache is taken to hold two hidden states for each layer and position."""
-    config = getattr(model, "config", None)
+    """How many rows grow together, by what the config says of the cache; where it says little, as on a CPU."""
+    config: Any = getattr(model, "config", None)
     layers, width = getattr(config, "num_hidden_layers", None), getattr(config, "hidden_size", None)
     if device.type != "cuda" or not isinstance(layers, int) or not isinstance(width, int):
         return ROWS_AT_ONCE
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if isinstance(heads, int) and isinstance(shared, int) and 0 < shared < heads:
+        width = width * shared // heads
     row = 2 * layers * width * seqlen * next(model.parameters()).element_size()
     most = torch.cuda.get_device_properties(device).total_memory // 8
     return min(max(most // max(row, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
