@@ -216,7 +216,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     """One sentence for each feature of a checkpoint of `plan`, a model in `dtype`, that other runtimes do not support.
 
     Input scales and low-rank branches have no place in the layout; for rotations see `rotation_warnings`. vLLM, which
-    the layout is for, stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers up to 5.23 silently
+    the layout is for, stops at some formats, and TensorRT-LLM takes INT8 for FP8. transformers up to 5.24 silently
     drops the global scale of fused experts in NVFP4, fails on MXFP8 and INT8 ones, and rounds no input of an expert.
     """
     kinds = (
@@ -260,14 +260,14 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     experts = [m.name for m in stacked if m.name not in names.stopped and f"{m.weight}" in ("nvfp4", "mxfp8", "int8")]
     if experts:
         warnings.append(
-            f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.23 loads fused experts in "
+            f"{_counted(experts)} quant.load or a server such as vLLM: transformers up to 5.24 loads fused experts in "
             "NVFP4 without their global scale, and would give wrong output; in MXFP8 and INT8 it stops"
         )
     rounded = [m.name for m in stacked if m.name not in names.stopped and m.activation is not None]
     if rounded:
         warnings.append(
             f"{_counted(rounded)} quant.load or a server such as vLLM for their inputs to be rounded: "
-            "transformers up to 5.23 multiplies experts in 16 bit, and gives slightly other logits"
+            "transformers up to 5.24 multiplies experts in 16 bit, and gives slightly other logits"
         )
     if odd := plan.provenance.get(ODD_INPUTS):
         warnings.append(
@@ -287,7 +287,7 @@ def runtime_warnings(plan: Plan, dtype: torch.dtype = torch.bfloat16, names: Sto
     others = [m.weight for m in plan.quantized if m.weight is not None and not _is_plain(m.weight)]
     if kept and others:
         warnings.append(
-            f"{_counted(kept)} quant.load or a server such as vLLM: transformers up to 5.23 takes experts in 16 bit "
+            f"{_counted(kept)} quant.load or a server such as vLLM: transformers up to 5.24 takes experts in 16 bit "
             f"for quantized ones where other layers are in {others[0]}, and stops"
         )
     return warnings
@@ -299,7 +299,7 @@ def stopped_warnings(plan: Plan, names: StoredNames) -> list[str]:
     if not stopped:
         return []
     return [
-        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.23 takes the "
+        f"{_counted(stopped)} quant.load or a server that reads experts one by one: transformers up to 5.24 takes the "
         "experts of this model in 16 bit alone, and stops"
     ]
 

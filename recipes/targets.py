@@ -303,7 +303,7 @@ _ALL = (
             ),
         ),
         kv_cache=("fp8",),
-        source="compressed-tensors 0.20 under transformers 5.23",
+        source="compressed-tensors 0.20 under transformers 5.24",
     ),
     Target(
         "tensorrt-rtx-sm120",

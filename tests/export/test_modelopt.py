@@ -170,7 +170,7 @@ def test_loading_gives_the_values_of_the_peers_tensors(golden: str) -> None:
 # Layers that are more than a matrix
 
 
-@pytest.mark.filterwarnings("ignore:.*transformers up to 5.23")
+@pytest.mark.filterwarnings("ignore:.*transformers up to 5.24")
 @pytest.mark.parametrize("mixed", [False, True])
 def test_experts_are_named_one_by_one_and_come_back(mixed: bool, tmp_path: Path) -> None:
     model = tiny_models.mixtral(vocab_size=256, intermediate_size=32, dtype=torch.bfloat16)
