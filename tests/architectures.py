@@ -523,9 +523,9 @@ def table(found: Sequence[Cell]) -> str:
         "# Architectures",
         "",
         f"`PYTHONPATH=. python tests/architectures.py` built {len(rows)} tiny models of random weights from the "
-        f"configs of transformers {transformers.__version__}, took each from its plan to a checkpoint, and loaded that with "
-        "`quant.load` and with transformers. Then it converted the checkpoint to ModelOpt's layout and loaded that "
-        "without its plan. It wrote this page.",
+        f"configs of transformers {transformers.__version__}, took each from its plan to a checkpoint, and loaded that "
+        "with `quant.load` and with transformers. Then it converted the checkpoint to ModelOpt's layout and loaded "
+        "that without its plan. It wrote this page.",
         "",
         "- **equal**: every weight is the original one as its format rounds it, and both loaders give the same logits, "
         "as said below. With ModelOpt's layout: `quant.load` reads every tensor bit-equal, and the files keep "

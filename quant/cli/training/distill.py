@@ -19,9 +19,13 @@ from quant.models.files import find_checkpoint
 if TYPE_CHECKING:
     import torch
 
+    from quant.evaluation import Evaluation
     from quant.models.open import Source
+    from quant.page.report import Distillation
     from quant.training.distill import AnyTeacher
     from quant.training.loop import Trained
+
+_WORSE = 1.02  # times the loss before, which rounding alone does not make
 
 
 @click.command("distill", cls=Command)
@@ -150,6 +154,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         scales=options["scales"], losses=_tenths(trained), before=before,
     )  # fmt: skip
     report = _report(path, source, plan, record, after, command, sum(trained.seconds), there)
+    report.warnings += _losses_of_training(record, after)
     source.model = student
 
     def finish(made: Path, hashes: dict[str, str], messages: list[str]) -> None:
@@ -217,6 +222,17 @@ def _tenths(trained: Trained) -> tuple[float, ...]:
 
     size = -(-len(trained.losses) // 10)
     return tuple(fmean(trained.losses[i : i + size]) for i in range(0, len(trained.losses), size))
+
+
+def _losses_of_training(trained: Distillation, now: Evaluation | None) -> list[str]:
+    """A warning for each text on which the trained model is further from its teacher than its start was."""
+    texts = zip(trained.before.texts, now.texts, strict=True) if trained.before is not None and now is not None else ()
+    return [
+        f"training raised KL from {old.kl:.4f} to {new.kl:.4f} on {new.text}; more rows a step (--batch-size was "
+        f"{trained.batch}), a lower --lr (it was {trained.rate:g}), or --data of that kind lose less there"
+        for old, new in texts
+        if old.kl is not None and new.kl is not None and new.kl > _WORSE * old.kl
+    ]
 
 
 def _report(

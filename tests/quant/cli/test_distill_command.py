@@ -62,6 +62,21 @@ def test_a_checkpoint_comes_nearer_to_its_original(made: Path, tmp_path: Path) -
     assert quant.verify(out).findings == ()
 
 
+def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
+    text = made / "rows.safetensors"
+    result = run(
+        distill_command, made / "ptq", "--teacher", made / "model", "--data", text, "--eval", text,
+        "--eval-samples", 8, "--out", tmp_path / "out", *OPTIONS[:-4], "--lr", 0.1, "--device", "cpu",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = quant.Report.load(tmp_path / "out" / "report.json")
+    before = report.distillation.before  # type: ignore[union-attr]
+    assert report.evaluation.kl > before.kl  # type: ignore[operator, union-attr]
+    (told,) = [warning for warning in report.warnings if "training raised KL" in warning]
+    assert f"from {before.kl:.4f} to {report.evaluation.kl:.4f} on" in told  # type: ignore[union-attr]
+    assert "--batch-size was 4" in told and "--lr (it was 0.1)" in told
+
+
 @pytest.mark.parametrize("is_cached", [False, True], ids=["model", "cache"])
 def test_what_is_evaluated_is_not_trained_on(made: Path, tmp_path: Path, is_cached: bool) -> None:
     """Evaluation texts, of other rows and longer ones, change no weight of the result."""
