@@ -31,6 +31,7 @@ import torch
 from _peers import _modelopt_config
 from _table import machine, show, versions
 from _texts import SEQLEN, python_rows, reference_rows
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import quant
@@ -72,6 +73,17 @@ def torchao(model: nn.Module, preset: str, rows: torch.Tensor) -> None:
     quantize_(model, config, lambda module, name: isinstance(module, nn.Linear) and not name.endswith("lm_head"))
 
 
+def written(teacher: nn.Module, tokenizer: Any, count: int, path: Path | None) -> torch.Tensor:
+    """`[count, SEQLEN]` token ids that the model wrote, from `path` if it is there; else they are kept there."""
+    if path is not None and path.exists():
+        return load_file(path)["own"][:count].long()
+    rows = generate_rows(teacher, tokenizer, samples=count, seqlen=SEQLEN)
+    if path is not None:
+        save_file({"own": rows.int().contiguous()}, path.with_suffix(".partial"))
+        path.with_suffix(".partial").replace(path)
+    return rows
+
+
 PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": modelopt, "torchao": torchao}
 
 
@@ -89,6 +101,7 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--text-rows", default=98, show_default=True, help="Rows of that text to train on.")
 @click.option("--text-times", default=1, show_default=True, help="Copies of each of them.")
 @click.option("--own", default=0, show_default=True, help="Training rows that the model writes itself.")
+@click.option("--own-rows", type=click.Path(path_type=Path), help="Keep those rows here, and read them in later runs.")
 @click.option("--rows", default=8, show_default=True, help="Rows to evaluate on, of each text.")
 @click.option("--record/--no-record", default=True, help="Let the loop record a step in a CUDA graph and replay it.")
 @click.option("--compile", "compiled", is_flag=True, help="Compile the decoder of the student.")
@@ -96,8 +109,8 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
-    calibration_rows: int, text: str, text_rows: int, text_times: int, own: int, rows: int, record: bool,
-    compiled: bool, peers: bool, json_path: Path | None,
+    calibration_rows: int, text: str, text_rows: int, text_times: int, own: int, own_rows: Path | None, rows: int,
+    record: bool, compiled: bool, peers: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = quant.open_model(model)
@@ -113,7 +126,7 @@ def main(
 
     calibration, material = drawn(calibration_rows), drawn(text_rows).repeat(text_times, 1)
     if own:
-        material = torch.cat([material, generate_rows(teacher, tokenizer, samples=own, seqlen=SEQLEN)])
+        material = torch.cat([material, written(teacher, tokenizer, own, own_rows)])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
     texts = {
         "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
