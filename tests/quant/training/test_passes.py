@@ -78,14 +78,14 @@ def test_distillation_is_recorded(scales: str) -> None:
         def loss(ids: torch.Tensor, student: nn.Module = student) -> torch.Tensor:
             return quant.distill(student, teacher, ids)
 
-        found.append(train(student, loss, ROWS, steps=12, batch=4, rate=1e-3, record=record))
+        found.append(train(student, loss, ROWS, steps=12, batch=4, rate=1e-4, record=record))
         quant.convert_qat(student)
     assert found[0].replayed and not found[1].replayed
     # Attention takes a mask where it is recorded, and rounds differently; by and by other codes follow from that.
     one, other = (torch.tensor(each.losses) for each in found)
     torch.testing.assert_close(one[:5], other[:5], rtol=0.02, atol=0)
     torch.testing.assert_close(one, other, rtol=0.15, atol=0)
-    assert found[0].losses[-1] < 0.9 * found[0].losses[0]
+    assert one[-4:].mean() < 0.9 * one[0]
 
 
 @pytest.mark.gpu
