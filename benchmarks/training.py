@@ -97,6 +97,7 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--seqlen", default=SEQLEN, show_default=True)
 @click.option("--rate", "rates", default="1e-4", show_default=True, help="Learning rates, separated by commas.")
 @click.option("--calibration-rows", default=8, show_default=True)
+@click.option("--calibration-own", default=0, show_default=True, help="Own rows to calibrate on beside those.")
 @click.option("--text", default="wikitext", show_default=True, type=click.Choice(["wikitext", "mix"]))
 @click.option("--text-rows", default=98, show_default=True, help="Rows of that text to train on.")
 @click.option("--text-times", default=1, show_default=True, help="Copies of each of them.")
@@ -104,12 +105,12 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--own-rows", type=click.Path(path_type=Path), help="Keep those rows here, and read them in later runs.")
 @click.option("--rows", default=8, show_default=True, help="Rows to evaluate on, of each text.")
 @click.option("--record/--no-record", default=True, help="Let the loop record a step in a CUDA graph and replay it.")
-@click.option("--compile", "compiled", is_flag=True, help="Compile the decoder of the student.")
+@click.option("--compile", "compiled", is_flag=True, help="Compile the decoder's layers, the teacher's too.")
 @click.option("--peers/--no-peers", default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
-    calibration_rows: int, text: str, text_rows: int, text_times: int, own: int, own_rows: Path | None, rows: int,
+    calibration_rows: int, calibration_own: int, text: str, text_rows: int, text_times: int, own: int, own_rows: Path | None, rows: int,
     record: bool, compiled: bool, peers: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -117,6 +118,8 @@ def main(
     tokenizer, teacher = source.load_tokenizer(), source.model.to(device)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     teacher = teacher.to(dtype).requires_grad_(False)
+    for layer in teacher.model.layers if compiled else ():  # type: ignore[union-attr]
+        layer.compile()
 
     def drawn(count: int) -> torch.Tensor:
         if text == "wikitext":
@@ -126,7 +129,9 @@ def main(
 
     calibration, material = drawn(calibration_rows), drawn(text_rows).repeat(text_times, 1)
     if own:
-        material = torch.cat([material, written(teacher, tokenizer, own, own_rows)])
+        own_text = written(teacher, tokenizer, own, own_rows)
+        material = torch.cat([material, own_text])
+        calibration = torch.cat([calibration, own_text[:calibration_own]])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
     texts = {
         "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
@@ -140,8 +145,8 @@ def main(
         return quant.open_model(model).model.to(device=device, dtype=dtype).requires_grad_(True)
 
     def learn(module: nn.Module, rate: float, in_autocast: bool = True) -> Trained:
-        if compiled:
-            module.model.compile()  # type: ignore[union-attr, operator]
+        for layer in module.model.layers if compiled else ():  # type: ignore[union-attr]
+            layer.compile()
 
         def loss(ids: torch.Tensor) -> torch.Tensor:
             with nullcontext() if in_autocast else torch.autocast(device, enabled=False):

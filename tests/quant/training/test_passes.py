@@ -83,7 +83,7 @@ def test_distillation_is_recorded(scales: str) -> None:
     assert found[0].replayed and not found[1].replayed
     # Attention takes a mask where it is recorded, and rounds differently; by and by other codes follow from that.
     one, other = (torch.tensor(each.losses) for each in found)
-    torch.testing.assert_close(one[:5], other[:5], rtol=0.02, atol=0)
+    torch.testing.assert_close(one[:2], other[:2], rtol=0.02, atol=0)
     torch.testing.assert_close(one, other, rtol=0.15, atol=0)
     assert one[-4:].mean() < 0.9 * one[0]
 
