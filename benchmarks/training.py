@@ -110,8 +110,8 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
     model: str, preset: str, solvers: str, scales: str, steps: int, batch: int, seqlen: int, rates: str,
-    calibration_rows: int, calibration_own: int, text: str, text_rows: int, text_times: int, own: int, own_rows: Path | None, rows: int,
-    record: bool, compiled: bool, peers: bool, json_path: Path | None,
+    calibration_rows: int, calibration_own: int, text: str, text_rows: int, text_times: int, own: int,
+    own_rows: Path | None, rows: int, record: bool, compiled: bool, peers: bool, json_path: Path | None,
 ) -> None:  # fmt: skip
     device = "cuda" if torch.cuda.is_available() else "cpu"
     source = quant.open_model(model)

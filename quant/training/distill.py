@@ -11,7 +11,7 @@
 any precision, or a file of its likeliest tokens (`quant.cache_teacher`). The loss is the forward KL of next tokens
 (`kl.py`), and with `hidden=` a share of the distance of hidden states, layer by layer:
 
-    KL + hidden · mean over layers of  |h_student − h_teacher|² / |h_teacher|²
+    KL + hidden · mean over layers and positions of  |h_student − h_teacher|² / |h_teacher|²
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from quant.training.head import LogitHead, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
 from quant.training.teacher_cache import CachedTeacher
 
+_TINY = torch.finfo(torch.float32).tiny
 AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
 
 
@@ -80,11 +81,10 @@ def distill(
             teacher.train(was_training)
         known = LogitTeacher(taught.flatten(0, 1), of_teacher)
     learned = head.parameters() if isinstance(head, LogitHead) else ()
-    loss = chunked_kl(
-        before.flatten(0, 1), head, known, temperature=temperature, mask=_counted(inputs), parameters=learned
-    )
+    counted = _counted(inputs)
+    loss = chunked_kl(before.flatten(0, 1), head, known, temperature=temperature, mask=counted, parameters=learned)
     if wants_hidden:
-        loss = loss + hidden * _distance(states, theirs)
+        loss = loss + hidden * _distance(states, theirs, counted)
     return loss
 
 
@@ -149,16 +149,22 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return counted if mask is None else counted & mask.bool()
 
 
-def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
-    """Mean over layers of the squared distance of hidden states, relative to the teacher's."""
+def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor], counted: torch.Tensor | None) -> torch.Tensor:
+    """Mean over layers and positions of the squared distance of hidden states, relative to the teacher's there.
+
+    Relative at each position, because the first one of a row often has more than all others together.
+    """
     shapes = [tuple(s.shape) for s in states], [tuple(t.shape) for t in theirs]
     if shapes[0] != shapes[1]:
         raise UserError(
             f"hidden states differ: the student has {len(states)} layers of {states[0].shape[-1]}, the teacher "
             f"{len(theirs)} of {theirs[0].shape[-1]}; pass hidden=0"
         )
-    parts = []
+    layers = []
     for ours, taught in zip(states, theirs, strict=True):
         target = taught.to(ours.device).float()
-        parts.append((ours.float() - target).square().sum() / target.square().sum())
-    return torch.stack(parts).mean()
+        apart = (ours.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
+        if counted is not None:
+            apart = torch.where(counted, apart, 0).sum() / counted.sum().clamp_min(1)
+        layers.append(apart.mean())
+    return torch.stack(layers).mean()

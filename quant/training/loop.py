@@ -15,6 +15,7 @@ from torch import nn
 
 from quant.calibration.placement import device_of
 from quant.errors import UserError
+from quant.recipes.plan import Plan
 from quant.training.modules import RoundedWeight
 from quant.training.passes import Passes
 
@@ -92,6 +93,11 @@ def train(
     replayed = passes.replays
     passes.close()
     return Trained(losses, seconds, replayed)
+
+
+def default_rate(plan: Plan) -> float:
+    """A peak learning rate that did well in benchmarks/training.py: weights alone want smaller steps."""
+    return 1e-4 if any(layer.activation is not None for layer in plan.layers) else 6e-5
 
 
 def train_rounded_alone(model: nn.Module) -> None:

@@ -47,7 +47,8 @@ _WORSE = 1.02  # times the loss before, which rounding alone does not make
     show_default=True,
     help="Rows of training text at most; used again as often as the steps need them.",
 )
-@click.option("--lr", "rate", default=1e-4, show_default=True, help="Peak learning rate.")
+@click.option("--lr", "rate", type=click.FloatRange(0, min_open=True), help="Peak learning rate.  [default: 1e-4, or "
+              "6e-5 where weights alone are rounded]")  # fmt: skip
 @click.option("--temperature", default=1.0, show_default=True, help="Divides the logits of teacher and student.")
 @click.option("--hidden", default=0.0, show_default=True, help="Weight of the distance of hidden states.")
 @click.option("--scales", type=click.Choice(["frozen", "learned"]), default="frozen", show_default=True,
@@ -99,7 +100,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     from quant.evaluation import check_evaluable, evaluate_texts
     from quant.page.report import Distillation
     from quant.training.distill import distill
-    from quant.training.loop import train, train_rounded_alone
+    from quant.training.loop import default_rate, train, train_rounded_alone
     from quant.training.qat import convert_qat, prepare_qat
     from quant.training.teacher_cache import CachedTeacher, cache_teacher
 
@@ -139,9 +140,10 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         if there.type == "cpu":
             student.float()  # processors multiply FP32 faster, and what is not trained comes back without loss
         train_rounded_alone(student)
+        rate = options["rate"] or default_rate(plan)
         loss = partial(distill, student, taught, temperature=options["temperature"], hidden=options["hidden"])
         trained = train(
-            student.train(), loss, rows, steps=options["steps"], batch=options["batch_size"], rate=options["rate"],
+            student.train(), loss, rows, steps=options["steps"], batch=options["batch_size"], rate=rate,
             seed=options["seed"], progress=lambda done, total, _: progress("train", done, total),
         )  # fmt: skip
         student.eval()
@@ -150,7 +152,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         after = measured()
     record = Distillation(
         start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if named else "its cache"),
-        steps=options["steps"], batch=options["batch_size"], seqlen=rows.shape[1], rate=options["rate"],
+        steps=options["steps"], batch=options["batch_size"], seqlen=rows.shape[1], rate=rate,
         scales=options["scales"], losses=_tenths(trained), before=before,
     )  # fmt: skip
     report = _report(path, source, plan, record, after, command, sum(trained.seconds), there)

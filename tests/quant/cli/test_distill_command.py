@@ -77,6 +77,18 @@ def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     assert "--batch-size was 4" in told and "--lr (it was 0.1)" in told
 
 
+@pytest.mark.parametrize(("preset", "rate"), [("nvfp4a16", 6e-5), ("nvfp4", 1e-4)])
+def test_weights_alone_are_trained_at_a_lower_rate(made: Path, tmp_path: Path, preset: str, rate: float) -> None:
+    rows, ptq = made / "rows.safetensors", tmp_path / "ptq"
+    made_so = run(quantize_command, made / "model", "--format", preset, "--solver", "rtn", "--calib", rows,
+                  "--seqlen", 24, "--calib-samples", 8, "--out", ptq)  # fmt: skip
+    assert made_so.exit_code == 0, made_so.output
+    teacher = ("--teacher", made / "model", "--data", rows)
+    result = run(distill_command, ptq, *teacher, "--out", tmp_path / "out", *OPTIONS[:-4], "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert quant.Report.load(tmp_path / "out" / "report.json").distillation.rate == rate  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("is_cached", [False, True], ids=["model", "cache"])
 def test_what_is_evaluated_is_not_trained_on(made: Path, tmp_path: Path, is_cached: bool) -> None:
     """Evaluation texts, of other rows and longer ones, change no weight of the result."""

@@ -232,12 +232,20 @@ def test_masks_and_labels_choose_positions() -> None:
     assert found.item() == pytest.approx(full_loss(student, teacher, counted=counted).item(), rel=1e-5)
 
 
-def test_hidden_states_add_their_distance() -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_hidden_states_add_their_distance(masked: bool) -> None:
     student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
-    found = quant.distill(student, teacher, ROWS, hidden=0.5) - quant.distill(student, teacher, ROWS)
+    mask = torch.ones_like(ROWS)
+    if masked:
+        mask[0, -7:], mask[2, -2:] = 0, 0
+    batch = {"input_ids": ROWS, "attention_mask": mask}
+    found = quant.distill(student, teacher, batch, hidden=0.5) - quant.distill(student, teacher, batch)
     with torch.no_grad():
-        states = [model(ROWS, output_hidden_states=True).hidden_states[1:] for model in (student, teacher)]
-    apart = [float((a - b).square().sum() / b.square().sum()) for a, b in zip(*states, strict=True)]
+        states = [model(**batch, output_hidden_states=True).hidden_states[1:] for model in (student, teacher)]
+    apart = []
+    for ours, theirs in zip(*states, strict=True):
+        a, b = ours.double()[mask.bool()], theirs.double()[mask.bool()]
+        apart.append(float(((a - b).square().sum(1) / b.square().sum(1)).mean()))
     assert found.item() == pytest.approx(0.5 * sum(apart) / len(apart), rel=1e-4)
 
 
