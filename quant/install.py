@@ -48,7 +48,8 @@ def install_weight(
         table = parent.get_submodule(last)
         if why := why_not_embedding(table):
             raise UserError(f"{layer.name}: cannot be in {layer.weight}: {why}; keep it in 16 bit")
-        new = QuantEmbedding(weight, next(table.parameters()).dtype)
+        assert isinstance(table, nn.Embedding)
+        new = QuantEmbedding(weight, table.weight.dtype, table.padding_idx)
     elif layer.kind == "conv":
         new = QuantConv(weight, parent.get_submodule(last), layer.activation, input_scale)
     else:

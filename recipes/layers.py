@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -49,6 +50,7 @@ ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
 _TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
 _OTHERWISE = "its class multiplies otherwise than a linear layer"
+_SHARED = "the model holds this module in several places, and would keep it in the others"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
 _NOT_PLAIN_CONV = "its class convolves otherwise than torch's convolutions"
 _UNKNOWN_CONV = (
@@ -98,7 +100,7 @@ def matrix_shape(kind: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def find_layers(model: nn.Module) -> list[Layer]:
     """Every layer of `model` that owns a weight, in model order. Fusion groups are left to `find_groups`."""
-    head, routers = output_head(model), _routers(model)
+    head, routers, places = output_head(model), _routers(model), _places(model)
     owner: dict[int, str] = {}
     layers = []
     for name, module in model.named_modules():
@@ -116,12 +118,17 @@ def find_layers(model: nn.Module) -> list[Layer]:
                     kind,
                     _shape(module, parameter_name, parameter, transposed),
                     tied_to=None if tied_to == path else tied_to,
-                    obstacle=_obstacle(module, kind),
+                    obstacle=_obstacle(module, kind) or (_SHARED if is_own and places[id(module)] > 1 else None),
                     kept=ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None,
                     transposed=transposed,
                 )
             )
     return layers
+
+
+def _places(model: nn.Module) -> Counter[int]:
+    """In how many places of the model a module is, by its id."""
+    return Counter(id(child) for module in model.modules() for child in module._modules.values())
 
 
 def layers_of_state_dict(shapes: Mapping[str, Sequence[int]]) -> list[Layer]:

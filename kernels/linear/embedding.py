@@ -55,13 +55,17 @@ class QuantEmbedding(_QuantModule):
     Args:
         weight: `[rows, dim]`.
         dtype: of the rows it gives, until `.to(dtype)` says otherwise.
+        padding_idx: the row that training leaves as it is, as `nn.Embedding` has it.
     """
 
     _dtype: torch.Tensor
     has_kernel_layout = False  # a look-up reads rows, which a checkpoint stores one after the other
 
-    def __init__(self, weight: BlockScaledTensor, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, weight: BlockScaledTensor, dtype: torch.dtype = torch.float32, padding_idx: int | None = None
+    ) -> None:
         super().__init__(weight)
+        self.padding_idx = padding_idx
         self.num_embeddings, self.embedding_dim = weight.shape
         self.register_buffer("_dtype", torch.empty(0, dtype=dtype), persistent=False)
 

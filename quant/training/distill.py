@@ -25,10 +25,12 @@ from torch import nn
 
 from quant.calibration.placement import device_of
 from quant.errors import UserError
-from quant.training.head import LogitHead, run_to_head
+from quant.training.head import LogitHead, inner_model, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
-from quant.training.teacher_cache import CachedTeacher
+from quant.training.modules import plan_in_training
+from quant.training.teacher_cache import CachedTeacher, evaluating
 
+_MERGED = "rotation:merge"  # a solver
 _TINY = torch.finfo(torch.float32).tiny
 AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
 
@@ -55,36 +57,39 @@ def distill(
         A float32 scalar: KL in nats a position, times T², and the share of the hidden states.
 
     Raises:
-        UserError: the vocabularies, or the widths of hidden states, differ; a cached teacher has not read these rows.
+        UserError: the vocabularies, or the widths of hidden states, differ; the student is no causal language model, or
+            its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
     """
     inputs = _inputs(batch)
     ids = inputs["input_ids"]
     if isinstance(teacher, str | os.PathLike):
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
+    _check_student(inner_model(student), wants_hidden)
     before, states, head = run_to_head(student, inputs, wants_hidden)
     known: Teacher
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
             raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
+        _check_padding(inputs)
         known = teacher.of(ids, temperature)
         theirs: list[torch.Tensor] = []
     else:
-        was_training = teacher.training
-        teacher.eval()
-        try:
-            with torch.no_grad():
-                place = device_of(teacher)
-                moved = {name: value.to(place) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
-                taught, theirs, of_teacher = run_to_head(teacher, moved, wants_hidden)
-        finally:
-            teacher.train(was_training)
+        with evaluating(teacher), torch.no_grad():
+            place = device_of(teacher)
+            moved = {name: value.to(place) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            taught, theirs, of_teacher = run_to_head(teacher, moved, wants_hidden)
         known = LogitTeacher(taught.flatten(0, 1), of_teacher)
     learned = head.parameters() if isinstance(head, LogitHead) else ()
+    if before.shape[:-1] != ids.shape:
+        raise UserError(
+            f"{type(inner_model(student)).__name__}: gives outputs {list(before.shape)} for token ids "
+            f"{list(ids.shape)}; distillation is for causal language models, with logits at each token"
+        )
     counted = _counted(inputs)
     loss = chunked_kl(before.flatten(0, 1), head, known, temperature=temperature, mask=counted, parameters=learned)
     if wants_hidden:
-        loss = loss + hidden * _distance(states, theirs, counted)
+        loss = loss + hidden * _distance(states, theirs, counted).to(loss.device)
     return loss
 
 
@@ -135,6 +140,29 @@ def _inputs(batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, Any]:
     return dict(batch)
 
 
+def _check_student(model: nn.Module, wants_hidden: bool) -> None:
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise UserError(
+            f"{type(model).__name__}: an encoder-decoder; distillation is for causal language models, so train it on "
+            "its own loss"
+        )
+    plan = plan_in_training(model)
+    if wants_hidden and plan is not None and any(_MERGED in each.solver for each in plan.layers):
+        raise UserError(
+            f"hidden: {_MERGED} rotated the student's hidden states, and the teacher's are as they were; pass hidden=0"
+        )
+
+
+def _check_padding(inputs: Mapping[str, Any]) -> None:
+    """Raises UserError where a row begins with padding, which a cached teacher has read as tokens."""
+    mask = inputs.get("attention_mask")
+    if mask is not None and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        raise UserError(
+            "attention_mask: rows are padded on the left, and a cached teacher has read their padding as tokens; pad "
+            "them on the right, or pass the teacher as a model"
+        )
+
+
 def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Which positions count, bool `[rows, seqlen]`; None for all."""
     mask = inputs.get("attention_mask")
@@ -165,6 +193,7 @@ def _distance(states: list[torch.Tensor], theirs: list[torch.Tensor], counted: t
         target = taught.to(ours.device).float()
         apart = (ours.float() - target).square().sum(-1) / target.square().sum(-1).clamp_min(_TINY)
         if counted is not None:
-            apart = torch.where(counted, apart, 0).sum() / counted.sum().clamp_min(1)
-        layers.append(apart.mean())
+            there = counted.to(apart.device)
+            apart = torch.where(there, apart, 0).sum() / there.sum().clamp_min(1)
+        layers.append(apart.mean().to(states[0].device))
     return torch.stack(layers).mean()

@@ -112,9 +112,9 @@ def run_to_head(
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """The model inside of what DDP or torch.compile made of it."""
+    """The model inside of what DDP, nn.DataParallel or torch.compile made of it."""
     while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
+        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner

@@ -130,14 +130,15 @@ class ChunkedKL(torch.autograd.Function):
         head: Head,
         teacher: Teacher,
         temperature: float,
-        weights: torch.Tensor,
+        weights: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         learned = [parameter for parameter in parameters if parameter.requires_grad]
         totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learned]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         loss = torch.zeros((), dtype=torch.float64, device=hidden.device)
-        factor = temperature**2 / weights.sum().clamp(min=1)
+        total = hidden.new_full((), len(hidden), dtype=torch.float32) if weights is None else weights.sum()
+        factor = torch.where(total > 0, temperature**2 / total, 0)
         slices = _slices(hidden, head)
         power = _slice_power(slices)
         for part in slices:
@@ -145,10 +146,14 @@ class ChunkedKL(torch.autograd.Function):
             with torch.enable_grad():
                 logits = head(given)
             each, slope = teacher.gradient(logits.detach().to(torch.float32, copy=True), part, temperature)
-            loss += (each.double() * weights[part]).sum()
+            each = each.double()
+            if weights is not None:  # what does not count may be anything, NaN too
+                each = torch.where(weights[part] > 0, each * weights[part], 0)
+                slope.mul_(weights[part, None]).masked_fill_(weights[part, None] == 0, 0)
+            loss += each.sum()
             wanted = [*([given] if of_hidden is not None else []), *learned]
             if wanted:
-                slope = slope.mul_((weights[part] * power)[:, None]).to(logits.dtype)
+                slope = slope.mul_(power).to(logits.dtype)
                 found = list(torch.autograd.grad(logits, wanted, slope, allow_unused=True))
                 if of_hidden is not None:
                     of_hidden[part] = found.pop(0)
@@ -187,7 +192,7 @@ def chunked_kl(
         head: the student's: a module, or a function with `parameters`.
         teacher: what the student should say at these positions.
         temperature: divides the logits of both; the factor T² keeps the gradients' size (Hinton et al., 2015).
-        mask: which positions count, bool or weights `[positions]`; None counts all.
+        mask: which positions count, bool or weights `[positions]`; None counts all. Without any the loss is 0.
         parameters: of the head, if it is no module.
 
     Returns:
@@ -197,7 +202,7 @@ def chunked_kl(
         raise UserError(f"temperature is {temperature}; expected a number above 0")
     if parameters is None:
         parameters = tuple(head.parameters()) if isinstance(head, nn.Module) else ()
-    weights = hidden.new_ones(len(hidden), dtype=torch.float32) if mask is None else mask.flatten().float()
+    weights = None if mask is None else mask.flatten().to(hidden.device, torch.float32)
     return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-any-return, no-untyped-call]
 
 

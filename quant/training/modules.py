@@ -39,9 +39,11 @@ from quant.kernels.linear.fake_rounding import (
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
 from quant.kernels.linear.ops import autocast_dtype
 from quant.kernels.linear.stack import ExpertStack
+from quant.recipes.plan import Plan
 from quant.training.fusion import Fusion
 
 SCALES = ("recomputed", "frozen", "learned")
+PLAN = "_qat_plan"  # attribute of a prepared model
 _EXACT = ("block_scale", "global_scale", "input_scale")
 
 
@@ -304,14 +306,20 @@ class QATEmbedding(RoundedWeight):
     def __init__(self, weight: nn.Parameter, packed: QuantEmbedding, scales: str, stored: torch.dtype) -> None:
         super().__init__(weight, packed.quantized_weight, scales, stored, packed._dtype.dtype)
         self.num_embeddings, self.embedding_dim = weight.shape
+        self.padding_idx = packed.padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[...]` to `[..., dim]`."""
-        return functional.embedding(ids, self.rounded(self.dtype))
+        return functional.embedding(ids, self.rounded(self.dtype), self.padding_idx)
 
     def packed(self) -> QuantEmbedding:
         """The packed embedding."""
-        return QuantEmbedding(self.packed_weight(), self.dtype)
+        return QuantEmbedding(self.packed_weight(), self.dtype, self.padding_idx)
+
+
+def plan_in_training(model: nn.Module) -> Plan | None:
+    """The plan of a prepared model, or of a quantized one of transformers."""
+    return getattr(model, PLAN, None) or getattr(model, "quantization_plan", None)
 
 
 def decoded_scale(weight: BlockScaledTensor) -> torch.Tensor:

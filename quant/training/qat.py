@@ -35,11 +35,11 @@ from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 from quant.solve import solve_plan
 from quant.training.fusion import Fusion
-from quant.training.modules import SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
+from quant.training.head import inner_model
+from quant.training.modules import PLAN, SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
 from quant.training.start import before_rounding, starting_weight
 
-_PLAN = "_qat_plan"  # attribute of a prepared model
-_Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
+Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 
 
 def prepare_qat(
@@ -71,11 +71,12 @@ def prepare_qat(
         plan: a plan, a recipe or a preset's name. A quantized model of transformers has its plan; of another one, what
             `quant.quantize` returned.
         data, device, progress: of the calibration, as in `quant.quantize`.
-        solver, include, exclude: as in `quant.quantize`, with a recipe.
+        solver: replaces the recipe's, which rounds to nearest (`rtn`) where it names none.
+        include, exclude: as in `quant.quantize`, with a recipe.
         scales: "recomputed" measures block scales from the weights at each forward, "frozen" keeps those of the start,
             "learned" trains them (LSQ). None recomputes those that `rtn` chose for a 16-bit model, and freezes others.
-        dtype: of the weights in training; None keeps the model's. In BF16 most updates are smaller than half a unit in
-            the last place, and lost.
+        dtype: of the rounded weights in training; None keeps the model's, as biases, norms and all others do. In BF16
+            most updates are smaller than half a unit in the last place, and lost.
         original: the model in 16 bit that a quantized `model` was made from, which is left as it is. Layers that it
             does not have, or that came from other weights, start at the values of their codes.
 
@@ -85,7 +86,8 @@ def prepare_qat(
     Raises:
         UserError: the model is prepared already, or holds meta tensors or frozen weights where the plan quantizes; a
             quantized model with another plan; scales that cannot start where the quantized model is; attention in a
-            format, which has no gradient; an optimizer that holds parameters that the model no longer has.
+            format, which has no gradient. Last of all, when the model is prepared: an optimizer of its parameters that
+            holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
     check_module(model, "prepare_qat")
     if scales is not None and scales not in SCALES:
@@ -93,10 +95,11 @@ def prepare_qat(
     if any(isinstance(module, RoundedWeight) for module in model.modules()):
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.convert_qat(model)")
     stored = stored_dtype(model)
+    before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     originals: dict[str, nn.Parameter] = {}
     rounded: dict[str, torch.Tensor] = {}
     biases: dict[str, nn.Parameter | None] = {}
-    if any(isinstance(module, _Packed) for module in model.modules()):
+    if any(isinstance(module, Packed) for module in model.modules()):
         applied = _plan_of_quantized(model, plan, solver, include, exclude)
         rounded |= {} if original is None else _before_rounding(model, applied, original)
     else:
@@ -120,10 +123,17 @@ def prepare_qat(
         done = solve_plan(model, plan, data, device=device, progress=progress, rounded=rounded.__setitem__)
         applied = done.plan
     _check_plan(applied)
-    _install(model, applied, originals, rounded, biases, scales, stored, dtype)
+    try:
+        _install(model, applied, originals, rounded, biases, scales, stored, dtype)
+    except UserError as error:
+        if not originals:
+            raise
+        attach(model, applied)
+        model.quantization_plan = applied  # type: ignore[assignment]
+        raise UserError(f"{error}. The model is quantized by now: call prepare_qat(model, scales=…) again") from None
     detach(model)
-    setattr(model, _PLAN, applied)
-    _check_optimizers(model)
+    setattr(model, PLAN, applied)
+    _check_optimizers(model, before, was_quantized=not originals)
     return applied
 
 
@@ -142,9 +152,8 @@ def convert_qat(model: nn.Module) -> Plan:
     Raises:
         UserError: the model was not prepared, its weights are sharded, or one of them is no longer finite.
     """
-    while inner := _wrapped(model):
-        model = inner
-    plan = getattr(model, _PLAN, None)
+    model = inner_model(model)
+    plan = getattr(model, PLAN, None)
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, RoundedWeight)]
     if plan is None or not layers:
         raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
@@ -155,13 +164,14 @@ def convert_qat(model: nn.Module) -> Plan:
                 "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load it into a model "
                 "prepared in the same way, and convert that"
             )
-        if not bool(module.weight.isfinite().all()):
-            raise UserError(f"{name}: training made NaN or infinity of its weight; lower the learning rate")
+        for key, parameter in module.named_parameters(recurse=False):
+            if not bool(parameter.isfinite().all()):
+                raise UserError(f"{name}: training made NaN or infinity of its {key}; lower the learning rate")
     # All of them before any is installed: scales that are shared depend on the others' weights.
     packed = {name: module.packed() for name, module in layers}  # type: ignore[operator]
     for name, new in packed.items():
         _put(model, name, new)
-    delattr(model, _PLAN)
+    delattr(model, PLAN)
     plan = plan_of_model(model, plan)
     attach(model, plan)
     return plan
@@ -185,7 +195,7 @@ def _plan_of_quantized(
     plan = own
     if solver or include or exclude:
         raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
-    held = {name for name, module in model.named_modules() if isinstance(module, _Packed)}
+    held = {name for name, module in model.named_modules() if isinstance(module, Packed)}
     if other := held ^ {layer.name for layer in plan.quantized}:
         raise UserError(
             f"{min(other)}: the plan and the model disagree on whether it is quantized ({len(other)} layers); pass the "
@@ -276,15 +286,17 @@ def _install(
             weight = nn.Parameter(start.contiguous())
         else:
             weight = original
+            if weight.dtype != start.dtype:
+                weight.grad = None  # of the dtype that it had
             weight.data = start
         made[layer.name] = _in_training(packed, weight, biases.get(layer.name), how, stored)
         made[layer.name].train(packed.training)
     for members in by_input(plan.quantized):
         _share([made[member.name] for member in members])
     for layer in plan.quantized:
-        packed, module = model.get_submodule(layer.name), made[layer.name]
-        _check_start(layer, packed, module)
-        _put(model, layer.name, module)
+        _check_start(layer, model.get_submodule(layer.name), made[layer.name])
+    for name, module in made.items():
+        _put(model, name, module)
 
 
 def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -346,19 +358,42 @@ def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
     )
 
 
-def _check_optimizers(model: nn.Module) -> None:
-    """Raises UserError where an optimizer trains this model's parameters and others that are no longer its own."""
+def _check_optimizers(
+    model: nn.Module, before: Mapping[int, tuple[nn.Parameter, torch.dtype]], was_quantized: bool
+) -> None:
+    """Raises UserError where an optimizer of the parameters that the model had before would not train it right."""
     own = {id(parameter) for parameter in model.parameters()}
+    learned = {id(m.weight): id(m.block_step) for m in model.modules()
+               if isinstance(m, RoundedWeight) and m.block_step is not None}  # fmt: skip
     for each in gc.get_objects():
         if not issubclass(type(each), torch.optim.Optimizer):  # isinstance would ask objects that only pretend a class
             continue
-        held = [id(parameter) for group in each.param_groups for parameter in group["params"]]
-        lost = sum(parameter not in own for parameter in held)
-        if 0 < lost < len(held):
-            raise UserError(
-                f"an optimizer ({type(each).__name__}) holds {counted(lost, 'parameter')} that the model no longer "
-                "has, from before it was quantized, and would not train it; make the optimizer after prepare_qat"
-            )
+        held = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
+        if not before.keys() & held.keys():
+            continue
+        # Of a model that was quantized before, an optimizer may still hold the weights from before that.
+        lost = sum(key not in own and (was_quantized or key in before) for key in held)
+        lacks = sum(step not in held for weight, step in learned.items() if weight in before and weight in held)
+        narrow = sum(_is_kept_in(before[key][1], each.state.get(parameter, {}), parameter)
+                     for key, parameter in held.items() if key in before)  # fmt: skip
+        if lost:
+            why = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
+        elif lacks:
+            why = f"lacks {counted(lacks, 'parameter')} that the model has since, its learned scales"
+        elif narrow:
+            why = f"has made steps, and keeps what it knows of {counted(narrow, 'parameter')} in another dtype"
+        else:
+            continue
+        raise UserError(
+            f"an optimizer ({type(each).__name__}) {why}, and would not train it; the model is prepared: make the "
+            "optimizer anew, after prepare_qat"
+        )
+
+
+def _is_kept_in(dtype: torch.dtype, state: Mapping[str, Any], parameter: torch.Tensor) -> bool:
+    """Whether an optimizer has tensors of a parameter in the dtype that this one no longer has."""
+    kept = [each for each in state.values() if isinstance(each, torch.Tensor) and each.dim()]
+    return parameter.dtype != dtype and any(each.dtype == dtype for each in kept)
 
 
 def _owner(model: nn.Module, layer: LayerPlan) -> nn.Module:
@@ -368,10 +403,3 @@ def _owner(model: nn.Module, layer: LayerPlan) -> nn.Module:
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
-
-
-def _wrapped(model: nn.Module) -> nn.Module | None:
-    """The model inside of what DDP or torch.compile made of it."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        return model.module  # type: ignore[no-any-return]
-    return getattr(model, "_orig_mod", None)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def cache_teacher(
 
     Args:
         teacher: a causal language model in any precision.
-        rows: token ids, int64 `[rows, seqlen]`.
+        rows: token ids, int64 `[rows, seqlen]`; where they are padded, on the right.
         path: file to write; it appears when it is whole.
         k: tokens a position.
         temperature: that the student will be trained with.
@@ -58,9 +59,7 @@ def cache_teacher(
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     tokens, logps = [], []
-    was_training = teacher.training
-    teacher.eval()
-    try:
+    with evaluating(teacher):
         for index, row in enumerate(rows, 1):
             with torch.no_grad():
                 logits = logits_of(teacher, row[None].to(device_of(teacher)))[0].float()
@@ -71,8 +70,6 @@ def cache_teacher(
             logps.append(top.cpu())
             if progress is not None:
                 progress(index, len(rows))
-    finally:
-        teacher.train(was_training)
     kept = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
     metadata = {"kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows)}
     with claimed(path):
@@ -148,6 +145,18 @@ class CachedTeacher:
         if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")
         return TopTeacher(tokens, logp, f"{self.path}: the cached teacher")
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Has a model evaluate, and gives each of its modules its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def is_cached_teacher(path: str | Path) -> bool:

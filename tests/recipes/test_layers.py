@@ -302,6 +302,26 @@ class Grouped(nn.Linear):
         return torch.einsum("...gi,goi->...go", x, self.weight.view(4, -1, self.in_features))
 
 
+def test_a_layer_in_two_places_is_kept() -> None:
+    """A quantized module would stand in one of them, and the other would go on with the weight in 16 bit."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+            self.again, self.last = self.first, nn.Linear(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.again(self.first(x)))  # type: ignore[no-any-return]
+
+    plan = make_plan(Twice(), "nvfp4a16", run=lambda model: model(torch.randn(2, 64)))
+    assert [str(layer.weight) for layer in plan.layers] == ["None", "nvfp4"]
+    assert "holds this module in several places" in plan.layers[0].reason
+    shared = nn.Linear(64, 64)
+    blocks = nn.Sequential(block := nn.Sequential(shared), block)  # the block is in two places, and its layer in one
+    assert make_plan(blocks, "nvfp4a16", run=lambda model: model(torch.randn(2, 64))).layers[0].weight is not None
+
+
 def test_a_linear_layer_that_multiplies_otherwise_is_kept() -> None:
     model = nn.Sequential(nn.Linear(32, 32), Grouped(32, 64))
     assert [layer.obstacle is None for layer in find_layers(model)] == [True, False]

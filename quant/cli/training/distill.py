@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,6 +136,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
 
     with stages(quiet) as progress:
         before = measured()
+        dtypes = {name: tensor.dtype for name, tensor in _tensors(student)}
         narrow = next((p.dtype for p in student.parameters()), torch.float32)
         plan = prepare_qat(student, plan, scales=options["scales"], original=baseline)
         if there.type == "cpu":
@@ -148,7 +150,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         )  # fmt: skip
         student.eval()
         plan = convert_qat(student)
-        student.to(narrow)
+        _narrow(student, narrow, dtypes)
         after = measured()
     record = Distillation(
         start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if named else "its cache"),
@@ -216,6 +218,25 @@ def _rows(
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
     return rows
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by all their names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def _narrow(model: torch.nn.Module, dtype: torch.dtype, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Has quantized layers compute in `dtype`, and every tensor be of the dtype that `dtypes` has under its name."""
+    from quant.training.qat import Packed
+
+    wide = {name: tensor.detach() for name, tensor in _tensors(model)}
+    for module in model.modules():
+        if isinstance(module, Packed):
+            module.to(dtype)
+    for name, tensor in _tensors(model):
+        if tensor.dtype != dtypes.get(name, tensor.dtype):
+            tensor.data = wide[name].to(dtypes[name])
 
 
 def _tenths(trained: Trained) -> tuple[float, ...]:

@@ -108,6 +108,39 @@ def test_what_is_evaluated_is_not_trained_on(made: Path, tmp_path: Path, is_cach
     assert all(torch.equal(tensor, files[1][name]) for name, tensor in files[0].items())
 
 
+DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, "head_dim": 8, "qk_rope_head_dim": 8,
+            "max_position_embeddings": 1024}  # fmt: skip
+
+
+def test_what_is_wider_than_the_checkpoint_stays_so(tmp_path: Path) -> None:
+    """DeepSeek's routers have a bias in float32 in models of BF16, and rotary frequencies are never narrow."""
+    sizes = {**tiny_models.DECODER, **DEEPSEEK}
+    model = tiny_models.build("DeepseekV3", "ForCausalLM", sizes, dtype=torch.bfloat16, gain=2.0)
+    bias = model.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(torch.randn(4, generator=torch.Generator().manual_seed(3)))
+    assert bias.dtype is torch.float32
+    model.save_pretrained(tmp_path / "model")
+    rows = torch.randint(0, 64, (2, 512), generator=torch.Generator().manual_seed(7))
+    save_file({"rows": rows}, tmp_path / "rows.safetensors")
+    ptq, out = tmp_path / "ptq", tmp_path / "out"
+    result = run(quantize_command, tmp_path / "model", "--format", "nvfp4a16", "--solver", "rtn", "--out", ptq)
+    assert result.exit_code == 0, result.output
+    text = tmp_path / "rows.safetensors"
+    result = run(
+        distill_command, ptq, "--teacher", tmp_path / "model", "--data", text, "--eval", text, "--eval-samples", 2,
+        "--steps", 1, "--batch-size", 1, "--samples", 2, "--seqlen", 512, "--lr", 1e-12, "--device", "cpu",
+        "--out", out,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    start, trained = load_file(ptq / "model.safetensors"), load_file(out / "model.safetensors")
+    assert start.keys() == trained.keys()
+    for name, tensor in start.items():
+        assert trained[name].dtype == tensor.dtype and torch.equal(trained[name], tensor), name
+    report = quant.Report.load(out / "report.json")
+    assert report.evaluation.kl == report.distillation.before.kl  # type: ignore[union-attr]
+
+
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
     rows = quant.token_rows(made / "rows.safetensors", None, samples=8, seqlen=24)
     quant.cache_teacher(quant.open_model(made / "model").model, rows, tmp_path / "teacher", k=16)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import tiny_models
 import torch
+import torch.multiprocessing as mp
+from second_device import second_device
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import log_softmax
@@ -230,6 +232,95 @@ def test_masks_and_labels_choose_positions() -> None:
     counted[:, 9:-1] = True
     found = quant.distill(student, teacher, {"input_ids": ROWS, "labels": labels})
     assert found.item() == pytest.approx(full_loss(student, teacher, counted=counted).item(), rel=1e-5)
+
+
+def test_what_does_not_count_may_be_anything() -> None:
+    """NaN in a position that a mask leaves out changes neither the loss nor a gradient; weights are of any size."""
+    case = Case()
+    teacher = LogitTeacher(case.taught, case.teacher_head)
+    hidden = case.hidden.detach().clone()
+    hidden[~case.mask] = torch.nan
+    hidden.requires_grad_()
+    expected = case.exact(1.0, case.mask, None)
+    for factor in (1.0, 0.01):
+        loss = chunked_kl(hidden, case.head, teacher, mask=case.mask * factor, parameters=())
+        (gradient,) = torch.autograd.grad(loss, hidden)
+        assert loss.item() == pytest.approx(expected[0].item(), rel=1e-5)
+        torch.testing.assert_close(gradient.double(), expected[1], rtol=1e-4, atol=1e-7)
+    assert chunked_kl(hidden, case.head, teacher, mask=torch.zeros_like(case.mask), parameters=()).item() == 0
+
+
+def padded(on_the_left: bool) -> dict[str, torch.Tensor]:
+    mask = torch.ones_like(ROWS)
+    mask[:2, slice(0, 8) if on_the_left else slice(-8, None)] = 0
+    return {"input_ids": ROWS, "attention_mask": mask}
+
+
+def test_data_parallel_gives_its_model_all_inputs() -> None:
+    student, teacher = tiny_models.llama(gain=2.0), tiny_models.llama(seed=1, gain=2.0)
+    batch = padded(on_the_left=True)
+    expected = quant.distill(student, teacher, batch, hidden=0.5)
+    assert quant.distill(nn.DataParallel(student), teacher, batch, hidden=0.5).item() == pytest.approx(expected.item())
+
+
+def test_a_cached_teacher_reads_no_padding(tmp_path: Path) -> None:
+    model = tiny_models.llama(gain=2.0)
+    quant.cache_teacher(model, ROWS, tmp_path / "teacher", k=64)
+    assert abs(quant.distill(model, tmp_path / "teacher", padded(on_the_left=False)).item()) < 1e-6
+    with pytest.raises(
+        quant.UserError, match="rows are padded on the left, and a cached teacher has read their padding"
+    ):
+        quant.distill(model, tmp_path / "teacher", padded(on_the_left=True))
+
+
+def test_each_module_keeps_its_mode(tmp_path: Path) -> None:
+    student, teacher = tiny_models.llama(), tiny_models.llama(seed=1).train()
+    teacher.model.layers[0].eval()
+    modes = [module.training for module in teacher.modules()]
+    quant.distill(student, teacher, ROWS)
+    quant.cache_teacher(teacher, ROWS, tmp_path / "teacher", k=4)
+    assert [module.training for module in teacher.modules()] == modes and len(set(modes)) == 2
+
+
+def test_models_that_are_no_causal_language_models_are_refused() -> None:
+    model = tiny_models.t5()
+    with pytest.raises(
+        quant.UserError, match="T5ForConditionalGeneration: an encoder-decoder; distillation is for causal"
+    ):
+        quant.distill(model, model, {"input_ids": ROWS, "decoder_input_ids": ROWS})
+    model = tiny_models.bert_classifier()
+    with pytest.raises(
+        quant.UserError, match=r"gives outputs \[4, \d+\] for token ids \[4, 24\]; distillation is for caus"
+    ):
+        quant.distill(model, model, ROWS)
+
+
+def test_hidden_states_of_a_merged_rotation_are_refused() -> None:
+    teacher = tiny_models.llama(gain=2.0)
+    student = copy.deepcopy(teacher).requires_grad_(True)
+    quant.prepare_qat(student, "nvfp4a16", ROWS, solver="rotation:merge")
+    assert quant.distill(student, teacher, ROWS).item() > 0
+    told = "rotation:merge rotated the student's hidden states, and the teacher's are as they were"
+    with pytest.raises(quant.UserError, match=told):
+        quant.distill(student, teacher, ROWS, hidden=1.0)
+    quant.convert_qat(student)
+    with pytest.raises(quant.UserError, match=told):
+        quant.distill(student, teacher, ROWS, hidden=1.0)
+
+
+def on_a_second_device(_: int) -> None:
+    """A model's last part is there, and its inputs and their mask are where its first part is."""
+    device = second_device()
+    hidden, taught = torch.randn(6, 8), torch.randn(6, 8)
+    head, mask = nn.Linear(8, 32), torch.tensor([1, 1, 0, 1, 1, 0]).bool()
+    expected = chunked_kl(hidden, head, LogitTeacher(taught, copy.deepcopy(head)), mask=mask).item()
+    there = copy.deepcopy(head).to(device)
+    found = chunked_kl(hidden.to(device), there, LogitTeacher(taught.to(device), copy.deepcopy(there)), mask=mask)
+    assert found.device == device and abs(found.cpu().item() - expected) < 1e-6
+
+
+def test_a_mask_follows_to_another_device() -> None:
+    mp.spawn(on_a_second_device, nprocs=1)
 
 
 @pytest.mark.parametrize("masked", [False, True])

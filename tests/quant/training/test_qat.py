@@ -412,6 +412,77 @@ def test_an_optimizer_of_parameters_that_are_gone_is_refused() -> None:
     del optimizer
 
 
+def test_an_optimizer_that_would_not_train_the_model_is_refused() -> None:
+    """It lacks learned scales, holds weights that are transposed now, or has state in another dtype."""
+    model = small()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(
+        quant.UserError, match=r"\(SGD\) lacks 7 parameters that the model has since, its learned scales"
+    ):
+        quant.prepare_qat(model, "nvfp4a16", scales="learned")
+    model = tiny_models.gpt2()
+    optimizer = torch.optim.SGD([model.transformer.h[0].mlp.c_fc.weight], 0.1)
+    with pytest.raises(quant.UserError, match=r"\(SGD\) holds 1 parameter that the model no longer has"):
+        quant.prepare_qat(model, "nvfp4a16")
+    model = small(dtype=torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model(ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+    with pytest.raises(
+        quant.UserError, match=r"has made steps, and keeps what it knows of 7 parameters in another dtype"
+    ):
+        quant.prepare_qat(model, "nvfp4a16")
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)  # the model is prepared
+    model(ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+
+
+def test_an_optimizer_may_hold_what_was_never_of_the_model() -> None:
+    model, other = small(dtype=torch.bfloat16), nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW([*model.parameters(), *other.parameters()], 1e-3)
+    model(ROWS, labels=ROWS).loss.backward()  # gradients in BF16 of weights that will be float32
+    quant.prepare_qat(model, "nvfp4a16")
+    before = model.model.layers[0].mlp.up_proj.weight.detach().clone()
+    optimizer.zero_grad()
+    model(ROWS, labels=ROWS).loss.backward()
+    optimizer.step()
+    assert not torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
+
+
+def test_after_scales_that_cannot_start_others_may() -> None:
+    """Calibration is not lost: the model is quantized, and training starts there."""
+    model = small()
+    with pytest.raises(
+        quant.UserError, match=r"use scales=.* The model is quantized by now: call prepare_qat\(model, "
+    ):
+        quant.prepare_qat(model, "nvfp4a16", ROWS, solver="gptq", scales="recomputed")
+    twin = quant.quantize(small(), "nvfp4a16", ROWS, solver="gptq").model
+    torch.testing.assert_close(model(ROWS).logits, twin(ROWS).logits, rtol=0, atol=0)
+    quant.prepare_qat(model, scales="frozen")
+    quant.convert_qat(model)
+    torch.testing.assert_close(model(ROWS).logits, twin(ROWS).logits, rtol=0, atol=0)
+
+
+def test_padding_has_no_gradient_in_a_rounded_embedding() -> None:
+    model = small(pad_token_id=0)
+    quant.prepare_qat(model, "nvfp4a16", include=["model.embed_tokens"])
+    ids = ROWS.clone()
+    ids[:, :4] = 0
+    model(ids, labels=ROWS).loss.backward()
+    gradient = model.model.embed_tokens.weight.grad
+    assert gradient[0].abs().sum() == 0 and gradient[1:].abs().sum() > 0
+    quant.convert_qat(model)
+    assert model.model.embed_tokens.padding_idx == 0
+
+
+def test_what_is_not_finite_is_not_packed() -> None:
+    model = small()
+    quant.prepare_qat(model, "nvfp4a16", scales="learned")
+    model.model.layers[0].mlp.up_proj.block_step.data[0, 0] = torch.nan
+    with pytest.raises(quant.UserError, match=r"up_proj: training made NaN or infinity of its block_step"):
+        quant.convert_qat(model)
+
+
 def test_refusals() -> None:
     with pytest.raises(quant.UserError, match=r"not prepared for QAT: call quant\.prepare_qat"):
         quant.convert_qat(small())

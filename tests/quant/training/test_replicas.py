@@ -52,6 +52,14 @@ def test_a_replica_on_another_device_computes_what_its_layer_does() -> None:
     mp.spawn(on_a_second_device, nprocs=1)
 
 
+def test_the_model_inside_of_data_parallel_is_packed() -> None:
+    model = prepared("nvfp4", "recomputed")
+    with torch.no_grad():
+        expected = model(ROWS).logits
+    quant.convert_qat(nn.DataParallel(model))
+    assert torch.equal(model(ROWS).logits, expected)
+
+
 def test_replicas_share_nothing() -> None:
     """They run at the same time, and would find each other's inputs."""
     mlp: Any = prepared("nvfp4", "recomputed").model.layers[0].mlp
