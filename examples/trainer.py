@@ -17,7 +17,8 @@ options.add_argument("--out", default="out/trainer")
 given = options.parse_args()
 
 source = quant.open_model(given.model)
-rows = quant.token_rows(given.text, source.load_tokenizer(), samples=16, seqlen=128)
+tokenizer = source.load_tokenizer()
+rows = quant.token_rows(given.text, tokenizer, samples=16, seqlen=128)
 model = quant.quantize(source.model, "nvfp4a16", effort=1).model  # 2 is GPTQ, which takes minutes on a CPU
 print("perplexity before:", quant.evaluate(model, rows).perplexity)
 for name, parameter in model.named_parameters():
@@ -28,7 +29,7 @@ arguments = TrainingArguments(
     gradient_checkpointing=True, logging_steps=1, report_to=[],
 )  # fmt: skip
 dataset = [{"input_ids": row, "labels": row} for row in rows]
-Trainer(model, arguments, train_dataset=dataset).train()
+Trainer(model, arguments, train_dataset=dataset, processing_class=tokenizer).train()
 
 checkpoint = f"{given.out}/checkpoint-{given.steps}"
 print(f"perplexity of {checkpoint}:", quant.evaluate(quant.load(checkpoint), rows).perplexity)

@@ -26,6 +26,7 @@ from quant.export.checkpoint_reader import weight_files
 from quant.export.checkpoint_scan import Scan
 from quant.export.names import StoredNames
 from quant.models.files import find_checkpoint
+from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
 from quant.page.saved_report import saved_report
 from quant.recipes.plan import PLAN_FILE, Plan
 
@@ -71,7 +72,7 @@ def load(
     """
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
-        raise _no_checkpoint(directory)
+        raise no_checkpoint(directory)
     scan = Scan(weight_files(directory), fp8=False)
     opened = Checkpoint(directory, model or outline(directory))
     loaded = fill(opened, built=model is None)
@@ -80,12 +81,19 @@ def load(
     return loaded.eval().to(device)
 
 
-def _no_checkpoint(directory: Path) -> UserError:
+def no_checkpoint(directory: Path) -> UserError:
     """What to say of a directory that `load` cannot read."""
+    if not directory.exists():
+        return UserError(f"{directory}: no such directory")
     file = directory / "config.json"
     found = config_in(file, "quantization_config") if file.is_file() else None
     if found is None:
-        return UserError(f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config)")
+        return UserError(
+            f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
+            "MODEL --out DIR`"
+        )
+    if found.get("quant_method") == IN_TRAINING:
+        return UserError(f"{directory}: {AFTER_TRAINING}")
     return UserError(
         f"{directory}: quantized by {found.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
         "quant.open_model and `quantize` dequantize others"
@@ -113,6 +121,6 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     directory = find_checkpoint(directory)
     if not (directory / PLAN_FILE).is_file():
         if not is_checkpoint(directory):
-            raise _no_checkpoint(directory)
+            raise no_checkpoint(directory)
         return Checkpoint(directory, outline(directory)).plan, None
     return Plan.load(directory / PLAN_FILE), saved_report(directory)

@@ -24,6 +24,7 @@ from quant.export.checkpoint import SHARD_BYTES
 from quant.export.checkpoint_reader import layer_tensor_names, read_layer, read_parts
 from quant.export.names import stored_names
 from quant.extras import require
+from quant.models.quantized_sources import IN_TRAINING
 from quant.recipes.plan import Plan
 
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*")
@@ -58,7 +59,16 @@ def detach(model: nn.Module) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = partial(type(model).save_pretrained, model, save_original_format=False)  # type: ignore
+        model.save_pretrained = partial(_save_in_training, model)  # type: ignore[assignment]
+
+
+def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
+    """As transformers saves a model, by its own names; the config says that its weights are in training."""
+    model.config.quantization_config = {"quant_method": IN_TRAINING}
+    try:
+        type(model).save_pretrained(model, *args, **{"save_original_format": False, **options})
+    finally:
+        del model.config.quantization_config
 
 
 def _packed_buffers(model: nn.Module) -> list[str]:

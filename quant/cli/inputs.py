@@ -133,10 +133,11 @@ def read_calibration(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     quiet: bool = False,
+    at_most: bool = False,
 ) -> tuple[torch.Tensor | Inputs, list[Record]]:
     """What --calib names, as many rows of each source, in turn, and a record of each source.
 
-    `plan` needs them; None stands for one yet to be found.
+    `plan` needs them; None stands for one yet to be found. With `at_most`, a shorter text gives the rows that it has.
     """
     names = sources_of(calib)
     if samples < len(names):
@@ -164,7 +165,9 @@ def read_calibration(
             )  # fmt: skip
             seqlen = rows.shape[1]  # a short context cuts it
         else:
-            rows = calibration_rows(name, _tokenizer_for(source, name), samples=count, seqlen=seqlen, seed=seed)
+            tokenizer = _tokenizer_for(source, name)
+            rows = calibration_rows(name, tokenizer, samples=None if at_most else count, seqlen=seqlen, seed=seed)
+            rows = rows[:count]
             record = {"rows": len(rows), "seqlen": rows.shape[1], "sha256": rows_hash(rows)}
             _check_runs(source, name, rows)
         found += [((i + 0.5) / len(rows), row) for i, row in enumerate(rows)]

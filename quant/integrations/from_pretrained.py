@@ -39,6 +39,7 @@ from quant.export.checkpoint_reader import BESIDE, read_layer, read_parts, weigh
 from quant.export.checkpoint_scan import Scan
 from quant.export.names import EXPERT_PARTS
 from quant.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
 
@@ -214,6 +215,17 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
         return self.hf_quantizer.layer_tensors(full_layer_name.removesuffix(".codes"), device)
 
 
+class _InTraining(QuantConfig):
+    """The config of a model that was saved in training, which is no checkpoint to load."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        raise UserError(f"this directory is no quantized checkpoint: {AFTER_TRAINING}")
+
+
+if IN_TRAINING not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+    register_quantization_config(IN_TRAINING)(_InTraining)
+    register_quantizer(IN_TRAINING)(Quantizer)
 for _name in (METHOD, MODELOPT):
     if _name not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(_name)(QuantConfig)

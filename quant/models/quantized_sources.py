@@ -110,6 +110,15 @@ class Quantization:
         return [(int(rows), int(columns)) for rows, columns in found]
 
 
+IN_TRAINING = "blockscale-qat"
+"""The `quant_method` of a directory that a model in training was saved to."""
+AFTER_TRAINING = (
+    "it holds the weights of a model in training, and no quantized ones: prepare the original model as it was then, "
+    "load these weights into it (a Trainer resumes from them; safetensors.torch.load_model reads a file of them), and "
+    "pack it with quant.convert_qat"
+)
+
+
 def quantization_of(path: Path, config: Mapping[str, Any]) -> Quantization | None:
     """How the checkpoint in a directory is quantized; None where its config says nothing of that.
 
@@ -166,6 +175,8 @@ def _why_not(found: Quantization) -> str | None:
             f"by bitsandbytes, whose codes only that package decodes; {_WAY_OUT}, or load this one with transformers, "
             "then model.dequantize() and model.save_pretrained(DIR), and pass DIR"
         )
+    if method == IN_TRAINING:
+        return f"by a recipe that is still in training; {AFTER_TRAINING}"
     if method not in _FIND:
         return f"by {method}, which cannot be read here; {_WAY_OUT}, or one in {', '.join(_FIND)}"
     layout = next((str(config[key]).lower() for key in _LAYOUT_KEYS.get(method, ()) if config.get(key)), "")

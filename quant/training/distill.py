@@ -60,8 +60,16 @@ def distill(
         UserError: the vocabularies, or the widths of hidden states, differ; the student is no causal language model, or
             its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
     """
+    if teacher is student:
+        raise UserError("the teacher is the student itself, and has nothing to teach it; pass a copy of the original")
+    if not isinstance(teacher, nn.Module | CachedTeacher | str | os.PathLike):
+        raise UserError(f"teacher is {teacher!r}; expected a model, or a file of quant.cache_teacher")
+    if hidden < 0:
+        raise UserError(f"hidden is {hidden}; expected a weight of at least 0")
     inputs = _inputs(batch)
     ids = inputs["input_ids"]
+    if ids.dim() != 2:
+        raise UserError(f"the batch has token ids {list(ids.shape)}; expected [rows, seqlen], such as ids[None]")
     if isinstance(teacher, str | os.PathLike):
         teacher = CachedTeacher.open(teacher)
     wants_hidden = hidden > 0
@@ -105,6 +113,11 @@ class DistillMixin:
     def __init__(
         self, *args: Any, teacher: AnyTeacher, temperature: float = 1.0, hidden: float = 0.0, **options: Any
     ) -> None:
+        if options.get("compute_metrics") is not None:
+            raise UserError(
+                "compute_metrics: distillation keeps no logits of whole rows; leave it out, and measure the trained "
+                "model with quant.evaluate"
+            )
         super().__init__(*args, **options)
         self.teacher = CachedTeacher.open(teacher) if isinstance(teacher, str | os.PathLike) else teacher
         self.temperature, self.hidden = temperature, hidden
@@ -133,6 +146,8 @@ class DistillMixin:
 def _inputs(batch: torch.Tensor | Mapping[str, torch.Tensor]) -> dict[str, Any]:
     if isinstance(batch, torch.Tensor):
         return {"input_ids": batch}
+    if not isinstance(batch, Mapping):
+        raise UserError(f"the batch is {batch!r}; expected token ids, or a model's inputs by name")
     if not isinstance(batch.get("input_ids"), torch.Tensor):
         raise UserError(
             f"the batch has no input_ids ({', '.join(batch) or 'it is empty'}); distillation reads token ids"

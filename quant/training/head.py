@@ -108,7 +108,7 @@ def run_to_head(
         if tail is not None and len(seen) == 1:
             return seen[0][0], states(result), LogitHead(head, tail)
     result = call()
-    return _logits(result), states(result), _same
+    return _logits(result, named), states(result), _same
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -165,8 +165,13 @@ def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]
     return [*(float(value) for value in found if isinstance(value, int | float) and value), none]
 
 
-def _logits(result: Any) -> torch.Tensor:
-    return result.logits if hasattr(result, "logits") else output_of(result)
+def _logits(result: Any, named: bool = False) -> torch.Tensor:
+    """Of what a model gave; one of transformers names them, and has none without a head."""
+    if hasattr(result, "logits"):
+        return result.logits  # type: ignore[no-any-return]
+    if named:
+        raise UserError(f"{type(result).__name__}: the model gives no logits; distillation is for language models")
+    return output_of(result)
 
 
 def _same(logits: torch.Tensor) -> torch.Tensor:

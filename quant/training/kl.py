@@ -87,16 +87,23 @@ class TopTeacher:
         tokens: int `[positions, k]`.
         logp: their log-probabilities at the temperature, float32 `[positions, k]`.
         name: for messages.
+        vocabulary: tokens that the teacher knows; None is not known.
     """
 
     tokens: torch.Tensor
     logp: torch.Tensor
     name: str = "the cached teacher"
+    vocabulary: int | None = None
 
     def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
-        if tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
+        if self.vocabulary not in (None, logits.shape[-1]):
+            raise UserError(
+                f"{self.name} knows {self.vocabulary:,} tokens and the student's vocabulary has {logits.shape[-1]:,}; "
+                "cache a teacher of the same family"
+            )
+        if self.vocabulary is None and tokens.numel() and int(tokens.max()) >= logits.shape[-1]:
             raise UserError(
                 f"{self.name} knows token {int(tokens.max()):,}, and the student's vocabulary has "
                 f"{logits.shape[-1]:,}; cache a teacher of the same family"

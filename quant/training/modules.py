@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from quant.errors import UserError
 from quant.formats.format import Format
 from quant.formats.number import E4M3, E8M0
 from quant.formats.rounding import decode, decode_power_of_two, round_to
@@ -155,6 +156,29 @@ class RoundedWeight(nn.Module):
             self.block_step.data = step.to(self.block_step.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
+
+    def _prepared_with(self) -> str:
+        """What a state of this layer is of no use without."""
+        extra = [f"{name}={getattr(self, name)}" for name in ("hadamard",) if getattr(self, name, 0)]
+        extra += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
+        return ", ".join([f"{self.weight_format}", f"input {self.activation_format}", f"scales {self.scales}", *extra])
+
+    def get_extra_state(self) -> torch.Tensor:
+        """How the layer was prepared, as bytes, which safetensors can hold."""
+        return torch.tensor(list(self._prepared_with().encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Compares how the layer of the state was prepared.
+
+        Raises:
+            UserError: otherwise than this one.
+        """
+        saved, own = bytes(state.tolist()).decode(errors="replace"), self._prepared_with()
+        if saved != own:
+            raise UserError(
+                f"the weights to load are of a model that was prepared otherwise: a layer in training has ({saved}) "
+                f"there and ({own}) here; prepare this model with the same plan, solver and scales"
+            )
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.fusion.forget()

@@ -158,6 +158,11 @@ def convert_qat(model: nn.Module) -> Plan:
     if plan is None or not layers:
         raise UserError("the model is not prepared for QAT: call quant.prepare_qat(model, plan) and train it first")
     for name, module in layers:
+        if name.rpartition(".")[2] == "base_layer":
+            raise UserError(
+                f"{name}: an adapter is on this layer; merge it first, and convert what that returns: "
+                "quant.convert_qat(model.merge_and_unload())"
+            )
         if hasattr(module.weight, "full_tensor"):
             raise UserError(
                 f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."

@@ -47,7 +47,8 @@ def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dt
     codes, grid = packed.element_values(), element.grid().to(step.device)
     if -element.min > element.max:  # INT4, whose lowest value has no positive counterpart
         grid = torch.cat([grid, grid.new_tensor([-element.min])])
-    place = torch.searchsorted(grid, codes.abs().contiguous())
+    # A code beyond the grid, which other toolkits write in INT8, has the cell of the last; its value is not changed.
+    place = torch.searchsorted(grid, codes.abs().contiguous()).clamp(max=len(grid) - 1)
     gaps = (grid[1:] - grid[:-1]) * (_WITHIN / 2)
     # From zero a cell reaches as far down as up, and from the last value nowhere: what is beyond has no gradient.
     below = torch.cat([gaps[:1], gaps])[place]

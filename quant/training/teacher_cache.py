@@ -58,20 +58,23 @@ def cache_teacher(
         raise UserError(f"temperature is {temperature}; expected a number above 0")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    tokens, logps = [], []
+    tokens, logps, vocabulary = [], [], 0
     with evaluating(teacher):
         for index, row in enumerate(rows, 1):
             with torch.no_grad():
                 logits = logits_of(teacher, row[None].to(device_of(teacher)))[0].float()
             if not 0 < k <= logits.shape[-1]:
                 raise UserError(f"k is {k}; expected 1 to {logits.shape[-1]:,}, the teacher's vocabulary")
+            vocabulary = logits.shape[-1]
             top, which = (logits / temperature).log_softmax(dim=-1).topk(k)
             tokens.append(which.int().cpu())
             logps.append(top.cpu())
             if progress is not None:
                 progress(index, len(rows))
     kept = {"rows": rows.int().contiguous(), "tokens": torch.stack(tokens), "logp": torch.stack(logps)}
-    metadata = {"kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows)}
+    metadata = {
+        "kind": _KIND, "temperature": repr(float(temperature)), "rows": _digest(rows), "vocabulary": str(vocabulary)
+    }  # fmt: skip
     with claimed(path):
         temporary = path.with_name(f".{path.name}.partial")
         save_file(kept, temporary, metadata)
@@ -86,11 +89,13 @@ class CachedTeacher:
         path: the file.
         rows: token ids, int64 `[rows, seqlen]`.
         temperature: of its log-probabilities.
+        vocabulary: tokens that the teacher knows.
     """
 
     path: Path
     rows: torch.Tensor
     temperature: float
+    vocabulary: int
     _tokens: torch.Tensor
     _logp: torch.Tensor
     _index: dict[str, int]
@@ -109,7 +114,7 @@ class CachedTeacher:
                 if metadata.get("kind") != _KIND:
                     raise UserError(f"{path}: holds no cached teacher; write one with quant.cache_teacher")
                 found = {name: file.get_tensor(name) for name in ("rows", "tokens", "logp")}
-                temperature = float(metadata["temperature"])
+                temperature, vocabulary = float(metadata["temperature"]), int(metadata["vocabulary"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise UserError(f"{path}: cannot be read as a cached teacher: {error}") from None
         rows, tokens, logp = found.values()
@@ -121,7 +126,7 @@ class CachedTeacher:
             raise UserError(f"{path}: its tensors are not as cache_teacher wrote them; write it again")
         rows = rows.long()
         index = {_digest(row): index for index, row in enumerate(rows)}
-        return cls(path, rows, temperature, tokens, logp, index)
+        return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 
     def of(self, batch: torch.Tensor, temperature: float) -> TopTeacher:
         """What the teacher says to a batch of its rows, int64 `[n, seqlen]`, in any order.
@@ -144,7 +149,7 @@ class CachedTeacher:
         tokens, logp = self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1)
         if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")
-        return TopTeacher(tokens, logp, f"{self.path}: the cached teacher")
+        return TopTeacher(tokens, logp, f"{self.path}: the cached teacher", self.vocabulary)
 
 
 @contextmanager

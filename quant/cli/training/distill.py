@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from quant.training.distill import AnyTeacher
     from quant.training.loop import Trained
 
+_SHARED = 0.99  # of the smaller vocabulary; what a fine-tuned model adds is a token or two
 _WORSE = 1.02  # times the loss before, which rounding alone does not make
 
 
@@ -42,16 +43,14 @@ _WORSE = 1.02  # times the loss before, which rounding alone does not make
 @click.option("--steps", default=300, show_default=True, type=click.IntRange(1), help="Optimizer steps.")
 @click.option("--batch-size", default=8, show_default=True, type=click.IntRange(1), help="Rows a step.")
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option(
-    "--samples",
-    default=512,
-    show_default=True,
-    help="Rows of training text at most; used again as often as the steps need them.",
-)
+@click.option("--samples", default=512, show_default=True, type=click.IntRange(1),
+              help="Rows of training text at most; used again as often as the steps need them.")  # fmt: skip
 @click.option("--lr", "rate", type=click.FloatRange(0, min_open=True), help="Peak learning rate.  [default: 1e-4, or "
               "6e-5 where weights alone are rounded]")  # fmt: skip
-@click.option("--temperature", default=1.0, show_default=True, help="Divides the logits of teacher and student.")
-@click.option("--hidden", default=0.0, show_default=True, help="Weight of the distance of hidden states.")
+@click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
+              help="Divides the logits of teacher and student.")  # fmt: skip
+@click.option("--hidden", default=0.0, show_default=True, type=click.FloatRange(0),
+              help="Weight of the distance of hidden states.")  # fmt: skip
 @click.option("--scales", type=click.Choice(["frozen", "learned"]), default="frozen", show_default=True,
               help="What becomes of the block scales.")  # fmt: skip
 @click.option("--eval", "eval_texts", multiple=True, type=click.Path(path_type=Path),
@@ -93,13 +92,14 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
 
     import torch
 
-    from quant.api.load import describe, is_checkpoint
+    from quant.api.load import describe, is_checkpoint, no_checkpoint
     from quant.api.save import save
     from quant.calibration.placement import find_device
     from quant.cli.inputs import open_runnable, read_texts, tokenizer_if_any
     from quant.cli.pipeline import finish_directory
     from quant.evaluation import check_evaluable, evaluate_texts
     from quant.page.report import Distillation
+    from quant.runtime.attention import quantized_attention
     from quant.training.distill import distill
     from quant.training.loop import default_rate, train, train_rounded_alone
     from quant.training.qat import convert_qat, prepare_qat
@@ -109,11 +109,11 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     there = find_device(options["device"]) or torch.device("cpu")
     announce(there, quiet)
     if not is_checkpoint(path := find_checkpoint(directory)):
-        raise UserError(f"{directory}: no quantized checkpoint; make one with `quantize MODEL --out DIR` first")
+        raise no_checkpoint(path)
     plan, _ = describe(path)
     with status(f"loading {teacher}", quiet):
         taught, origin = _open_teacher(teacher, there)
-    named = origin is not None
+    named, tokenizers = origin is not None, [None if origin is None else tokenizer_if_any(origin)]
     with stages(quiet) as progress:
         rows = _rows(taught, origin, there, progress, **options)
         if options["cache"] is not None:
@@ -126,16 +126,19 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
     with status(f"loading {directory}", quiet):
         source, student = open_runnable(str(directory))
         student.to(there)
+    tokenizers.append(tokenizer_if_any(source))
+    _check_tokenizers(teacher, directory, *tokenizers)
     texts = read_texts(source, options["eval_texts"], options["eval_samples"], options["seqlen"])
     for evaluated in texts.values():
         check_evaluable(student, evaluated)
     baseline = taught if isinstance(taught, torch.nn.Module) else None
 
-    def measured() -> Any:
-        return evaluate_texts(student, texts, baseline, device=there) if texts else None
+    def measured(plan: Any) -> Any:
+        with quantized_attention(student, **plan.run_time):
+            return evaluate_texts(student, texts, baseline, device=there) if texts else None
 
     with stages(quiet) as progress:
-        before = measured()
+        before = measured(plan)
         dtypes = {name: tensor.dtype for name, tensor in _tensors(student)}
         narrow = next((p.dtype for p in student.parameters()), torch.float32)
         plan = prepare_qat(student, plan, scales=options["scales"], original=baseline)
@@ -151,7 +154,7 @@ def _distill(directory: Path, teacher: str, command: str, quiet: bool, **options
         student.eval()
         plan = convert_qat(student)
         _narrow(student, narrow, dtypes)
-        after = measured()
+        after = measured(plan)
     record = Distillation(
         start=str(directory), teacher=teacher, data=", ".join(options["data"]) or ("mix" if named else "its cache"),
         steps=options["steps"], batch=options["batch_size"], seqlen=rows.shape[1], rate=rate,
@@ -180,6 +183,18 @@ def _open_teacher(name: str, there: torch.device) -> tuple[AnyTeacher, Source | 
         return CachedTeacher.open(name), None
     origin, model = open_runnable(name)
     return model.requires_grad_(False).eval().to(there), origin
+
+
+def _check_tokenizers(teacher: str, directory: Path, theirs: Any, ours: Any) -> None:
+    """Raises UserError where the same token ids mean other words to the student than to its teacher."""
+    if not hasattr(theirs, "get_vocab") or not hasattr(ours, "get_vocab"):
+        return
+    smaller, larger = sorted((theirs.get_vocab(), ours.get_vocab()), key=len)
+    if sum(larger.get(token) == place for token, place in smaller.items()) < _SHARED * len(smaller):
+        raise UserError(
+            f"{teacher}: its tokenizer is another than that of {directory}, so token ids mean other words to it; "
+            "take a teacher of the same family"
+        )
 
 
 def _check_cache(teacher: str, *, cache: Path, out: Path, hidden: float, **options: Any) -> None:
@@ -213,10 +228,15 @@ def _rows(
     read = options["steps"] * options["batch_size"]
     rows, _ = read_calibration(
         source, options["data"], samples=min(options["samples"], read), seqlen=options["seqlen"], seed=options["seed"],
-        device=there, progress=progress,
+        device=there, progress=progress, at_most=True,
     )  # fmt: skip
     if not isinstance(rows, torch.Tensor):
         raise UserError("--data: distillation reads rows of token ids; give text, or token ids in safetensors")
+    if len(rows) < options["batch_size"]:
+        raise UserError(
+            f"--batch-size {options['batch_size']}: there are {len(rows)} rows of {rows.shape[1]} tokens to train on; "
+            "lower it, raise --samples, or give a longer --data"
+        )
     return rows
 
 
@@ -268,6 +288,7 @@ def _report(
     from quant.evaluation import fingerprint
     from quant.layer_result import LayerResult
     from quant.page.report import Report, kv_cache_of
+    from quant.runtime.attention import quantized_attention
 
     file = path / "report.json"
     start = Report.load(file) if file.is_file() else None
@@ -288,5 +309,6 @@ def _report(
         warnings=list(start.warnings) if start else [], kv_cache=kv_cache_of(source.config, plan), distillation=record,
     )  # fmt: skip
     if after is not None and source.model is not None:
-        report = replace(report, fingerprint=fingerprint(source.model))
+        with quantized_attention(source.model, **plan.run_time):
+            report = replace(report, fingerprint=fingerprint(source.model))
     return report

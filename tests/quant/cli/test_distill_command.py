@@ -141,6 +141,55 @@ def test_what_is_wider_than_the_checkpoint_stays_so(tmp_path: Path) -> None:
     assert report.evaluation.kl == report.distillation.before.kl  # type: ignore[union-attr]
 
 
+def test_a_short_text_gives_the_rows_that_it_has(made: Path, tmp_path: Path) -> None:
+    teacher = ("--teacher", made / "model", "--data", made / "rows.safetensors")
+    few = ("--steps", 2, "--seqlen", 24, "--device", "cpu", "--out", tmp_path / "out")
+    result = run(distill_command, made / "ptq", *teacher, *few, "--batch-size", 8)  # --samples is 512
+    assert result.exit_code == 0, result.output
+    result = run(distill_command, made / "ptq", *teacher, *few, "--overwrite", "--batch-size", 16)
+    assert result.exit_code == 2 and "--batch-size 16: there are 8 rows of 24 tokens to train on" in result.output
+
+
+def test_figures_are_those_under_the_plans_kv_cache(made: Path, tmp_path: Path) -> None:
+    text, ptq, out = made / "rows.safetensors", tmp_path / "ptq", tmp_path / "out"
+    result = run(quantize_command, made / "model", "--format", "nvfp4a16", "--kv-cache", "fp8", "--solver", "rtn",
+                 "--calib", text, "--seqlen", 24, "--calib-samples", 8, "--out", ptq)  # fmt: skip
+    assert result.exit_code == 0, result.output
+    result = run(
+        distill_command, ptq, "--teacher", made / "model", "--data", text, "--eval", text, "--eval-samples", 8,
+        "--out", out, *OPTIONS,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert quant.verify(out).findings == ()
+    rows = quant.token_rows(text, None, samples=8, seqlen=24)
+    original, trained = quant.open_model(made / "model").model, quant.load(out)
+    with quant.quantized_attention(trained, kv_cache="fp8"):
+        expected = quant.evaluate(trained, rows, original).kl
+    found = quant.Report.load(out / "report.json").evaluation.kl  # type: ignore[union-attr]
+    assert found == pytest.approx(expected, rel=1e-3)
+    assert found != pytest.approx(quant.evaluate(trained, rows, original).kl, rel=1e-3)  # whose cache is in 16 bit
+
+
+def test_a_teacher_of_another_tokenizer_is_refused() -> None:
+    """Its vocabulary may have the same size."""
+    from quant.cli.training.distill import _check_tokenizers
+
+    class Words:
+        def __init__(self, words: str) -> None:
+            self.words = words.split()
+
+        def get_vocab(self) -> dict[str, int]:
+            return {word: place for place, word in enumerate(self.words)}
+
+    text = " ".join(str(number) for number in range(300))
+    _check_tokenizers("teacher", Path("student"), Words(text), Words(f"{text} <pad>"))
+    _check_tokenizers("teacher", Path("student"), None, Words(text))
+    with pytest.raises(
+        quant.UserError, match="teacher: its tokenizer is another than that of student, so token ids mean"
+    ):
+        _check_tokenizers("teacher", Path("student"), Words(text), Words(" ".join(reversed(text.split()))))
+
+
 def test_from_a_cached_teacher(made: Path, tmp_path: Path) -> None:
     rows = quant.token_rows(made / "rows.safetensors", None, samples=8, seqlen=24)
     quant.cache_teacher(quant.open_model(made / "model").model, rows, tmp_path / "teacher", k=16)
@@ -191,9 +240,8 @@ def test_a_teacher_is_cached_first_and_serves_again(
         result = run(distill_command, *first, *more)
         assert result.exit_code == 2 and message in result.output, result.output
     torn = {"rows": torch.zeros(2, 8, dtype=torch.int32), "tokens": torch.zeros(2, 7, 4, dtype=torch.int32)}
-    save_file(
-        {**torn, "logp": torch.zeros(2, 7, 4)}, tmp_path / "torn", {"kind": "blockscale teacher", "temperature": "1"}
-    )
+    metadata = {"kind": "blockscale teacher", "temperature": "1", "vocabulary": "64"}
+    save_file({**torn, "logp": torch.zeros(2, 7, 4)}, tmp_path / "torn", metadata)
     result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
     assert result.exit_code == 2 and "its tensors are not as cache_teacher wrote them" in result.output
     written["logp"][0, 0, 0] = torch.nan
@@ -206,7 +254,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
 def test_refusals(made: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     result = run(distill_command, made / "model", "--teacher", made / "model", "--out", out)
-    assert result.exit_code == 2 and "no quantized checkpoint; make one with `quantize" in result.output
+    assert result.exit_code == 2 and "make one with `quantize MODEL --out DIR`" in result.output
     result = run(distill_command, made / "ptq", "--teacher", made / "model", "--out", made / "ptq")
     assert result.exit_code == 2 and "ptq" in result.output
     tiny_models.llama(vocab_size=80).save_pretrained(tmp_path / "other")

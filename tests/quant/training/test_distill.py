@@ -287,12 +287,39 @@ def test_models_that_are_no_causal_language_models_are_refused() -> None:
     with pytest.raises(
         quant.UserError, match="T5ForConditionalGeneration: an encoder-decoder; distillation is for causal"
     ):
-        quant.distill(model, model, {"input_ids": ROWS, "decoder_input_ids": ROWS})
+        quant.distill(model, copy.deepcopy(model), {"input_ids": ROWS, "decoder_input_ids": ROWS})
     model = tiny_models.bert_classifier()
     with pytest.raises(
         quant.UserError, match=r"gives outputs \[4, \d+\] for token ids \[4, 24\]; distillation is for caus"
     ):
-        quant.distill(model, model, ROWS)
+        quant.distill(model, copy.deepcopy(model), ROWS)
+
+
+def test_a_cached_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    quant.cache_teacher(tiny_models.llama(vocab_size=80), ROWS, tmp_path / "teacher", k=4)
+    with pytest.raises(
+        quant.UserError, match="knows 80 tokens and the student's vocabulary has 64; cache a teacher of the"
+    ):
+        quant.distill(tiny_models.llama(), tmp_path / "teacher", ROWS)
+
+
+def test_refusals_of_distill() -> None:
+    student, teacher = tiny_models.llama(), tiny_models.llama(seed=1)
+    with pytest.raises(quant.UserError, match="the teacher is the student itself"):
+        quant.distill(student, student, ROWS)
+    with pytest.raises(quant.UserError, match="teacher is None; expected a model, or a file"):
+        quant.distill(student, None, ROWS)  # type: ignore[arg-type]
+    with pytest.raises(quant.UserError, match="the batch is None; expected token ids"):
+        quant.distill(student, teacher, None)  # type: ignore[arg-type]
+    with pytest.raises(quant.UserError, match=r"token ids \[24\]; expected \[rows, seqlen\]"):
+        quant.distill(student, teacher, ROWS[0])
+    with pytest.raises(quant.UserError, match=r"hidden is -1; expected a weight of at least 0"):
+        quant.distill(student, teacher, ROWS, hidden=-1)
+    encoder = tiny_models.bert()
+    with pytest.raises(quant.UserError, match="the model gives no logits; distillation is for language models"):
+        quant.distill(encoder, teacher, ROWS)
+    with pytest.raises(quant.UserError, match="compute_metrics: distillation keeps no logits of whole rows"):
+        quant.DistillTrainer(model=student, teacher=teacher, compute_metrics=lambda found: {})
 
 
 def test_hidden_states_of_a_merged_rotation_are_refused() -> None:
@@ -378,11 +405,11 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(quant.UserError, match=r"the teacher's vocabulary has 80 tokens and the student's 64; take a"):
         quant.distill(student, other, ROWS)
     with pytest.raises(quant.UserError, match="temperature is 0; expected a number above 0"):
-        quant.distill(student, student, ROWS, temperature=0)
+        quant.distill(student, copy.deepcopy(student), ROWS, temperature=0)
     with pytest.raises(quant.UserError, match=r"the student has 2 layers of 64, the teacher 1 of 64; pass hidden=0"):
         quant.distill(student, tiny_models.llama(num_hidden_layers=1), ROWS, hidden=1.0)
     with pytest.raises(quant.UserError, match=r"the batch has no input_ids \(pixel_values\)"):
-        quant.distill(student, student, {"pixel_values": ROWS})
+        quant.distill(student, other, {"pixel_values": ROWS})
     quant.cache_teacher(student, ROWS, tmp_path / "teacher", k=4)
     with pytest.raises(quant.UserError, match=r"cached at temperature 1, and 2 is asked for"):
         quant.distill(student, tmp_path / "teacher", ROWS, temperature=2)

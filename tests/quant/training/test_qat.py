@@ -475,6 +475,29 @@ def test_padding_has_no_gradient_in_a_rounded_embedding() -> None:
     assert model.model.embed_tokens.padding_idx == 0
 
 
+def test_adapters_are_merged_before_a_model_is_packed() -> None:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model = small()
+    quant.prepare_qat(model, "nvfp4a16")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    with pytest.raises(quant.UserError, match=r"q_proj\.base_layer: an adapter is on this layer; merge it first"):
+        quant.convert_qat(adapted)
+    merged = adapted.merge_and_unload()
+    expected = logits(merged)
+    quant.convert_qat(merged)
+    assert torch.equal(logits(merged), expected)
+
+
+def test_a_code_beyond_the_grid_is_told_with_its_original_too() -> None:
+    """torchao writes -128 in INT8."""
+    model = small()
+    done = quant.quantize(model, "int8", ROWS, solver="rtn")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.codes.view(torch.int8).view(-1)[0] = -128
+    with pytest.raises(quant.UserError, match=r"up_proj: holds the code -128, as other toolkits write it"):
+        quant.prepare_qat(model, done.plan, original=small())
+
+
 def test_what_is_not_finite_is_not_packed() -> None:
     model = small()
     quant.prepare_qat(model, "nvfp4a16", scales="learned")

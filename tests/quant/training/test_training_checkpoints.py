@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch as safetensors_torch
 import tiny_models
 import torch
 
@@ -73,8 +75,8 @@ def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, t
     trainer(again, tmp_path / "out").train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
     for (name, one), other in zip(model.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(one, other), name
-    # In training it is a model in full precision: its checkpoints do not say otherwise.
-    assert "quantization_config" not in (tmp_path / "out" / "checkpoint-4" / "config.json").read_text()
+    config = json.loads((tmp_path / "out" / "checkpoint-4" / "config.json").read_text())
+    assert config["quantization_config"] == {"quant_method": "blockscale-qat"}
     plan = quant.convert_qat(model)
     quant.save(model, plan, tmp_path / "saved")
     model.save_pretrained(tmp_path / "pretrained")
@@ -83,3 +85,53 @@ def test_a_trainer_resumes_and_the_result_saves_as_quant_save_does(start: Any, t
     assert files(tmp_path / "pretrained") == expected and files(tmp_path / "by_trainer") == expected
     with torch.no_grad():
         assert torch.equal(quant.load(tmp_path / "saved")(ROWS).logits, model(ROWS).logits)
+
+
+def test_what_a_model_in_training_was_saved_to_is_no_checkpoint(tmp_path: Path) -> None:
+    """Loaded as one, its rotated weights would be taken for those of the model in 16 bit."""
+    model = tiny_models.llama(gain=2.0).requires_grad_(True)
+    quant.prepare_qat(model, "fp8_channel", ROWS, solver="rotation:16+gptq")
+    model.save_pretrained(tmp_path / "d")
+    assert not hasattr(model.config, "quantization_config")
+    automatic = transformers.AutoModelForCausalLM
+    for load in (
+        lambda: automatic.from_pretrained(tmp_path / "d", quantization_config=quant.QuantConfig()),
+        lambda: automatic.from_pretrained(tmp_path / "d"),
+        lambda: quant.open_model(tmp_path / "d"),
+        lambda: quant.load(tmp_path / "d"),
+    ):
+        with pytest.raises(
+            quant.UserError, match=r"the weights of a model in training.*pack it with quant\.convert_qat"
+        ):
+            load()
+    twin = tiny_models.llama(gain=2.0).requires_grad_(True)
+    quant.prepare_qat(twin, "fp8_channel", ROWS, solver="rotation:16+gptq")
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    safetensors_torch.load_model(twin, tmp_path / "d" / "model.safetensors")  # the way out
+    quant.convert_qat(model)
+    quant.convert_qat(twin)
+    assert torch.equal(model(ROWS).logits, twin(ROWS).logits)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("nvfp4a16", "rtn", None), ("mxfp4a16", "rtn", None)),
+        (("nvfp4a16", "rtn", None), ("nvfp4", "rtn", None)),
+        (("nvfp4a16", "gptq", "frozen"), ("nvfp4a16", "rtn", "recomputed")),
+        (("nvfp4a16", "rotation:16", "frozen"), ("nvfp4a16", "gptq", "frozen")),
+        (("nvfp4a16", "lowrank:4+gptq", "frozen"), ("nvfp4a16", "gptq", "frozen")),
+    ],
+)
+def test_weights_of_a_model_that_was_prepared_otherwise_are_refused(one: Any, other: Any) -> None:
+    """By load_state_dict, which Trainers resume by, without its strictness."""
+    models = []
+    for preset, solver, scales in (one, other):
+        models.append(tiny_models.llama(gain=2.0).requires_grad_(True))
+        quant.prepare_qat(models[-1], preset, ROWS, solver=solver, scales=scales)
+    with pytest.raises(
+        quant.UserError, match=r"prepared otherwise: a layer in training has \(.*\) there and \(.*\) here"
+    ):
+        models[1].load_state_dict(models[0].state_dict(), strict=False)
