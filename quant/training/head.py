@@ -83,7 +83,9 @@ def run_to_head(
     Of a model that is taken whole, its logits `[rows, seqlen, vocabulary]` and the identity.
     """
     inner = inner_model(model)
-    head = output_head(inner)
+    # Replicas on other GPUs would share what a replaced head remembers, and its weight.
+    is_spread = isinstance(model, nn.DataParallel) and len(model.device_ids) > 1
+    head = None if is_spread else output_head(inner)
     given = {name: value for name, value in inputs.items() if name not in ("labels", "num_items_in_batch")}
     named = hasattr(inner, "config")
     if named:

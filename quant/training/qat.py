@@ -200,7 +200,12 @@ def _plan_of_quantized(
     plan = own
     if solver or include or exclude:
         raise UserError("a plan says everything already: edit it instead of passing solver, include or exclude")
-    held = {name for name, module in model.named_modules() if isinstance(module, Packed)}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
+    if away := next((n for n, module in packed.items() if any(t.is_meta for t in module.buffers(recurse=False))), None):
+        raise UserError(
+            f"{away}: its weight is offloaded, and training needs it in memory; load the model without offloading"
+        )
+    held = packed.keys()
     if other := held ^ {layer.name for layer in plan.quantized}:
         raise UserError(
             f"{min(other)}: the plan and the model disagree on whether it is quantized ({len(other)} layers); pass the "

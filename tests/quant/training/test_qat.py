@@ -498,6 +498,14 @@ def test_a_code_beyond_the_grid_is_told_with_its_original_too() -> None:
         quant.prepare_qat(model, done.plan, original=small())
 
 
+def test_offloaded_layers_are_refused() -> None:
+    model = small()
+    done = quant.quantize(model, "nvfp4a16", ROWS, solver="rtn")
+    model.model.layers[0].mlp.up_proj.to("meta")
+    with pytest.raises(quant.UserError, match=r"up_proj: its weight is offloaded, and training needs it in memory"):
+        quant.prepare_qat(model, done.plan)
+
+
 def test_what_is_not_finite_is_not_packed() -> None:
     model = small()
     quant.prepare_qat(model, "nvfp4a16", scales="learned")

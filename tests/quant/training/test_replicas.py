@@ -69,6 +69,19 @@ def test_replicas_share_nothing() -> None:
 
 
 @pytest.mark.gpu
+def test_two_gpus_are_distilled_as_one_is() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    student, teacher = tiny_models.llama(gain=2.0).cuda(), tiny_models.llama(seed=1, gain=2.0).cuda()
+    batch = {"input_ids": ROWS.cuda(), "attention_mask": torch.ones_like(ROWS).cuda()}
+    batch["attention_mask"][:2, :8] = 0
+    expected = quant.distill(student, teacher, batch)
+    assert quant.distill(nn.DataParallel(student, [0, 1]), teacher, batch).item() == pytest.approx(
+        expected.item(), rel=1e-4
+    )
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("recipe", "scales"), CASES)
 def test_two_gpus_train_as_one_does(recipe: str, scales: str) -> None:
     if torch.cuda.device_count() < 2:
