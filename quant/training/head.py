@@ -171,7 +171,7 @@ def _logits(result: Any, named: bool = False) -> torch.Tensor:
     """Of what a model gave; one of transformers names them, and has none without a head."""
     if hasattr(result, "logits"):
         return result.logits  # type: ignore[no-any-return]
-    if named:
+    if named and isinstance(result, Mapping):
         raise UserError(f"{type(result).__name__}: the model gives no logits; distillation is for language models")
     return output_of(result)
 

@@ -159,9 +159,10 @@ class RoundedWeight(nn.Module):
 
     def _prepared_with(self) -> str:
         """What a state of this layer is of no use without."""
-        extra = [f"{name}={getattr(self, name)}" for name in ("hadamard",) if getattr(self, name, 0)]
-        extra += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
-        return ", ".join([f"{self.weight_format}", f"input {self.activation_format}", f"scales {self.scales}", *extra])
+        told = [str(self.weight_format), f"input {self.activation_format}", f"scales {self.scales}"]
+        told += [f"rotation {size}"] if (size := getattr(self, "hadamard", 0)) else []
+        told += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
+        return ", ".join(told)
 
     def get_extra_state(self) -> torch.Tensor:
         """How the layer was prepared, as bytes, which safetensors can hold."""
