@@ -108,6 +108,10 @@ class CachedTeacher:
             UserError: it is no such file.
         """
         path = Path(path)
+        if path.is_dir():
+            raise UserError(
+                f"{path}: a directory, and no file of cache_teacher; pass its model: open_model({str(path)!r}).model"
+            )
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}

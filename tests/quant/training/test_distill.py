@@ -419,6 +419,8 @@ def test_refusals(tmp_path: Path) -> None:
         quant.distill(student, tmp_path / "teacher", ROWS, hidden=1.0)
     with pytest.raises(quant.UserError, match=r"k is 65; expected 1 to 64"):
         quant.cache_teacher(student, ROWS, tmp_path / "large", k=65)
+    with pytest.raises(quant.UserError, match=r"a directory, and no file of cache_teacher; pass its model: open"):
+        quant.distill(student, tmp_path, ROWS)
     (tmp_path / "text").write_text("hello")
     with pytest.raises(quant.UserError, match=r"cannot be read as a cached teacher"):
         quant.distill(student, tmp_path / "text", ROWS)
