@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from quant.api.checkpoint import Checkpoint, outline
-from quant.api.load import is_checkpoint
-from quant.errors import UserError
+from quant.api.load import is_checkpoint, no_checkpoint
 from quant.export.checkpoint_reader import read_layer
 from quant.export.engine.audit import Finding
 from quant.export.engine.codes import held_codes
@@ -37,7 +36,7 @@ def code_findings(
     """
     directory = Path(directory)
     if not is_checkpoint(directory):
-        raise UserError(f"{directory}: no quantized checkpoint, whose codes an engine could hold")
+        raise no_checkpoint(directory)
     opened = Checkpoint(directory, outline(directory))
     codes, bits = {}, {}
     for layer in opened.plan.quantized:

@@ -90,7 +90,7 @@ def no_checkpoint(directory: Path) -> UserError:
     if found is None:
         return UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            "MODEL --out DIR`"
+            "MODEL --format nvfp4 --out DIR`"
         )
     if found.get("quant_method") == IN_TRAINING:
         return UserError(f"{directory}: {AFTER_TRAINING}")

@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from quant.api.checkpoint import Checkpoint, dtype_problems, kv_scale_problems, outline, suspect_problems
-from quant.api.load import is_checkpoint, load, quantization_configs
-from quant.errors import UserError
+from quant.api.load import is_checkpoint, load, no_checkpoint, quantization_configs
 from quant.evaluation import Fingerprint, fingerprint_problem
 from quant.export.checkpoint import sha256_of
 from quant.export.checkpoint_check import plan_problems
@@ -81,7 +80,7 @@ def verify(directory: str | Path, model: nn.Module | None = None) -> Verificatio
     """
     directory = find_checkpoint(directory)
     if not is_checkpoint(directory):
-        raise UserError(f"{directory}: no quantized checkpoint, which is what `quantize` writes")
+        raise no_checkpoint(directory)
     subject = _Subject(directory, model)
     findings: list[Finding] = []
     checked, skipped = [], {}

@@ -92,7 +92,7 @@ def export_command(
     """
     from quant.api.checkpoint import outline
     from quant.api.export import EXPORTERS, Job, check_attention, check_request
-    from quant.api.load import describe, is_checkpoint, load
+    from quant.api.load import describe, is_checkpoint, load, no_checkpoint
     from quant.models.state_dict import call_factory
     from quant.page.render import rewrite
 
@@ -100,7 +100,7 @@ def export_command(
     given = _parse_inputs(inputs) or None
     _check_options(kind)
     if not is_checkpoint(directory):
-        raise UserError(f"{directory}: no quantized checkpoint; make one: quantize MODEL --format nvfp4 --out DIR")
+        raise no_checkpoint(directory)
     out = out or directory.parent / f"{directory.name}{KINDS[kind][0]}"
     click.get_current_context().with_resource(claimed(out))
     check_request(kind, directory, out, options["overwrite"], options["target"], options["backend"])
