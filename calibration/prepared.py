@@ -32,7 +32,6 @@ def prepared(
         device: where the models run, see `placed`; None is where each of them is.
     """
     models = [models] if isinstance(models, nn.Module) else models
-    modes = {module: module.training for model in models for module in model.modules()}
     away = [model for model in models if elsewhere(model, device)]
     tensors = {id(t): t for model in models for t in (*model.parameters(), *model.buffers())}
     learned = [t for t in tensors.values() if t.requires_grad]
@@ -52,9 +51,9 @@ def prepared(
             t.requires_grad_(False)
         for config in cached:
             config.use_cache = False
-        for model in models:
-            model.eval()
         with ExitStack() as stack:
+            for model in models:
+                stack.enter_context(evaluating(model))
             if dtype is not None:
                 for model in models:
                     stack.callback(model.register_forward_pre_hook(_widening(dtype), with_kwargs=True).remove)
@@ -68,8 +67,18 @@ def prepared(
             t.requires_grad_(True)
         for config in cached:
             config.use_cache = True
-        for module, training in modes.items():
-            module.training = training
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Has a model evaluate, and gives each of its modules its own mode back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]:

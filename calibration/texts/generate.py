@@ -34,6 +34,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import cache_argument, cache_of
+from quant.calibration.prepared import evaluating
 
 ROWS_AT_ONCE = 64
 _MOST_AT_ONCE = 1024  # on a GPU, and an eighth of its memory for their cache
@@ -77,7 +78,7 @@ def generate_rows(
     _check_length(model, seqlen)
     start, allowed = first_token(model, tokenizer), _drawable(model, tokenizer)
     rows = torch.empty(samples, seqlen, dtype=torch.int64)
-    with torch.inference_mode(), _in_eval_mode(model), _plain_attention(model):
+    with torch.inference_mode(), evaluating(model), _plain_attention(model):
         at_once = _rows_at_once(model, seqlen, allowed.device)
         for first in range(0, samples, at_once):
             part = rows[first : first + at_once]
@@ -226,17 +227,6 @@ def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
     if not bool(allowed.any()):
         raise ValueError(f"{type(model).__name__} {_NO_TEXT}: every token of its vocabulary is special")
     return allowed.to(embedding.weight.device)
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

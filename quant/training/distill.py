@@ -24,11 +24,12 @@ import torch
 from torch import nn
 
 from quant.calibration.placement import device_of
+from quant.calibration.prepared import evaluating
 from quant.errors import UserError
 from quant.training.head import LogitHead, inner_model, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl
 from quant.training.modules import plan_in_training
-from quant.training.teacher_cache import CachedTeacher, evaluating
+from quant.training.teacher_cache import CachedTeacher
 
 _MERGED = "rotation:merge"  # a solver
 _TINY = torch.finfo(torch.float32).tiny

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quant.calibration.placement import device_of
+from quant.calibration.prepared import evaluating
 from quant.calibration.sensitivity.logits import logits_of
 from quant.errors import UserError
 from quant.formats.atomic import claimed
@@ -154,18 +154,6 @@ class CachedTeacher:
         if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")
         return TopTeacher(tokens, logp, f"{self.path}: the cached teacher", self.vocabulary)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Has a model evaluate, and gives each of its modules its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def is_cached_teacher(path: str | Path) -> bool:
