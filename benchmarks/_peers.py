@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.load import load
+from quant.checkpoints.load import load
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3
 from quant.formats.rounding import round_to

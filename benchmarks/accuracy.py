@@ -65,9 +65,9 @@ from quant.allocation.allocate import allocate
 from quant.allocation.goal import Goal
 from quant.calibration.solvers.solver import SOLVERS, TRANSFORMS, get_solver
 from quant.calibration.texts.generate import generate_rows
-from quant.calibration_data import mixed_text
 from quant.errors import UserError
-from quant.evaluation import Evaluation, evaluate_texts
+from quant.evaluation.evaluate import Evaluation, evaluate_texts
+from quant.execution.data import mixed_text
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
 from quant.recipes.effort import solver_of

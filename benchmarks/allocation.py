@@ -43,7 +43,7 @@ from quant.allocation.allocate import allocate, score
 from quant.allocation.bench import Effort
 from quant.allocation.goal import Goal
 from quant.calibration.sensitivity.knapsack import Problem, smallest, solve
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
 from quant.models.open import open_model
 from quant.recipes.json_text import json_text
 

@@ -28,7 +28,7 @@ from _table import machine, show, versions
 from torch import nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from quant.export.aoti import export_aoti, load_aoti
+from quant.export.packages.aoti import export_aoti, load_aoti
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention.forward import fp8_attention

@@ -17,7 +17,7 @@ from _texts import SEQLEN, python_rows
 
 import quant
 from quant.calibration import shrinkage
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
 from quant.recipes.recipe import Recipe
 
 TITLE = "Shrinkage of second moments"

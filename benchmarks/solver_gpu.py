@@ -29,7 +29,7 @@ from torch import nn
 
 import quant
 from quant.calibration.statistics import round_activation
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
 from quant.kernels.linear.modules import QuantLinear
 
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"

@@ -36,8 +36,8 @@ from torch import nn
 
 import quant
 from quant.calibration.texts.generate import generate_rows
-from quant.calibration_data import mixed_text
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
+from quant.execution.data import mixed_text
 from quant.training.loop import Trained, train, train_rounded_alone
 
 TITLE = "Training under the deployed rounding"

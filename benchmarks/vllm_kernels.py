@@ -20,7 +20,7 @@ from unittest.mock import patch
 import torch
 from _table import machine, show, versions
 
-from quant.export.compressed_tensors import compress
+from quant.export.checkpoint.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.hardware import current

@@ -89,13 +89,13 @@ def make(args: argparse.Namespace) -> None:
     """Writes every checkpoint of one model."""
     import torch
 
-    from quant.api.convert import convert
     from quant.api.quantize import quantize
-    from quant.api.save import save
-    from quant.evaluation import evaluate
+    from quant.checkpoints.convert import convert
+    from quant.checkpoints.save import save
+    from quant.evaluation.evaluate import evaluate
     from quant.formats.format import FORMATS
     from quant.models.open import open_model
-    from quant.planning import make_plan
+    from quant.plan.make import make_plan
 
     rows, evaluation = token_rows(args.name)
     original = open_model(args.model).model if args.name == DENSE else trained(args)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration.carrier import value_of
+from quant.calibration.prefetch import value_of
 from quant.recipes.layers import is_conv1d
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, removing
-from quant.calibration.carrier import Carrier, brought
+from quant.calibration.prefetch import Carrier, brought
 
 # Share of a GPU's free memory that a whole model may take; activations and logits need the rest.
 _SHARE = 0.7

@@ -38,14 +38,14 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from quant.api.convert import convert
-from quant.api.load import load
-from quant.cli.job import Job
-from quant.cli.pipeline import run
-from quant.export.names import cut_experts, expert_names
+from quant.checkpoints.convert import convert
+from quant.checkpoints.load import load
+from quant.export.checkpoint.names import cut_experts, expert_names
 from quant.kernels.linear.stack import ExpertStack
 from quant.recipes.layers import expert_matrices
 from quant.recipes.plan import PLAN_FILE, Plan
+from quant.run.request import Job
+from quant.run.run import run
 
 FORMATS = ("nvfp4a16", "fp8_channel")
 COMPRESSED, MODELOPT = LAYOUTS = ("compressed-tensors", "ModelOpt")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quant.formats.format import get_format
-from quant.plan_check import Problem
+from quant.plan.check import Problem
 from quant.recipes.layers import Layer
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -15,7 +15,7 @@ import pytest
 from samples import ROOT
 
 ROOMS = ("formats", "kernels", "recipes", "calibration", "export")
-LICENSES = ("LICENSE", "quant/page/vendor/LICENSES.txt")
+LICENSES = ("LICENSE", "quant/report/vendor/LICENSES.txt")
 
 
 def source_files(suffix: str) -> set[str]:
@@ -83,7 +83,7 @@ def test_wheel_holds_every_room_and_nothing_else(wheel: Path) -> None:
         assert {n for n in names if n.endswith(suffix)} == source_files(suffix) != set()
     samples = ROOT / "calibration" / "texts" / "sample_texts"
     assert {f"quant/calibration/texts/sample_texts/{f.name}" for f in samples.iterdir()} <= set(names)
-    assert {"quant/py.typed", "quant/page/vendor/LICENSES.txt"} <= set(names)
+    assert {"quant/py.typed", "quant/report/vendor/LICENSES.txt"} <= set(names)
     assert {n.split("/")[0] for n in names} == {"quant"}
 
 
@@ -135,13 +135,13 @@ print(json.dumps([number.__file__, rounding.round_to(values, number.E2M1).tolist
 def test_the_page_is_made_without_the_repository(installed: Path) -> None:
     code = """
 import quant
-from quant.page.report import Report
+from quant.report.report import Report
 print(quant.render_html(Report("a <model>", [], 0, 0, 16.0), quant.Plan(())))
 """
     html = run_installed(installed, code)
     assert "<h1>a &lt;model&gt;</h1>" in html
     for name in ("report.css", "report.js", "vendor/d3.min.js", "vendor/plot.umd.min.js"):
-        assert (ROOT / "quant/page" / name).read_text() in html
+        assert (ROOT / "quant/report" / name).read_text() in html
 
 
 def test_import_quant_loads_nothing_heavy(installed: Path) -> None:

@@ -44,7 +44,7 @@ from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, di
 from quant.calibration.sensitivity.switchable_layer import LayerGradient, SwitchableLayer, same_tensor
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax, recomputed
 from quant.calibration.sensitivity.table import METHODS, UNITS, GroupScores, Sensitivity
-from quant.calibration.sensitivity.units import Result, remove_parts, run_units, total
+from quant.calibration.sensitivity.work_units import Result, remove_parts, run_units, total
 from quant.recipes.plan import LayerPlan
 
 _ACTIVATION_BYTES = 2 << 30

@@ -26,9 +26,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from quant.calibration.blocks import block_names
+from quant.calibration.evaluating import prepared
 from quant.calibration.fast_matmul import difference_dtype
 from quant.calibration.placement import NARROW, free_memory
-from quant.calibration.prepared import prepared
 from quant.calibration.sensitivity.candidates import KEPT, Candidate
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key
 from quant.calibration.sensitivity.switchable_layer import (

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import cache_argument, cache_of
-from quant.calibration.prepared import evaluating
+from quant.calibration.evaluating import evaluating
 
 ROWS_AT_ONCE = 64
 _MOST_AT_ONCE = 1024  # on a GPU, and an eighth of its memory for their cache

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from quant.calibration.blocks import block_names, calls_of_chain, find_chains, output_of, without_hidden
-from quant.calibration.carrier import brought
 from quant.calibration.placement import Loan, home_of_states, tensors_of
+from quant.calibration.prefetch import brought
 from quant.calibration.texts.rows import few_of
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from quant.calibration.carrier import value_of
+from quant.calibration.prefetch import value_of
 from quant.formats.finite import is_finite, is_finite_or_mask
 
 

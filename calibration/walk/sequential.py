@@ -43,9 +43,9 @@ from quant.calibration.blocks import (
     stored_dtype,
     without_hidden,
 )
-from quant.calibration.carrier import brought, value_of
 from quant.calibration.inputs import call_of
 from quant.calibration.placement import Loan, fits, home_of_states, placed, tensors_of
+from quant.calibration.prefetch import brought, value_of
 from quant.calibration.ranks import own_batches
 from quant.calibration.solvers.rotation_merge import merge_rotations
 from quant.calibration.solvers.solver import check_solvers, get_pipeline

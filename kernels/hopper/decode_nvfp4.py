@@ -23,7 +23,7 @@ from triton.experimental.gluon import language as gl
 
 from quant.formats.number import E2M1, E4M3
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.repeated import Repeated
+from quant.kernels.launch_cache import Repeated
 
 # One word and the scales of its two rows to four words of two products: codes 0 and 1 are of the first row.
 _PRODUCTS = gl.constexpr("""{

@@ -39,7 +39,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
 from quant.kernels.hopper.decode_nvfp4 import DECODED, decode
-from quant.kernels.repeated import Repeated
+from quant.kernels.launch_cache import Repeated
 from quant.kernels.tiles import GluonTiles, Launch
 
 # Triton 3.6 calls it thread_barrier.

@@ -85,8 +85,8 @@ from quant.kernels.hopper.matmul_few import (
     fields_of,
     tile_fields,
 )
+from quant.kernels.launch_cache import Repeated
 from quant.kernels.layout import is_prepacked
-from quant.kernels.repeated import Repeated
 from quant.kernels.tiles import Launch, PrefillTiles, deal, prefill_tiles
 
 _ACROSS = gl.constexpr(16)

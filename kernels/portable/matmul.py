@@ -31,7 +31,7 @@ import triton.language as tl
 from quant.formats.format import FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.counters import arrival_counters
-from quant.kernels.repeated import Repeated
+from quant.kernels.launch_cache import Repeated
 from quant.kernels.tiles import Launch, Tiles
 
 

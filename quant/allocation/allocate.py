@@ -39,12 +39,12 @@ from quant.allocation.goal import Constraint, Goal
 from quant.allocation.held_out import HeldOut
 from quant.allocation.loop import Loop
 from quant.allocation.real_solver import RealSolver
+from quant.allocation.record import AllocationRecord, Chosen, Verified
 from quant.allocation.space import Run, Space
-from quant.allocation_record import AllocationRecord, Chosen, Verified
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.conv1d import as_linears
+from quant.calibration.evaluating import prepared
 from quant.calibration.placement import Device, device_of, elsewhere, find_device
-from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress, reporter
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
@@ -54,8 +54,8 @@ from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.calibration.solvers.solver import get_pipeline
+from quant.execution.solve import Quantized
 from quant.recipes.plan import Plan
-from quant.solve import Quantized
 
 FORMATS = ("nvfp4", "fp8")
 _STAND_IN = "mse"

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from quant.allocation.held_out import HeldOut
+from quant.allocation.record import Uniform, Verified
 from quant.allocation.space import Space, key_of
-from quant.allocation_record import Uniform, Verified
 from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import KEPT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from quant.allocation_record import Budget
+from quant.allocation.record import Budget
 from quant.calibration.sensitivity.candidates import KEPT
 from quant.calibration.sensitivity.costs import Timing, get_timing
 from quant.errors import UserError

@@ -16,9 +16,9 @@ import numpy as np
 
 from quant.allocation.bench import Bench, Effort, uniform_choices
 from quant.allocation.goal import Goal
+from quant.allocation.record import CurvePoint, Round
 from quant.allocation.search import Search
 from quant.allocation.space import Space, key_of
-from quant.allocation_record import CurvePoint, Round
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.knapsack import SCORE, Infeasible, Near, Problem, pareto, smallest, solve
 

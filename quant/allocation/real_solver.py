@@ -18,15 +18,15 @@ import torch
 from torch import nn
 
 from quant.allocation.loop import Found, Loop
+from quant.allocation.record import Round, Verified
 from quant.allocation.space import key_of
-from quant.allocation_record import Round, Verified
+from quant.calibration.evaluating import prepared
 from quant.calibration.placement import device_of
-from quant.calibration.prepared import prepared
 from quant.calibration.progress import Progress
 from quant.calibration.sensitivity.divergence import Divergence, divergence_of
 from quant.calibration.sensitivity.knapsack import Infeasible
+from quant.execution.solve import Quantized, solve_plan
 from quant.recipes.plan import Plan
-from quant.solve import Quantized, solve_plan
 
 # What a solver leaves of groups solved alone is an estimate of what it leaves of all: a format for all that is worse
 # than the mix by less than this factor is solved too.

@@ -23,7 +23,7 @@ from quant.calibration.sensitivity.costs import Timing, group_bytes, kv_cache_by
 from quant.calibration.sensitivity.knapsack import Infeasible, Problem, smallest
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.errors import UserError, megabytes
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import LayerPlan, Plan, groups_of
 from quant.recipes.recipe import KEEP, Recipe
 from quant.recipes.targets import TARGETS, Target, get_target

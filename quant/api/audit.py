@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from quant.api.checkpoint import Checkpoint, outline
-from quant.api.load import is_checkpoint, no_checkpoint
-from quant.export.checkpoint_reader import read_layer
+from quant.checkpoints.load import is_checkpoint, no_checkpoint
+from quant.checkpoints.open import Checkpoint, outline
+from quant.export.checkpoint.read import read_layer
 from quant.export.engine.audit import Finding
 from quant.export.engine.codes import held_codes
 

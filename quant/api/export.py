@@ -22,22 +22,22 @@ from typing import Any
 
 from torch import nn
 
-from quant.api.checkpoint import Checkpoint
-from quant.api.convert import convert
-from quant.api.export_kinds import LAYOUTS
 from quant.calibration.kv_cache import AttentionScales
+from quant.checkpoints.convert import convert
+from quant.checkpoints.open import Checkpoint
 from quant.errors import UserError, counted
-from quant.export.aoti import export_aoti
-from quant.export.checkpoint_reader import read_layer
-from quant.export.directory import check_apart, check_destination, new_directory
+from quant.export.checkpoint.directory import check_apart, check_destination, new_directory
+from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.read import read_layer
 from quant.export.engine.build import export_engine
 from quant.export.engine.targets import choose_backend, resolve_target
 from quant.export.onnx_graph.decoder import GraphInput, is_decoder, model_inputs
 from quant.export.onnx_graph.export import dimension_ranges, export_onnx
 from quant.export.onnx_graph.verify import check_file, verify, worst_layer
-from quant.export.serving import RECEIPT_FILE, SERVE_FILE, Bundle, publish
-from quant.export.serving_guide import serving_text
-from quant.export.torch_tensorrt import lower
+from quant.export.packages.aoti import export_aoti
+from quant.export.packages.torch_tensorrt import lower
+from quant.export.packages.triton_server import RECEIPT_FILE, SERVE_FILE, Bundle, publish
+from quant.export.packages.triton_server_guide import serving_text
 from quant.formats.atomic import temporary_directory, write_atomically
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.json_text import json_text

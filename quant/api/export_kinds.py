@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-LAYOUTS = ("modelopt", "compressed-tensors")
-"""Layouts of checkpoints that are read, and that `quant.convert` writes."""
-
 _GRAPH = {"shapes", "inputs", "attention", "calib", "calib_samples", "seqlen"}
 _ENGINE = {*_GRAPH, "decode", "target", "backend", "allow_fallback"}
 KINDS: dict[str, tuple[str, set[str]]] = {

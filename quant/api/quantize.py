@@ -15,18 +15,17 @@ from torch import nn
 from quant.allocation.allocate import FORMATS, allocate, check_feasible
 from quant.allocation.goal import Goal
 from quant.allocation.held_out import HeldOut
-from quant.api.pretrained import attach
 from quant.calibration.inputs import Inputs, inputs_of, on_first, recorded
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
-from quant.calibration_data import mixed_text
+from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.formats.format import parse_format
-from quant.planning import check_module, make_plan
+from quant.execution.data import mixed_text
+from quant.execution.solve import Quantized, solve_plan, with_calibration, with_options
+from quant.plan.make import check_module, kv_cache_name, make_plan
 from quant.recipes import effort as efforts
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, get_recipe
-from quant.solve import Quantized, solve_plan, with_calibration, with_options
 
 
 def quantize(
@@ -145,25 +144,6 @@ def quantize(
     quantized = solve_plan(model, plan, data, tokenizer=tokenizer, device=device, progress=progress)
     attach(model, quantized.plan)
     return quantized
-
-
-def kv_cache_name(given: str, option: str) -> str:
-    """A format of the KV cache as recipes spell it.
-
-    Args:
-        given: by the user, who may write 16bit.
-        option: that it was given with, for the error message.
-
-    Raises:
-        UserError: an unknown format.
-    """
-    try:
-        found = parse_format(given)
-    except ValueError:
-        raise UserError(
-            f"{option} {given}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
-        ) from None
-    return found.name if found else KEEP
 
 
 def _check_data(data: torch.Tensor | Inputs | None) -> None:

@@ -34,7 +34,7 @@ def verify_command(ctx: click.Context, directory: str, model_factory: str | None
 
     Each finding is one line. If there is any, the command ends with exit code 2.
     """
-    from quant.api.verify import verify
+    from quant.checkpoints.verify import verify
     from quant.models.state_dict import call_factory
 
     with status(f"verifying {directory}", quiet or as_json):

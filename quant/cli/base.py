@@ -326,7 +326,7 @@ def _identity(out: Any) -> tuple[int, int] | None:
 def _goes_on(params: Mapping[str, Any]) -> str:
     """What to add to the message of a stopped command whose next run goes on behind what this one has finished."""
     partial, out = (
-        sys.modules.get("quant.export.partial"),
+        sys.modules.get("quant.execution.store"),
         params.get("out"),
     )  # a run that keeps something has loaded it
     if partial is None or out is None or not partial.partial_path(Path(out)).is_dir():

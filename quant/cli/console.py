@@ -201,7 +201,7 @@ def solving_steps(model: Any, plan: Plan, data: Any) -> tuple[list[str], list[fl
     has taken all tokens. Without, it is the megabytes that are read.
     """
     from quant.calibration.blocks import block_names
-    from quant.calibration_data import by_input, solver_needs_data
+    from quant.execution.data import by_input, solver_needs_data
 
     blocks = block_names(model)
     layers = [layer for group in by_input(plan.quantized) for layer in group]
@@ -219,7 +219,7 @@ def solving_steps(model: Any, plan: Plan, data: Any) -> tuple[list[str], list[fl
 
 def _memory() -> str:
     """The most memory that the process has taken so far, and its tensors on a GPU."""
-    from quant.page.report import peak_rss
+    from quant.report.report import peak_rss
 
     torch = sys.modules.get("torch")
     found = [f"{megabytes(peak)} of memory" for peak in [peak_rss()] if peak]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from quant.api.export_kinds import KINDS, LAYOUTS
+from quant.api.export_kinds import KINDS
 from quant.cli.base import JSON, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, stages, status
 from quant.errors import UserError, counted
+from quant.export.checkpoint.layouts import LAYOUTS
 from quant.formats.atomic import claimed
 from quant.recipes.plan import PLAN_FILE
 
@@ -90,11 +91,11 @@ def export_command(
     ragged fp8_block there, and mixes only fp8, nvfp4, nvfp4a16 and mxfp8. --to compressed-tensors converts a
     checkpoint of ModelOpt.
     """
-    from quant.api.checkpoint import outline
     from quant.api.export import EXPORTERS, Job, check_attention, check_request
-    from quant.api.load import describe, is_checkpoint, load, no_checkpoint
+    from quant.checkpoints.load import describe, is_checkpoint, load, no_checkpoint
+    from quant.checkpoints.open import outline
     from quant.models.state_dict import call_factory
-    from quant.page.render import rewrite
+    from quant.report.render import rewrite
 
     quiet = quiet or as_json
     given = _parse_inputs(inputs) or None
@@ -153,8 +154,8 @@ def _attention_scales(
 ) -> Mapping[str, AttentionScales]:
     """FP8 scales of attention's operands, measured: a checkpoint has no place for them."""
     from quant.calibration.kv_cache import collect_attention_scales
-    from quant.cli.inputs import as_rows, read_calibration
     from quant.models.open import Source
+    from quant.run.inputs import as_rows, read_calibration
 
     dtype = next(model.parameters()).dtype
     source = Source(name=str(directory), kind="huggingface", model=model, state_dict=None, path=directory, dtype=dtype)

@@ -9,13 +9,13 @@ import click
 
 from quant.cli.base import JSON, REVISION, TRUST, Command, echo, print_json
 from quant.cli.console import page, print_plan, table
-from quant.export.directory import check_apart
+from quant.export.checkpoint.directory import check_apart
 from quant.formats.format import FORMATS
 from quant.formats.json_files import read_json
 from quant.models.files import find_checkpoint
-from quant.page.saved_report import saved_report
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.recipe import presets
+from quant.report.saved_report import saved_report
 
 
 @click.command("inspect", cls=Command)
@@ -32,7 +32,7 @@ def _inspect(directory: Path, as_json: bool) -> None:
     if (directory / PLAN_FILE).is_file():
         plan, report = Plan.load(directory / PLAN_FILE), saved_report(directory)
     else:
-        from quant.api.load import describe
+        from quant.checkpoints.load import describe
 
         plan, report = describe(directory)
     if as_json:
@@ -50,7 +50,7 @@ def report_command(directory: Path, receipt_file: Path | None, out: Path | None)
 
     With --receipt, the receipt is added to report.json, and the page shows every layer at every stage of the export.
     """
-    from quant.page.render import rewrite
+    from quant.report.render import rewrite
 
     if out is not None:
         check_apart(out, receipt_file, None if out.resolve() == directory.resolve() / "report.html" else directory)

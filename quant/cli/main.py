@@ -18,7 +18,7 @@ COMMANDS = {
     "plan": ("quant.cli.plan:plan_group", "Show, compare, edit and check plan files."),
     "sensitivity": ("quant.cli.sensitivity:sensitivity_command", "Score what each layer loses in each format."),
     "distill": (
-        "quant.cli.training.distill:distill_command",
+        "quant.cli.distill:distill_command",
         "Train a quantized checkpoint by distillation.",
     ),
     "inspect": ("quant.cli.inspect:inspect_command", "List the layers of a quantized checkpoint."),

@@ -13,12 +13,12 @@ import click
 from quant.cli.base import JSON, Toolbox, echo, model_options, print_json
 from quant.cli.console import page, print_plan, table
 from quant.errors import UserError, counted, megabytes
-from quant.export.directory import check_apart
+from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.shapes import stored_layers
-from quant.plan_check import Problem, read_plan, validate
-from quant.plan_diff import Change, diff, totals
-from quant.plan_edit import edit, parse_setting, set_kv_cache
+from quant.plan.check import Problem, read_plan, validate
+from quant.plan.diff import Change, diff, totals
+from quant.plan.edit import edit, parse_setting, set_kv_cache
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.targets import TARGETS, get_target
 

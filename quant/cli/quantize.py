@@ -112,8 +112,8 @@ def quantize_command(quiet: bool, as_json: bool, **options: Any) -> None:
     Writes a checkpoint that vLLM and transformers load, a plan with the reason for every layer's format, and a report.
     Give one of --format, --recipe and --plan, or a budget or limit for which formats are chosen (--bits …).
     """
-    from quant.cli.job import AllocationRequest, Job
-    from quant.cli.pipeline import run
+    from quant.run.request import AllocationRequest, Job
+    from quant.run.run import run
 
     request = AllocationRequest(**{field.name: options.pop(field.name) for field in fields(AllocationRequest)})
     command = command_line(click.get_current_context())

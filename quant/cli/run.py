@@ -26,11 +26,12 @@ from quant.cli.base import (
 )
 from quant.cli.console import announce, announce_source, bar, page, stages, status, table
 from quant.errors import UserError
+from quant.models.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from quant.evaluation import Evaluation
+    from quant.evaluation.evaluate import Evaluation
     from quant.integrations.tasks import TaskScore
 
 
@@ -85,11 +86,10 @@ def evaluate_command(
     baseline always attends in 16 bit.
     """
     from quant.calibration.placement import find_device
-    from quant.cli.inputs import digest_of, open_runnable, read_evaluation
-    from quant.cli.ranks.same import check_same
-    from quant.evaluation import evaluate_texts
-    from quant.export.partial import WatchedFiles
+    from quant.evaluation.evaluate import evaluate_texts
     from quant.integrations.tasks import evaluate_tasks
+    from quant.run.inputs import digest_of, open_runnable, read_evaluation
+    from quant.run.same_on_ranks import check_same
     from quant.runtime.attention import quantized_attention
 
     if bool(texts) + bool(data) + bool(tasks) != 1:
@@ -155,7 +155,7 @@ def _print_evaluation(result: Evaluation) -> None:
 
 def _figures(result: Evaluation) -> dict[str, str]:
     """The figures on one text, by label."""
-    from quant.page.report import interval_text
+    from quant.report.report import interval_text
 
     found = {} if result.perplexity is None else {"perplexity": f"{result.perplexity:.3f}"}
     interval = interval_text(result)
@@ -200,7 +200,7 @@ def generate_command(
 
     On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does.
     """
-    from quant.cli.inputs import open_runnable
+    from quant.run.inputs import open_runnable
     from quant.runtime.generate import generate
 
     with status(f"loading {model}", quiet or as_json):

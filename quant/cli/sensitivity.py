@@ -10,9 +10,10 @@ import click
 from quant.calibration.sensitivity.table import METHODS
 from quant.cli.base import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
 from quant.cli.console import announce, announce_source, page, stages, status, table
-from quant.export.directory import check_apart
+from quant.export.checkpoint.directory import check_apart
 from quant.formats.atomic import claimed
 from quant.models.files import find_model
+from quant.models.watched_files import WatchedFiles
 
 if TYPE_CHECKING:
     from quant.calibration.sensitivity.table import Sensitivity
@@ -65,9 +66,9 @@ def sensitivity_command(
     from quant.calibration.inputs import on_first
     from quant.calibration.placement import find_device
     from quant.calibration.ranks import rank_and_world
-    from quant.cli.inputs import as_rows, open_original, read_calibration
-    from quant.cli.ranks.same import check_same
-    from quant.export.partial import WatchedFiles, tensor_hash
+    from quant.execution.store import tensor_hash
+    from quant.run.inputs import as_rows, open_original, read_calibration
+    from quant.run.same_on_ranks import check_same
 
     if out is not None:
         check_apart(out, find_model(model), *calib)

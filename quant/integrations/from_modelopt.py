@@ -27,9 +27,9 @@ from torch import nn
 
 from quant.calibration.walk.experts import stacked
 from quant.errors import UserError, counted, listed
-from quant.export.checkpoint_check import value_problem
+from quant.execution.install import install_kv_scales
+from quant.export.checkpoint.check import value_problem
 from quant.formats.format import Format, get_format
-from quant.install import install_kv_scales
 from quant.integrations.modelopt_quantizers import (
     check_compressed,
     compressed_weight,
@@ -41,7 +41,7 @@ from quant.integrations.modelopt_quantizers import (
     tensor_amax,
     weight_of,
 )
-from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
+from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.conv import weight_of_conv
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.layers import expert_matrices, is_conv1d

@@ -31,14 +31,14 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from quant.api.checkpoint import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
-from quant.api.pretrained import attach
 from quant.api.quantize import quantize
+from quant.checkpoints.open import KV_SCALES, Checkpoint, kv_scale_problems, refuse, suspect_problems
+from quant.checkpoints.pretrained import attach
 from quant.errors import UserError
-from quant.export.checkpoint_reader import BESIDE, read_layer, read_parts, weight_files
-from quant.export.checkpoint_scan import Scan
-from quant.export.names import EXPERT_PARTS
-from quant.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.export.checkpoint.names import EXPERT_PARTS
+from quant.export.checkpoint.read import BESIDE, read_layer, read_parts, weight_files
+from quant.export.checkpoint.scan import Scan
 from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe

@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.calibration_data import calibrate
 from quant.errors import UserError
+from quant.execution.data import calibrate
 from quant.formats.format import FORMATS, Format, get_format
 from quant.formats.number import E4M3, INT4, INT8
 from quant.formats.packing import pack
 from quant.formats.tensor import BlockScaledTensor
-from quant.integrations.taken import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
+from quant.integrations.quantized_model import Solved, Taken, install_taken, plan_taken, stand_in, ungrouped
 from quant.kernels.linear.modules import RunTimeParts
 from quant.recipes.plan import LayerPlan, Plan
 

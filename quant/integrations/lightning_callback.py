@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.api.save import save
+from quant.checkpoints.save import save
 from quant.errors import UserError
 from quant.extras import require
 from quant.recipes.plan import Plan

@@ -9,7 +9,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from torch import nn
 
-from quant.api.load import can_run, load
+from quant.checkpoints.load import can_run, load
 from quant.errors import UserError
 from quant.models import huggingface
 from quant.models.files import find_model

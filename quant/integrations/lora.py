@@ -24,17 +24,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.pretrained import attach
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
 from quant.calibration.solvers.solver import get_pipeline
+from quant.checkpoints.pretrained import attach
 from quant.errors import UserError, listed
+from quant.execution.solve import Quantized, solve_plan
 from quant.extras import require
 from quant.integrations.dense import DenseExperts, dense_linear
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.solve import Quantized, solve_plan
 
 _INTO_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 """Beginnings of the initializations of PEFT that change the weights of the base."""

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 from quant.errors import UserError, listed
-from quant.export.checkpoint_reader import TensorFiles
-from quant.export.names import stored_names
+from quant.export.checkpoint.names import stored_names
+from quant.export.checkpoint.read import TensorFiles
 from quant.extras import require
 from quant.models.configs import (
     check_numbers,
@@ -43,7 +43,7 @@ from quant.models.quantized_sources import (
     refuse_packed,
 )
 from quant.models.state_dict import open_safetensors
-from quant.stored_weights import open_stored
+from quant.models.stored_weights import open_stored
 
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")

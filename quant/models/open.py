@@ -30,10 +30,10 @@ import torch
 from torch import nn
 
 from quant.errors import UserError
-from quant.export.partial import WatchedFiles
 from quant.models import gguf, huggingface, state_dict, torch_files
 from quant.models.files import find_model, with_revision
 from quant.models.hub import commit_of
+from quant.models.watched_files import WatchedFiles
 from quant.recipes.layers import Layer, find_layers, layers_of_state_dict
 
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from quant.errors import UserError, listed
-from quant.export import modelopt
+from quant.export.checkpoint import modelopt
 from quant.formats.mapped import in_memory
 from quant.models import unpacking
 from quant.models.configs import read_fields

@@ -22,7 +22,7 @@ from math import ceil
 
 import torch
 
-from quant.export import compressed_tensors, modelopt
+from quant.export.checkpoint import compressed_tensors, modelopt
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E2M1, E4M3, E5M2, E8M0, FP32, INT4, INT8
 

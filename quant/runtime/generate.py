@@ -24,7 +24,7 @@ from torch import nn
 from quant.calibration.blocks import cache_argument, cache_of
 from quant.calibration.placement import Device, device_of, find_device
 from quant.errors import UserError
-from quant.export.checkpoint_check import value_problem
+from quant.export.checkpoint.check import value_problem
 from quant.formats.format import is_16bit
 from quant.kernels.hardware import has_triton
 from quant.recipes.layers import output_head

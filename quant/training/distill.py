@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
-from quant.calibration.prepared import evaluating
 from quant.errors import UserError
 from quant.training.head import LogitHead, inner_model, run_to_head
 from quant.training.kl import LogitTeacher, Teacher, chunked_kl

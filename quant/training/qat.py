@@ -17,27 +17,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.api.pretrained import attach, detach
 from quant.calibration.blocks import stored_dtype
 from quant.calibration.inputs import Inputs, inputs_of, on_first
 from quant.calibration.placement import Device
 from quant.calibration.progress import Progress
-from quant.calibration_data import by_input
+from quant.checkpoints.pretrained import attach, detach
 from quant.errors import UserError, counted
-from quant.export.checkpoint import plan_of_model
+from quant.execution.data import by_input
+from quant.execution.solve import solve_plan
+from quant.export.checkpoint.write import plan_of_model
 from quant.kernels.linear.conv import QuantConv, conv_matrix, conv_parameter
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantExperts, QuantLinear, RunTimeParts
-from quant.plan_check import check_plan_fits
-from quant.planning import check_module, make_plan
+from quant.plan.check import check_plan_fits
+from quant.plan.make import check_module, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.recipe import Recipe
-from quant.solve import solve_plan
 from quant.training.fusion import Fusion
 from quant.training.head import inner_model
+from quant.training.initial_weights import before_rounding, starting_weight
 from quant.training.modules import PLAN, SCALES, QATConv, QATEmbedding, QATExperts, QATLinear, RoundedWeight
-from quant.training.start import before_rounding, starting_weight
 
 Packed = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
 

@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from quant.calibration.evaluating import evaluating
 from quant.calibration.placement import device_of
-from quant.calibration.prepared import evaluating
 from quant.calibration.sensitivity.logits import logits_of
 from quant.errors import UserError
 from quant.formats.atomic import claimed

@@ -3,7 +3,7 @@
 It puts our kernel classes at the head of vLLM's lists, where they take quantized layers with inputs in 16 bit. vLLM is
 left as it is, with one line in its log that says why, where the environment has `BLOCKSCALE_VLLM=0`, where vLLM is a
 release that was never tried, where Triton is missing, and where the GPU is not a Hopper GPU. It also replaces the norms
-and SwiGLU between our layers (`quant/vllm_plugin/between.py`), unless the environment has `BLOCKSCALE_VLLM=layers`.
+and SwiGLU between our layers (`quant/vllm_plugin/overlap.py`), unless the environment has `BLOCKSCALE_VLLM=layers`.
 
 vLLM keeps compiled graphs on disk under a hash of its settings, which does not cover the choice of kernels. A graph
 that was compiled with our ops must not be found without them, nor the reverse: `install` adds itself to that hash.
@@ -65,7 +65,7 @@ def install() -> str:
     from vllm.model_executor.layers.quantization import modelopt
     from vllm.platforms import PlatformEnum
 
-    from quant.vllm_plugin import attention, between, experts, linear
+    from quant.vllm_plugin import attention, experts, linear, overlap
 
     places = (
         (lists._POSSIBLE_NVFP4_KERNELS, linear.BlockscaleNvFp4LinearKernel),
@@ -87,7 +87,7 @@ def install() -> str:
     experts.install()
     attention.install()
     if os.environ.get("BLOCKSCALE_VLLM") != "layers":
-        between.install()
+        overlap.install()
     envs.environment_variables["BLOCKSCALE"] = lambda: f"kernels of blockscale {__version__}"
     return (
         "linear layers in NVFP4, MXFP4, MXFP8, INT4 and weight-only FP8, experts in NVFP4 and NVFP4 KV caches may take "

@@ -163,7 +163,7 @@ def build(tmp_path: Path) -> Callable[..., Any]:
 @pytest.fixture
 def package() -> Callable[..., Path]:
     """`export_aoti`; a test is skipped where the default compiler makes libraries that torch cannot load."""
-    from quant.export.aoti import export_aoti
+    from quant.export.packages.aoti import export_aoti
 
     def make(*args: Any, **options: Any) -> Path:
         try:

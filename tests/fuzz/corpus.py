@@ -26,11 +26,11 @@ from torch import nn
 from transformers import AutoConfig, LlamaForCausalLM
 
 from quant.cli.main import COMMANDS
-from quant.export import partial
+from quant.execution import store as partial
 
 _IMPORTED = (
-    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export", "quant.cli.inputs",
-    "quant.cli.pipeline", "quant.page.render", "quant.runtime.generate", "scipy.optimize", "torch._dynamo",
+    "accelerate", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript", "quant.api.export", "quant.run.inputs",
+    "quant.run.run", "quant.report.render", "quant.runtime.generate", "scipy.optimize", "torch._dynamo",
     "torch.export", "torch.onnx", "transformers.conversion_mapping", "transformers.core_model_loading",
     "transformers.generation", "transformers.integrations.ggml", "transformers.integrations.moe",
     "transformers.modeling_gguf_pytorch_utils", "transformers.models.auto.modeling_auto",

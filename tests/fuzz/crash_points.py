@@ -36,8 +36,8 @@ from fuzz import corpus, forks
 from fuzz.crashes import KINDS, LOG, Crash
 from fuzz.forks import Outcome
 
-from quant.export import torch_tensorrt
 from quant.export.engine import build, process
+from quant.export.packages import torch_tensorrt
 
 
 @dataclass(frozen=True)

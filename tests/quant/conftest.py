@@ -10,16 +10,16 @@ import pytest
 import torch
 from samples import BASE
 
-from quant.allocation_record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
+from quant.allocation.record import AllocationRecord, Budget, Chosen, CurvePoint, Round, Uniform
 from quant.calibration.sensitivity.table import UNITS, GroupScores, Sensitivity
-from quant.evaluation import Evaluation
+from quant.evaluation.evaluate import Evaluation
+from quant.execution.layer_result import LayerResult, layer_result
 from quant.formats.format import Format, get_format
 from quant.formats.tensor import quantize
-from quant.layer_result import LayerResult, layer_result
 from quant.models.open import open_model
-from quant.page.report import Audit, KVCache, LayerReceipt, Receipt, Report
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
+from quant.report.report import Audit, KVCache, LayerReceipt, Receipt, Report
 
 FORMATS = ("nvfp4", "fp8", "keep")
 EVIL = 'model.layers.0.<script>alert("x")</script>&amp;'

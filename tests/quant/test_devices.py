@@ -24,11 +24,11 @@ from quant.allocation.allocate import score
 from quant.calibration import placement
 from quant.calibration.blocks import block_names, capture
 from quant.calibration.placement import find_device, placed
-from quant.calibration_data import mixed_text
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
+from quant.execution.data import mixed_text
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.models.open import open_model
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import Plan, bits_per_weight
 from quant.recipes.recipe import get_recipe
 

@@ -18,10 +18,10 @@ from torch import nn
 import quant
 from quant.calibration.texts.mixture import mixture_rows
 from quant.calibration.walk.expected_time import expected_time, in_words
-from quant.cli.inputs import share_written, sources_of
 from quant.cli.main import main
 from quant.errors import UserError
 from quant.recipes.effort import solver_of
+from quant.run.inputs import share_written, sources_of
 
 
 @pytest.fixture

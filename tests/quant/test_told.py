@@ -4,8 +4,8 @@ import tiny_models
 import torch
 
 import quant
-from quant.layer_result import loss_warnings
-from quant.planning import coverage_warnings
+from quant.execution.layer_result import loss_warnings
+from quant.plan.make import coverage_warnings
 
 
 def test_more_than_half_in_16_bit_is_told_with_the_reasons() -> None:

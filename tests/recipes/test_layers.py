@@ -8,7 +8,7 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.layers import (
     Layer,
     find_groups,

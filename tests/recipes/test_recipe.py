@@ -8,7 +8,7 @@ from samples import BASE
 
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.layers import Layer
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, presets, resolve

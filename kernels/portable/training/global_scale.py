@@ -17,8 +17,8 @@ import triton.language as tl
 
 from quant.formats.format import FORMATS, Format
 from quant.formats.number import E4M3
+from quant.kernels.launch_cache import Repeated
 from quant.kernels.portable.casts import amax_of, nonzero
-from quant.kernels.repeated import Repeated
 
 _RUN = 8192
 

@@ -17,7 +17,7 @@ from quant.calibration.sensitivity.divergence import Classes, Embeddings, NextTo
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
 from quant.calibration.texts.rows import few_of
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import groups_of
 
 

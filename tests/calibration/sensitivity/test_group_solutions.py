@@ -15,8 +15,8 @@ from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.group_solutions import GroupSolution, Key, digest_of, solve_each_group
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel
-from quant.evaluation import evaluate
-from quant.planning import make_plan
+from quant.evaluation.evaluate import evaluate
+from quant.plan.make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
 
 VOCABULARY, SEQLEN, ROWS = 61, 24, 8

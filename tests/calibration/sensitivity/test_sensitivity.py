@@ -18,7 +18,7 @@ from samples import ROOT
 from torch import nn
 
 from quant.api.quantize import quantize
-from quant.calibration.prepared import prepared
+from quant.calibration.evaluating import prepared
 from quant.calibration.sensitivity.baseline import Baseline
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.divergence import divergence_of
@@ -26,11 +26,11 @@ from quant.calibration.sensitivity.group_solutions import solve_each_group
 from quant.calibration.sensitivity.scores import score_groups
 from quant.calibration.sensitivity.switchable_model import SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.calibration.sensitivity.units import run_units, total
+from quant.calibration.sensitivity.work_units import run_units, total
 from quant.cli.ranks.launch import free_port
-from quant.evaluation import evaluate
+from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import LayerPlan, groups_of
 
 ROWS, SEQLEN, VOCABULARY = 6, 24, 61
@@ -335,7 +335,7 @@ sys.path.insert(0, sys.argv[1])
 from quant.calibration.sensitivity.candidates import parse_candidates
 from quant.calibration.sensitivity.scores import score_groups
 from quant.recipes.plan import groups_of
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 import os
 if "WORLD_SIZE" in os.environ:
     from quant.calibration.ranks import join

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from samples import BASE
 from torch import nn
 
-from quant.api.load import load
 from quant.api.quantize import quantize
 from quant.calibration.blocks import capture, output_of
 from quant.calibration.observers import get_observer
@@ -24,6 +23,7 @@ from quant.calibration.solvers.group import solve_group
 from quant.calibration.solvers.solver import get_pipeline
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
 from quant.calibration.walk.group import Settings
+from quant.checkpoints.load import load
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.kernels.linear.modules import QuantExperts, QuantLinear

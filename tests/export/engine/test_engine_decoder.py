@@ -12,9 +12,9 @@ import torch
 
 from quant.api.quantize import quantize
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.execution.install import install_kv_scales
 from quant.export.engine.build import export_engine
 from quant.formats.format import FORMATS
-from quant.install import install_kv_scales
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")

@@ -16,9 +16,9 @@ from torch import nn
 from quant.api.quantize import quantize
 from quant.calibration.blocks import cache_argument
 from quant.calibration.kv_cache import collect_attention_scales, kv_scale_tensors
+from quant.execution.install import install_kv_scales
 from quant.formats.format import FORMATS
-from quant.install import install_kv_scales
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")

@@ -12,7 +12,7 @@ from torch import nn
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.modules import QuantLinear
-from quant.page.report import Receipt
+from quant.report.report import Receipt
 
 onnx = pytest.importorskip("onnx", reason="needs the extra onnx")
 pytest.importorskip("onnxscript", reason="needs the extra onnx")

@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
-from quant.kernels import hardware, repeated
+from quant.kernels import hardware, launch_cache
 from quant.kernels.hardware import TARGETS
 from quant.kernels.linear import dispatch, modules
 from quant.kernels.linear.modules import QuantLinear
@@ -46,7 +46,7 @@ def entered(module: torch.nn.Module, x: torch.Tensor) -> list[str]:
         nonlocal launched
         if event == "call" and not launched:
             file = frame.f_code.co_filename
-            launched = ("/triton/" in file or file == repeated.__file__) and bool(names)
+            launched = ("/triton/" in file or file == launch_cache.__file__) and bool(names)
             if not launched and (names or frame.f_code.co_name == "forward"):
                 names.append(frame.f_code.co_name)
 

@@ -21,23 +21,23 @@ from quant.allocation.allocate import Allocation, allocate
 from quant.allocation.bench import Bench, Effort
 from quant.allocation.goal import Constraint, Goal
 from quant.allocation.held_out import HeldOut
-from quant.allocation_record import AllocationRecord, Budget, Verified
+from quant.allocation.record import AllocationRecord, Budget, Verified
 from quant.api.quantize import quantize
 from quant.calibration.sensitivity import divergence
 from quant.calibration.sensitivity.costs import kv_cache_bytes
 from quant.calibration.sensitivity.knapsack import Infeasible
 from quant.calibration.sensitivity.table import Sensitivity
-from quant.cli.job import AllocationRequest
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
-from quant.evaluation import evaluate
-from quant.export.checkpoint import plan_of_model
+from quant.evaluation.evaluate import evaluate
+from quant.export.checkpoint.write import plan_of_model
 from quant.kernels.linear.modules import QuantLinear
 from quant.models.open import open_model
-from quant.page.report import Report, _kept_budget, summary
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
+from quant.report.report import Report, _kept_budget, summary
+from quant.run.request import AllocationRequest
 
 VOCABULARY = 61
 
@@ -532,7 +532,7 @@ def test_a_budget_that_nothing_keeps_is_refused_before_text_is_written(
     def slow(*_: Any, **__: Any) -> None:
         raise AssertionError("text is written")
 
-    monkeypatch.setattr("quant.cli.inputs.mixed_text", slow)
+    monkeypatch.setattr("quant.run.inputs.mixed_text", slow)
     monkeypatch.setattr("quant.api.quantize.mixed_text", slow)
     arguments = [str(model_dir), "--bits", "3", "--out", str(tmp_path / "out")]
     done = CliRunner().invoke(quantize_command, arguments)

@@ -14,18 +14,18 @@ from torch import nn
 
 from quant.api.quantize import quantize
 from quant.calibration.texts.mixture import Writer, mixture_rows
-from quant.calibration_data import calibrate
 from quant.errors import UserError
+from quant.execution.data import calibrate
+from quant.execution.solve import apply_plan, solve_state_dict
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.formats.tensor import quantize as quantize_tensor
 from quant.kernels.linear.modules import QuantExperts, QuantLinear
 from quant.models.open import open_model
-from quant.plan_check import check_plan_fits
-from quant.planning import fusion_warnings, make_plan
+from quant.plan.check import check_plan_fits
+from quant.plan.make import fusion_warnings, make_plan
 from quant.recipes.layers import find_layers
 from quant.recipes.recipe import get_recipe
-from quant.solve import apply_plan, solve_state_dict
 from quant.training.qat import prepare_qat
 
 transformers = pytest.importorskip("transformers")

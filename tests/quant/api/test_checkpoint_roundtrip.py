@@ -14,18 +14,18 @@ from safetensors.torch import load_file
 from samples import BASE, GOLDENS
 from torch import nn
 
-from quant.api.load import load
 from quant.api.quantize import quantize
-from quant.api.save import save, write_model
+from quant.checkpoints.load import load
+from quant.checkpoints.save import save, write_model
 from quant.errors import UserError
-from quant.export import checkpoint as files
-from quant.export.names import stored_names
+from quant.execution.solve import Quantized
+from quant.export.checkpoint import write as files
+from quant.export.checkpoint.names import stored_names
 from quant.formats.format import FORMATS
 from quant.models.open import open_model
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe, Rule, presets
-from quant.solve import Quantized
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,13 +18,13 @@ import quant
 from quant.calibration.conv1d import as_linears
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
-from quant.export import modelopt
+from quant.execution.solve import solve_plan
+from quant.export.checkpoint import modelopt
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.linear.conv import QuantConv
 from quant.models.open import open_model
-from quant.plan_edit import edit, parse_setting
-from quant.solve import solve_plan
+from quant.plan.edit import edit, parse_setting
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 IDS = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))

@@ -7,14 +7,14 @@ import tiny_models
 import torch
 from torch import nn
 
-from quant.api.load import load
 from quant.api.quantize import quantize
-from quant.api.save import save
+from quant.checkpoints.load import load
+from quant.checkpoints.save import save
 from quant.errors import UserError
-from quant.export.compressed_tensors import quantization_config, runtime_warnings
+from quant.export.checkpoint.compressed_tensors import quantization_config, runtime_warnings
 from quant.kernels.linear.embedding import QuantEmbedding
 from quant.kernels.linear.modules import QuantLinear
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.recipe import Rule, get_recipe
 
 transformers = pytest.importorskip("transformers", reason="the [hf] extra installs it")

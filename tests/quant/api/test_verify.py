@@ -17,7 +17,7 @@ from samples import BASE, GOLDENS
 
 import quant
 from quant.cli.main import main
-from quant.export.checkpoint import sha256_of
+from quant.export.checkpoint.write import sha256_of
 
 Q = "model.layers.1.self_attn.q_proj"
 

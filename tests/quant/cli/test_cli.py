@@ -19,17 +19,17 @@ from rich.progress import Progress
 from safetensors.torch import load_file, save_file
 from samples import BASE
 
-from quant.api.load import load
+from quant.checkpoints.load import load
 from quant.cli import console
 from quant.cli.main import COMMANDS, main
 from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.models.open import open_model
-from quant.page.report import Report, summary
-from quant.planning import make_plan
+from quant.plan.make import make_plan
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import presets
+from quant.report.report import Report, summary
 
 pytest.importorskip("transformers")
 
@@ -164,12 +164,12 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("quant.cli.pipeline.open_model", stop)
+        patched.setattr("quant.run.run.open_model", stop)
         assert run(*arguments).stderr == f"error: stopped by SIGINT before {out} was written\n"  # nothing is kept
     kept = "what is finished is kept, and the same command goes on behind it"
     for option, more in ((), ""), (("--restart",), " without --restart"):
         with monkeypatch.context() as patched:
-            patched.setattr("quant.cli.pipeline.write_model", stop)
+            patched.setattr("quant.run.run.write_model", stop)
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"

@@ -183,7 +183,7 @@ def test_a_module_of_a_factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     monkeypatch.syspath_prepend(tmp_path)
     from quant.api.quantize import quantize
-    from quant.api.save import save
+    from quant.checkpoints.save import save
 
     model = importlib.import_module("perceptron").make().eval()
     plan = quantize(model, "nvfp4a16", run=lambda m: m(torch.zeros(1, 64))).plan

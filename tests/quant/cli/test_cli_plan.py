@@ -17,7 +17,7 @@ from samples import BASE
 from quant.cli.main import main
 from quant.errors import megabytes
 from quant.formats.format import FORMATS
-from quant.plan_check import Problem
+from quant.plan.check import Problem
 from quant.recipes.plan import Plan
 from quant.recipes.targets import TARGETS
 

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import quant
+from quant.cli.distill import distill_command
 from quant.cli.quantize import quantize_command
-from quant.cli.training.distill import distill_command
 
 pytest.importorskip("transformers")
 
@@ -172,7 +172,7 @@ def test_figures_are_those_under_the_plans_kv_cache(made: Path, tmp_path: Path) 
 
 def test_a_teacher_of_another_tokenizer_is_refused() -> None:
     """Its vocabulary may have the same size."""
-    from quant.cli.training.distill import _check_tokenizers
+    from quant.cli.distill import _check_tokenizers
 
     class Words:
         def __init__(self, words: str) -> None:
@@ -203,7 +203,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is gone before the student is there, and its file is the one that Python writes."""
-    import quant.cli.inputs as inputs
+    import quant.run.inputs as inputs
 
     alive: list[weakref.ref[torch.nn.Module]] = []
     opened = inputs.open_runnable

@@ -28,8 +28,8 @@ from quant.calibration.solvers import gptq, rows
 from quant.cli.quantize import quantize_command
 from quant.cli.ranks import launch
 from quant.cli.run import evaluate_command
-from quant.export import partial as partial_module
-from quant.export.partial import partial_path
+from quant.execution import store as partial_module
+from quant.execution.store import partial_path
 
 ROWS, SEQLEN = 16, 32  # four batches of the walk
 _SECONDS = 120

@@ -23,7 +23,7 @@ from quant.cli.base import Command
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.errors import UserError
-from quant.plan_check import check_plan_fits
+from quant.plan.check import check_plan_fits
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan
 

@@ -10,7 +10,7 @@ import torch
 from packaging import version
 
 import quant
-from quant.api.convert import convert
+from quant.checkpoints.convert import convert
 from quant.errors import UserError
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")

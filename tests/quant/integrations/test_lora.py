@@ -12,12 +12,12 @@ from torch import nn
 
 import quant
 from quant.errors import UserError
+from quant.execution.solve import Quantized
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
 from quant.integrations.dense import dense_linear
-from quant.plan_check import check_plan_fits
+from quant.plan.check import check_plan_fits
 from quant.recipes.layers import find_layers
-from quant.solve import Quantized
 
 peft = pytest.importorskip("peft", reason="the extra training")
 

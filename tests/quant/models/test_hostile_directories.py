@@ -21,7 +21,7 @@ from samples import BASE, GOLDENS
 import quant
 from quant.cli.main import main
 from quant.errors import UserError
-from quant.export.checkpoint_scan import Scan
+from quant.export.checkpoint.scan import Scan
 from quant.models.huggingface import load_processor, load_tokenizer
 from quant.models.open import open_model
 

@@ -13,7 +13,7 @@ from samples import BASE
 from quant.errors import UserError
 from quant.models.open import open_model
 from quant.models.shapes import stored_layers
-from quant.plan_check import validate
+from quant.plan.check import validate
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import Plan
 from quant.recipes.targets import get_target

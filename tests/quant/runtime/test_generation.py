@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from samples import BASE
 from torch import nn
 
-from quant.api.load import load
 from quant.calibration.blocks import cache_argument, cache_of
+from quant.checkpoints.load import load
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.kernels.linear.modules import QuantLinear

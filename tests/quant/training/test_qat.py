@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the extra hf")
 import architectures  # needs transformers
 
 import quant
-from quant.api.convert import convert
+from quant.checkpoints.convert import convert
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize, round_activation
 from quant.kernels.hadamard import hadamard_transform

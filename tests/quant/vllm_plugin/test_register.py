@@ -173,7 +173,7 @@ def test_packed_int4_gives_the_oracles_product(vllm: Any, monkeypatch: pytest.Mo
     """The parameters are of vLLM's own classes, whose axes `permute_param_layout_` goes by."""
     from vllm.model_executor import parameter
 
-    from quant.export.compressed_tensors import compress
+    from quant.export.checkpoint.compressed_tensors import compress
 
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr(parameter, "get_tensor_model_parallel_world_size", lambda: 1)
@@ -269,14 +269,14 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     from vllm.model_executor.layers.activation import SiluAndMul
     from vllm.model_executor.layers.layernorm import RMSNorm
 
-    from quant.vllm_plugin import between
+    from quant.vllm_plugin import overlap
 
-    assert between.op_registry_oot is custom_op.op_registry_oot
-    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", between.BlockscaleRMSNorm)
-    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", between.BlockscaleSiluAndMul)
+    assert overlap.op_registry_oot is custom_op.op_registry_oot
+    monkeypatch.setitem(custom_op.op_registry_oot, "RMSNorm", overlap.BlockscaleRMSNorm)
+    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", overlap.BlockscaleSiluAndMul)
     with set_current_vllm_config(VllmConfig(device_config=DeviceConfig(device="cpu"))):
         norm, gate = RMSNorm(64, dtype=torch.bfloat16), SiluAndMul()
-    assert type(norm) is between.BlockscaleRMSNorm and type(gate) is between.BlockscaleSiluAndMul
+    assert type(norm) is overlap.BlockscaleRMSNorm and type(gate) is overlap.BlockscaleSiluAndMul
     torch.manual_seed(0)
     norm.weight.data.uniform_(0.5, 2)
     x, residual = torch.randn(3, 64).bfloat16(), torch.randn(3, 64).bfloat16()
@@ -284,7 +284,7 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
     normed = (h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-6)).bfloat16() * norm.weight
     calls: list[str] = []
     monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
-    monkeypatch.setattr(between, "takes", lambda rows: calls.append("asked") or rows.is_contiguous())
+    monkeypatch.setattr(overlap, "takes", lambda rows: calls.append("asked") or rows.is_contiguous())
     with interpreted(), torch.no_grad():
         y, hidden = norm(x, residual)
         assert torch.equal(hidden, x + residual)
@@ -297,10 +297,10 @@ def test_norms_and_swiglu_between_our_layers_equal_vllms(vllm: Any, monkeypatch:
 
 
 def test_a_model_without_our_layers_keeps_vllms_norms(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quant.vllm_plugin import between
+    from quant.vllm_plugin import overlap
 
     x = torch.randn(3, 64).bfloat16()
     monkeypatch.setattr(vllm.linear, "_taken", set())
-    assert not between.takes(x)
+    assert not overlap.takes(x)
     monkeypatch.setattr(vllm.linear, "_taken", {"nvfp4"})
-    assert between.takes(x) and not between.takes(x.float()) and not between.takes(x[:, ::2])
+    assert overlap.takes(x) and not overlap.takes(x.float()) and not overlap.takes(x[:, ::2])

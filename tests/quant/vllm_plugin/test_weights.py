@@ -7,7 +7,7 @@ scales inverted, FP8 matrices transposed), from its schemes for compressed-tenso
 import pytest
 import torch
 
-from quant.export.compressed_tensors import compress
+from quant.export.checkpoint.compressed_tensors import compress
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.layout import is_prepacked, restore

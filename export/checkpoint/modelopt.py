@@ -1,0 +1,345 @@
+"""ModelOpt's "unified" layout has these tensor names, and two config files; TensorRT-LLM, SGLang and vLLM read it.
+
+    nvfp4         weight u8 [o, i/2], weight_scale e4m3 [o, i/16], weight_scale_2 f32 [], input_scale f32 [] for W4A4
+    mxfp4         weight u8 [o, i/2], weight_scale u8 [o, i/32]
+    mxfp8         weight e4m3, weight_scale u8 [o, i/32]
+    fp8           weight e4m3, weight_scale f32 [], input_scale f32 []
+    fp8_channel   weight e4m3, weight_scale f32 [o]
+    fp8_block     weight e4m3, weight_scale f32 [o/128, 1, i/128, 1]; a single block's is []
+    int4          weight u8 [o/2, i], row 2k in the low half of a byte and row 2k + 1 in the high; weight_scale f32
+                  [o, i/g] for groups of 128, 64 or 32
+    KV cache      self_attn.{k,v}_proj.{k,v}_scale f32 []
+
+A second-level scale is the factor itself, amax / 2688, and in compressed-tensors its reciprocal. Adjacent float32
+numbers may share a reciprocal, so one layout cannot always hold the other's scale: `compress` then gives it in float64,
+and `quant.export.checkpoint.write.write_tensors` stores next to it what float32 loses.
+
+A layout says less than a plan. `fp8_pb_wo` is a format of weights: runtimes round inputs in groups of 128 or keep them
+in 16 bit. `mxfp4` is read as weights and inputs in MXFP4, as `MXFP4_DEFAULT_CFG` makes it. INT4 is called `W4A16_AWQ`
+whether or not inputs were scaled; a `pre_quant_scale` stands beside a weight only where no layer before it took it up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from quant.export.checkpoint.names import FormatsOf, StoredNames, expert_names
+from quant.formats.format import FORMATS, Format
+from quant.formats.number import INT4
+from quant.formats.packing import pack, unpack
+from quant.formats.tensor import BlockScaledTensor
+from quant.recipes.json_data import typed
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import get_target
+
+CONFIG_FILE = "hf_quant_config.json"
+# vLLM and SGLang know the layout by this name; the version is the release whose output this reproduces.
+PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+# What formats of weight and inputs are called together. Of two with one name, the first is what is read.
+_ALGORITHMS = {
+    ("nvfp4", "nvfp4"): "NVFP4",
+    ("nvfp4", None): "W4A16_NVFP4",
+    ("fp8", "fp8"): "FP8",
+    ("fp8_channel", "fp8_token"): "FP8_PER_CHANNEL_PER_TOKEN",
+    ("fp8_block", None): "fp8_pb_wo",
+    ("fp8_block", "fp8_group"): "fp8_pb_wo",
+    ("mxfp8", "mxfp8"): "MXFP8",
+    ("mxfp4", "mxfp4"): "mxfp4",
+    ("int4", None): "W4A16_AWQ",
+    ("int4_g64", None): "W4A16_AWQ",
+    ("int4_g32", None): "W4A16_AWQ",
+}
+_TABLES = dict[str, dict[str, Any]] | None
+_KV_CACHES = {"fp8": "FP8", "nvfp4": "NVFP4"}
+# Algorithms that state their group size, and those that config.json describes in a group of its own.
+_GROUPED = ("NVFP4", "W4A16_NVFP4", "MXFP8", "W4A16_AWQ")
+_DESCRIBED = ("FP8", "NVFP4", "W4A16_NVFP4")
+_DESCRIBED_IN_MIXED = (*_DESCRIBED, "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8", "W4A16_AWQ")
+# What is said of INT4 beside its group size, as ModelOpt says it of every INT4 weight.
+_AWQ = {"has_zero_point": False, "pre_quant_scale": True}
+
+_KV_SCALE = re.compile(r"(.+)\.([kv])_scale")
+_KV_SCALE_STORED = re.compile(r"(.+)\.([kv])_proj\.\2_scale")
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises ValueError if the layout cannot express the plan; the message names the way out."""
+    if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
+        raise ValueError(
+            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {' and '.join(_KV_CACHES)}, so "
+            "quantize again with one of them"
+        )
+    if not plan.quantized:
+        raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
+    for layer in plan.quantized:
+        _algorithm(layer)
+        if layer.kind in ("embedding", "conv"):
+            what = "convolution" if layer.kind == "conv" else "embedding"
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout has no {what} in {layer.weight}; keep it in 16 bit when the model "
+                "is quantized, or deploy the compressed-tensors checkpoint"
+            )
+        if layer.weight is not None and layer.weight.element is INT4 and layer.shape[-2] % 2:
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout packs INT4 in pairs of rows, and {layer.shape[-2]} is odd; keep the "
+                "layer in 16 bit, or deploy the compressed-tensors checkpoint"
+            )
+        parts = {
+            "a pre_scale that no layer took up": layer.parts.pre_scale,
+            "a Hadamard rotation of its input": layer.parts.hadamard,
+            "a low-rank branch": layer.parts.rank,
+        }
+        for part in (name for name, there in parts.items() if there):
+            raise ValueError(
+                f"{layer.name}: ModelOpt's layout has no place for {part} beside {layer.weight}; quantize the model "
+                "again without it, or deploy the compressed-tensors checkpoint"
+            )
+
+
+def runtime_warnings(plan: Plan, names: StoredNames | None = None) -> list[str]:
+    """One sentence for each reason why vLLM does not run a checkpoint of `plan` in this layout.
+
+    It takes an excluded name for a part of others': a head called `output` excludes each `….output.dense`.
+    """
+    vllm, mixed = get_target("vllm-modelopt"), len({layer.formats for layer in plan.quantized}) > 1
+    found: dict[str, list[str]] = {}
+    for layer in plan.quantized:
+        for problem in vllm.problems(layer, mixed=mixed) if layer.kind in ("linear", "experts") else ():
+            found.setdefault(problem, []).append(layer.name)
+    excluded = [] if mixed else [name.rstrip("*") for name in _excluded(plan, names or StoredNames())]
+    for layer in plan.quantized:
+        for name in (name for name in excluded if name in layer.name):
+            found.setdefault(f"vLLM takes {name!r}, which is excluded, for a part of this name", []).append(layer.name)
+    return [
+        f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {problem}; deploy the compressed-tensors "
+        "checkpoint in vLLM 0.26"
+        for problem, names in found.items()
+    ]
+
+
+def _algorithm(layer: LayerPlan) -> str:
+    pair = (str(layer.weight), None if layer.activation is None else layer.activation.name)
+    if pair not in _ALGORITHMS:
+        known = ", ".join(f"{weight} with {inputs or '16-bit'} inputs" for weight, inputs in _ALGORITHMS)
+        raise ValueError(
+            f"{layer.name}: ModelOpt's layout has no name for {pair[0]} with {pair[1] or '16-bit'} inputs; it has "
+            f"{known}: quantize the layer in one of them, or deploy the compressed-tensors checkpoint"
+        )
+    return _ALGORITHMS[pair]
+
+
+def compress(
+    weight: BlockScaledTensor,
+    input_scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
+    activation: Format | None = None,
+) -> dict[str, torch.Tensor]:
+    """The tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
+
+    `weight` is `[out, in]`, and `input_scale` its static activation scale, a scalar (for NVFP4 the second-level scale).
+    All scales are float32 here; `dtype` and `activation` matter to the other layout only.
+    """
+    format, scale = weight.format, weight.scale
+    if format.scale.is_wide:
+        # Matrices cut from one may share their scale, and no two tensors of a file may share memory.
+        scale = scale.to(torch.float32, copy=True)
+        if format.per_tensor or (format.block[1] and scale.numel() == 1 and format.element is not INT4):
+            scale = scale.reshape(())
+        elif format.element is not INT4:
+            scale = scale[:, None, :, None] if format.block[1] else scale.reshape(-1)
+    tensors = {"weight": _pack_rows(weight) if format.element is INT4 else weight.codes, "weight_scale": scale}
+    if weight.global_scale is not None:
+        tensors["weight_scale_2"] = _float32_if_exact(weight.global_scale)
+    if input_scale is not None:
+        tensors["input_scale"] = _float32_if_exact(input_scale)
+    return tensors
+
+
+def _pack_rows(weight: BlockScaledTensor) -> torch.Tensor:
+    """INT4 codes, two rows to a byte."""
+    codes = unpack(weight.codes, 4, weight.shape[-1])
+    return codes[0::2] | codes[1::2] << 4
+
+
+def _unpack_rows(packed: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_pack_rows`, two columns to a byte."""
+    return pack(torch.stack([packed & 0x0F, packed >> 4], dim=1).flatten(0, 1), 4)
+
+
+def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
+    single = scale.reshape(()).to(torch.float32, copy=True)
+    return single if bool(single == scale.reshape(())) else scale.reshape(())
+
+
+def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a layer's tensors are named as only this layout does. With eight bits both layouts may agree."""
+    return "weight_scale_2" in tensors or ("weight" in tensors and tensors["weight"].dtype is torch.uint8)
+
+
+def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    """The weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
+    codes, scale = tensors["weight"], tensors["weight_scale"]
+    codes = _unpack_rows(codes) if format.element is INT4 else codes
+    shape = (codes.shape[0], codes.shape[1] * 8 // format.element.bits)
+    scale = (scale.float() if format.scale.is_wide else scale).reshape(format.scale_shape(shape))
+    global_scale = tensors["weight_scale_2"].reshape(()) if format.global_scale else None
+    input_scale = tensors["input_scale"].reshape(()) if "input_scale" in tensors else None
+    return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
+
+
+def kv_name(name: str) -> str:
+    """The name in this layout of `….self_attn.k_scale` or `….v_scale`; other names stay."""
+    match = _KV_SCALE.fullmatch(name)
+    return f"{match[1]}.{match[2]}_proj.{match[2]}_scale" if match else name
+
+
+def kv_name_of_module(name: str) -> str:
+    """The inverse of `kv_name`."""
+    match = _KV_SCALE_STORED.fullmatch(name)
+    return f"{match[1]}.{match[2]}_scale" if match else name
+
+
+def configs(plan: Plan, names: StoredNames | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`quantization_config` for config.json, and the contents of `hf_quant_config.json`.
+
+    `check_plan` has passed the plan; `names` are those of the model's tensors on disk, which runtimes go by.
+    """
+    names = names or StoredNames()
+    layers = {
+        name: _layer_config(layer)
+        for layer in plan.quantized
+        for name in (_expert_matrices(layer, names) if layer.kind == "experts" else [_stored(layer.name, names)])
+    }
+    kv_cache = _KV_CACHES[plan.kv_cache.name] if plan.kv_cache else None
+    kinds = list({tuple(layer.items()): layer for layer in layers.values()}.values())
+    quantization: dict[str, Any] = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": kv_cache}
+    config: dict[str, Any] = {"ignore": [], "producer": dict(PRODUCER), "quant_method": "modelopt"}
+    if len(kinds) > 1:
+        quantization["quantized_layers"] = config["quantized_layers"] = layers
+        config["config_groups"] = {
+            f"group_{index}": {
+                **_group(kind, _DESCRIBED_IN_MIXED),
+                "targets": sorted(name for name, layer in layers.items() if layer == kind),
+            }
+            for index, kind in enumerate(kinds)
+        }
+    else:
+        quantization |= {**kinds[0], "exclude_modules": _excluded(plan, names)}
+        config["ignore"] = quantization["exclude_modules"]
+        if kinds[0]["quant_algo"] in _DESCRIBED:
+            config["config_groups"] = {"group_0": {**_group(kinds[0], _DESCRIBED), "targets": ["Linear"]}}
+    config["quant_algo"] = quantization["quant_algo"]
+    if plan.kv_cache is not None:
+        # The peer spells out the one and names the other.
+        config["kv_cache_scheme"] = _arguments(plan.kv_cache) if kv_cache == "FP8" else kv_cache
+    return config, {"producer": dict(PRODUCER), "quantization": quantization}
+
+
+def _layer_config(layer: LayerPlan) -> dict[str, Any]:
+    algorithm = _algorithm(layer)
+    assert layer.weight is not None
+    grouped = {"group_size": layer.weight.block[1]} if algorithm in _GROUPED else {}
+    return {"quant_algo": algorithm, **grouped, **(_AWQ if layer.weight.element is INT4 else {})}
+
+
+def _group(kind: Mapping[str, Any], described: Iterable[str]) -> dict[str, Any]:
+    algorithm = kind["quant_algo"]
+    if algorithm not in described:
+        return {"quant_algo": algorithm}
+    weight, activation = formats_of(algorithm, kind.get("group_size"))
+    group = {"weights": _arguments(weight)}
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        group["weights"]["strategy"] = "channel"
+    if activation is not None:
+        group["input_activations"] = _arguments(activation)
+    return group
+
+
+def _arguments(format: Format) -> dict[str, Any]:
+    grouped = {} if format.scale.is_wide and format.element is not INT4 else {"group_size": format.block[1]}
+    kind = "int" if format.element.is_integer else "float"
+    return {"dynamic": False, "num_bits": format.element.bits, "type": kind, **grouped}
+
+
+def _excluded(plan: Plan, names: StoredNames) -> list[str]:
+    """Modules that stay in 16 bit. Experts are named by their module, as a prefix."""
+    found = set()
+    for layer in plan.layers:
+        if layer.weight is not None or layer.kind == "norm":
+            continue
+        if layer.kind == "experts":
+            found.add(_expert_matrices(layer, names)[0].rsplit(".", 2)[0] + "*")
+        else:
+            found.update({layer.name, _stored(layer.name, names)})
+    return sorted(found)
+
+
+def _stored(layer: str, names: StoredNames) -> str:
+    return names.stored(f"{layer}.weight").removesuffix(".weight")
+
+
+def _expert_matrices(layer: LayerPlan, names: StoredNames) -> list[str]:
+    return [names.stored(name).removesuffix(".weight") for name in expert_names(layer.name, layer.shape[0])]
+
+
+def formats_of(algorithm: str, group_size: int | None = None) -> tuple[Format, Format | None]:
+    """Formats of weight and inputs that a `quant_algo` stands for.
+
+    Raises ValueError for an unknown algorithm, or a group size that its format does not have.
+    """
+    for (weight, activation), name in _ALGORITHMS.items():
+        format = FORMATS[weight]
+        if name.casefold() == algorithm.casefold() and (
+            group_size is None or name not in _GROUPED or group_size == format.block[1]
+        ):
+            return format, None if activation is None else FORMATS[activation]
+    groups = f" with groups of {group_size}" if group_size else ""
+    known = ", ".join(dict.fromkeys(_ALGORITHMS.values()))
+    raise ValueError(f"quant_algo {algorithm!r}{groups} is not supported; known: {known}")
+
+
+def read_config(
+    config: Mapping[str, Any], names: StoredNames, tensors: Container[str]
+) -> tuple[FormatsOf, Format | None]:
+    """The formats that a config gives to matrices with a scale among `tensors`, and that of the KV cache.
+
+    Raises:
+        ValueError: an unknown algorithm; of the function, a quantized matrix that the config does not name.
+    """
+    named = {
+        names.of_model(f"{name}.weight").removesuffix(".weight"): _formats_in(fields)
+        for name, fields in (typed(_TABLES, config.get("quantized_layers"), "quantized_layers") or {}).items()
+    }
+    every = None if named else _formats_in(config)
+
+    def formats_of_matrix(matrix: str) -> tuple[Format, Format | None] | None:
+        if f"{matrix}.weight_scale" not in tensors:
+            return None
+        if every is None and matrix not in named:
+            raise ValueError(f"{matrix} has a weight_scale, and quantized_layers does not name it")
+        return every or named[matrix]
+
+    return formats_of_matrix, _kv_format(config)
+
+
+def _formats_in(config: Mapping[str, Any]) -> tuple[Format, Format | None]:
+    # Groups of config.json say the size where ModelOpt leaves it out beside the algorithm.
+    size = config.get("group_size")
+    for name, group in (typed(_TABLES, config.get("config_groups"), "config_groups") or {}).items():
+        size = size or typed(dict[str, Any], group.get("weights", {}), f"{name}.weights").get("group_size")
+    return formats_of(str(config.get("quant_algo")), typed(int | None, size, "group_size"))
+
+
+def _kv_format(config: Mapping[str, Any]) -> Format | None:
+    scheme = config.get("kv_cache_scheme") or config.get("kv_cache_quant_algo")
+    if scheme is None:
+        return None
+    for name, stored in _KV_CACHES.items():
+        if scheme in (stored, _arguments(FORMATS[name])):
+            return FORMATS[name]
+    raise ValueError(f"a KV cache in {scheme} is not supported; known: {', '.join(_KV_CACHES.values())}")

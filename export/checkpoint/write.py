@@ -1,0 +1,233 @@
+"""Checkpoints are written here: the tensors of a quantized model, named as their layout has them, in hashed shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint.names import StoredNames, cut_experts, matrix_names
+from quant.export.checkpoint.read import BESIDE, EXACT
+from quant.export.checkpoint.tensor_file import FileLog, Made, write_tensor_file
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.conv import QuantConv
+from quant.kernels.linear.embedding import QuantEmbedding
+from quant.kernels.linear.modules import QuantExperts, QuantLinear
+from quant.recipes.layers import expert_matrices
+from quant.recipes.plan import Parts, Plan
+
+SHARD_BYTES = 5 * 1000**3
+# A file is written and hashed by one thread each, SHA-256 being the slower. So a checkpoint of some size has several.
+_LEAST_SHARD_BYTES = 1000**3
+_SHARDS_AT_ONCE = 8
+_QUANTIZED = QuantLinear | QuantConv | QuantExperts | QuantEmbedding
+_MADE_LATE = 1 << 20  # bytes from which on a tensor is made when it is written
+SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale")
+"""Suffixes of the scales that one layout stores as the reciprocal of the other's."""
+
+
+def checkpoint_tensors(
+    model: nn.Module,
+    dtype: torch.dtype,
+    names: StoredNames,
+    state: Mapping[str, torch.Tensor] | None = None,
+    made_of: dict[str, str] | None = None,
+) -> dict[str, torch.Tensor | Made]:
+    """Every tensor of a quantized model under its name in the checkpoint; tied weights once.
+
+    A large one that the layout has in another form than the module is made when it is written, so that memory does not
+    grow with the number of layers.
+
+    Args:
+        model: with quantized modules in place.
+        dtype: the model's dtype, for float scales.
+        names: of the model's tensors on disk.
+        state: tensors in the place of those of the model that are not quantized, as `state_dict` names them.
+        made_of: is filled with the name of the model's layer or tensor that each tensor is made of.
+    """
+    given: dict[str, str] = {}
+    quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
+    own = tuple(f"{name}." for name in quantized)
+    tensors: dict[str, torch.Tensor | Made] = {}
+    seen: set[tuple[object, ...]] = set()
+    stored = model.state_dict() if state is None else state
+    # By name of what transformers ties, the name under which it writes both.
+    sources = {name: source for name, source in getattr(model, "all_tied_weights_keys", {}).items() if source in stored}
+    for name, tensor in stored.items():
+        if name.startswith(own) and not name.endswith(".bias"):
+            continue
+        if name in sources and _are_tied(tensor, stored[sources[name]], gathered=state is not None):
+            continue
+        view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        if view in seen and tensor.numel() and tensor.data_ptr():
+            continue
+        seen.add(view)
+        cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
+        for part, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
+            tensors[part], given[part] = matrix.contiguous(), name
+    for name, module in quantized.items():
+        if name in names.stopped:
+            tensors[name] = torch.empty(0, dtype=dtype)
+        for part, weight in layer_weights(name, module.quantized_weight).items():
+            held = {t.data_ptr() for t in (weight.codes, weight.scale)}
+            compress = partial(layout.compress, weight, module.input_scale, dtype, module.activation_format)
+            for suffix, tensor in compress().items():
+                if tensor.nbytes > _MADE_LATE and tensor.data_ptr() not in held:
+                    late = Made(tensor.shape, tensor.dtype, partial(_one_of, compress, suffix))
+                    tensors[f"{part}.{suffix}"] = late
+                else:
+                    tensors[f"{part}.{suffix}"] = tensor.contiguous()
+                given[f"{part}.{suffix}"] = name
+        for suffix in BESIDE:
+            beside = getattr(module, suffix, None)
+            if beside is not None:
+                tensors[f"{name}.{suffix}"], given[f"{name}.{suffix}"] = beside.contiguous(), name
+    if made_of is not None:
+        made_of |= {names.stored(stored): name for stored, name in given.items()}
+    return {names.stored(name): tensor for name, tensor in tensors.items()}
+
+
+def _are_tied(tensor: torch.Tensor, source: torch.Tensor, *, gathered: bool) -> bool:
+    """Whether two tensors are one; those that were gathered from several ranks are copies."""
+    return source.data_ptr() == tensor.data_ptr() or (gathered and torch.equal(source, tensor))
+
+
+def _one_of(make: Callable[[], Mapping[str, torch.Tensor]], name: str) -> torch.Tensor:
+    return make()[name]
+
+
+def plan_of_model(model: nn.Module, plan: Plan) -> Plan:
+    """`plan` with what the model's quantized linears really do at run time: input scale, rotation, branch."""
+    found = []
+    for layer in plan.quantized:
+        if layer.kind not in ("experts", "embedding"):
+            try:
+                module: nn.Module | None = model.get_submodule(layer.name)
+            except AttributeError:
+                module = None
+            if not isinstance(module, QuantConv if layer.kind == "conv" else QuantLinear):
+                raise ValueError(
+                    f"{layer.name}: the plan has it in {layer.weight}, and the model holds no quantized layer there; "
+                    "give the model and the plan that one call of quantize returned, a model in training after "
+                    "quant.convert_qat(model)"
+                )
+            if isinstance(module, QuantLinear):
+                found.append(replace(layer, parts=Parts.of(module.parts)))
+    return plan.replace_layers(found)
+
+
+def layer_weights(name: str, weight: BlockScaledTensor) -> dict[str, BlockScaledTensor]:
+    """A layer's matrices by their names in the checkpoint.
+
+    A linear is itself. A fused-expert projection `experts.gate_up_proj` becomes one matrix per expert, gate and up
+    apart (`experts.3.gate_proj`, `experts.3.up_proj`): the names that runtimes look for, or that `stored_names` turns
+    into them.
+    """
+    if len(weight.shape) == 2:
+        return {name: weight}
+    found: dict[str, BlockScaledTensor] = {}
+    for index in range(weight.shape[0]):
+        names = matrix_names(name, index)
+        found.update(zip(names, split_rows(weight.matrix(index), len(names)), strict=True))
+    return found
+
+
+def split_rows(weight: BlockScaledTensor, parts: int) -> list[BlockScaledTensor]:
+    """`weight` cut into `parts` equal runs of rows. Per-tensor scales are shared by all of them.
+
+    Raises:
+        ValueError: the cut would go through a block.
+    """
+    rows, block_rows = weight.shape[0], weight.format.block[0]
+    if parts > 1 and (rows % parts or (block_rows and rows // parts % block_rows)):
+        raise ValueError(f"cannot split {rows} rows of {weight.format} into {parts}: a block would be cut")
+    return [weight.rows(start, start + rows // parts) for start in range(0, rows, rows // parts)]
+
+
+def write_tensors(
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor | Made],
+    shard_bytes: int | None = None,
+    *,
+    masks: Collection[str] | None = None,
+    log: FileLog | None = None,
+) -> dict[str, str]:
+    """Writes safetensors shards of at most `shard_bytes` and, if there are several, their index.
+
+    By default shards have an eighth of all bytes, but one gigabyte at least and five at most.
+
+    A scale in float64 is one that float32, which is all that runtimes read, does not hold: the nearest float32 goes
+    into the file, and the exact value into the file's metadata, for `TensorFiles`. `masks`, `log`: see
+    `write_tensor_file`.
+
+    Returns:
+        SHA-256 of each file, by file name.
+    """
+    shards: list[dict[str, torch.Tensor | Made]] = [{}]
+    exact: dict[str, str] = {}
+    size = 0
+    if shard_bytes is None:
+        share = sum(tensor.nbytes for tensor in tensors.values()) // _SHARDS_AT_ONCE
+        shard_bytes = min(max(share, _LEAST_SHARD_BYTES), SHARD_BYTES)
+    for name, tensor in tensors.items():
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.dtype is torch.float64
+            and tensor.numel() == 1
+            and name.endswith(SECOND_LEVEL)
+        ):
+            exact[name] = float(tensor).hex()
+            tensor = tensor.float()
+        if shards[-1] and size + tensor.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += tensor.nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+        index = {
+            "metadata": {"total_size": sum(t.nbytes for shard in shards for t in shard.values())},
+            "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
+        }
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, allow_nan=False) + "\n")
+
+    def write(name: str, shard: Mapping[str, torch.Tensor | Made]) -> str:
+        metadata = {"format": "pt"}
+        if kept := {key: value for key, value in exact.items() if key in shard}:
+            metadata[EXACT] = json.dumps(kept, allow_nan=False)
+        try:
+            return write_tensor_file(directory / name, shard, metadata, durable=True, masks=masks, log=log)
+        except OSError as error:
+            raise OSError(f"{directory / name} cannot be written: {error}") from error
+
+    threads = min(_SHARDS_AT_ONCE, max(torch.get_num_threads(), 4))
+    with ThreadPoolExecutor(threads, thread_name_prefix="shard") as writing:
+        return dict(zip(names, writing.map(write, names, shards), strict=True))
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_config(directory: Path, model: Any, plan: Plan, names: StoredNames) -> None:
+    """Writes config.json: the transformers config with the model's class and dtype, and the `quantization_config`."""
+    model.config.save_pretrained(directory)
+    path = directory / "config.json"
+    fields = json.loads(path.read_text())
+    # Both may be stale: a model built from a config has no architectures there, and .to(dtype) leaves the dtype.
+    fields["architectures"] = [type(model).__name__]
+    fields["dtype"] = str(next((p.dtype for p in model.parameters()), torch.float32)).removeprefix("torch.")
+    fields["quantization_config"] = layout.quantization_config(plan, names)
+    path.write_text(json.dumps(fields, indent=2, sort_keys=True, allow_nan=False) + "\n")

@@ -1,0 +1,134 @@
+"""`serve.md` lists the commands that serve a checkpoint: vLLM, SGLang, TensorRT-LLM and Triton Inference Server.
+
+The first three read the checkpoint and generate text; the last runs the engine that `serving` published. The page says
+how a runtime runs the checkpoint's formats or why it does not read them (`quant.recipes.targets`), and which run-time
+parts of a layer it ignores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quant.export.checkpoint.compressed_tensors import runtime_warnings
+from quant.export.packages.triton_server import Bundle, built_by
+from quant.recipes.plan import LayerPlan, Plan
+from quant.recipes.targets import Pair, Target, get_target
+
+
+def serving_text(directory: Path, plan: Plan | None, bundle: Bundle, receipt: Mapping[str, Any], *, text: bool) -> str:
+    """The text of `serve.md`.
+
+    Args:
+        directory: the checkpoint.
+        plan: of the checkpoint.
+        bundle: the version published for Triton.
+        receipt: of its engine.
+        text: whether the model generates text, which the first three serve.
+    """
+    parts = [f"# Serving {bundle.name}\n"]
+    if text:
+        parts += [_vllm(directory, plan, bundle.name), _sglang(directory, plan), _trtllm(directory, plan)]
+    return "\n".join([*parts, _triton(bundle, receipt)])
+
+
+def _vllm(directory: Path, plan: Plan | None, name: str) -> str:
+    cache = " --kv-cache-dtype fp8" if plan is not None and plan.kv_cache is not None else ""
+    warnings = "".join(f"\nWarning: {line}.\n" for line in (runtime_warnings(plan) if plan else ()))
+    target = get_target("vllm")
+    if not _reads(target, plan):
+        return f"## vLLM\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n{warnings}"
+    return f"""## vLLM
+
+It reads the checkpoint as it is (compressed-tensors). {_said_of(target, plan)}
+{warnings}
+    vllm serve {directory} --served-model-name {name}{cache}
+    curl -s localhost:8000/v1/completions -H 'Content-Type: application/json' \\
+        -d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 32}}'
+"""
+
+
+def _sglang(directory: Path, plan: Plan | None) -> str:
+    target = get_target("sglang")
+    if not _reads(target, plan):
+        return f"## SGLang\n\nIt does not read this checkpoint. {_said_of(target, plan)}\n"
+    return f"""## SGLang
+
+It reads the checkpoint as it is. {_said_of(target, plan)}
+
+    python -m sglang.launch_server --model-path {directory} --port 30000
+"""
+
+
+def _trtllm(directory: Path, plan: Plan | None) -> str:
+    target = get_target("tensorrt-llm-compressed-tensors")
+    if not _reads(target, plan):
+        body = f"""It does not read this checkpoint. {_said_of(target, plan)} It reads
+{", ".join(map(str, target.pairs))}. FP8 with static inputs, MXFP8 and mixtures with them are for ModelOpt's layout,
+which `quant export {directory} --to modelopt` writes.
+"""
+    else:
+        body = f"""Its PyTorch backend reads the checkpoint as it is. {_said_of(target, plan)}
+
+    trtllm-serve serve {directory} --backend pytorch --host 0.0.0.0 --port 8000
+"""
+    return f"## TensorRT-LLM\n\n{body}"
+
+
+def _pairs(target: Target, plan: Plan | None) -> list[tuple[LayerPlan, Pair | None]]:
+    quantized = plan.quantized if plan is not None else ()
+    return [(layer, target.pair(layer.weight, layer.activation)) for layer in quantized if layer.weight is not None]
+
+
+def _reads(target: Target, plan: Plan | None) -> bool:
+    return all(pair is not None for _, pair in _pairs(target, plan))
+
+
+def _said_of(target: Target, plan: Plan | None) -> str:
+    """What a runtime does with each pair of formats in the plan, one sentence each."""
+    said = [
+        f"{layer.formats}: {target.why_not(layer) or 'it has no such pair'}."
+        if pair is None
+        else f"{pair}: {pair.runs}{f', {pair.note}' if pair.note else ''}."
+        for layer, pair in _pairs(target, plan)
+    ]
+    return " ".join([*dict.fromkeys(said), f"From: {target.source}."])
+
+
+def _triton(bundle: Bundle, receipt: Mapping[str, Any]) -> str:
+    engine = receipt["engine"]
+    release = str(engine["backend"]).partition(" ")[2]
+    repository = bundle.repository.resolve()
+    if built_by(receipt) == "tensorrt":
+        needs = f"The server's TensorRT must be {release}, which built the engine; its release notes name it."
+        start = f"""    docker run --rm --gpus all -p 8000:8000 -p 8001:8001 -p 8002:8002 -v {repository}:/models \\
+        nvcr.io/nvidia/tritonserver:$TRITON-py3 tritonserver --model-repository=/models"""
+    else:
+        needs = (
+            "The engine is one of TensorRT-RTX, which the server's own backend does not load; `model.py` in each "
+            "version runs it through the Python backend, which needs two packages in the server's image."
+        )
+        start = f"""    docker run --rm --gpus all -p 8000:8000 -p 8001:8001 -p 8002:8002 -v {repository}:/models \\
+        nvcr.io/nvidia/tritonserver:$TRITON-py3 \\
+        bash -c 'pip install torch tensorrt-rtx=={release} && tritonserver --model-repository=/models'"""
+    ranges = "".join(f"    {text}\n" for text in engine["profiles"]) or "    all fixed\n"
+    return f"""## Triton Inference Server
+
+The engine is for {engine["target"]}. {needs} TRITON is the server's release, such as 26.09.
+
+{start}
+
+Shapes (smallest, best and largest):
+
+{ranges}
+    curl -s localhost:8000/v2/models/{bundle.name}/versions/{bundle.version}/ready -o /dev/null -w '%{{http_code}}\\n'
+    curl -s localhost:8000/v2/models/{bundle.name}/config
+
+### Canary
+
+The two newest versions are served. A request to `/v2/models/{bundle.name}/infer` gets the newest, one to
+`/v2/models/{bundle.name}/versions/N/infer` version N: let a router send it a share of the traffic. The next
+`quant export --to triton-server --out {bundle.repository}` adds the next version; a server that was started with
+`--model-control-mode=poll` takes it up, and drops a version when its folder is removed.
+"""

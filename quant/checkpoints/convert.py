@@ -1,0 +1,153 @@
+"""`convert` takes a checkpoint from one layout to the other, tensor by tensor, without a model in memory."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import stored_dtype
+from quant.checkpoints.open import (
+    KV_SCALES,
+    Checkpoint,
+    dtype_problems,
+    kv_scale_problems,
+    outline,
+    refuse,
+    suspect_problems,
+)
+from quant.errors import UserError, counted
+from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint import modelopt
+from quant.export.checkpoint.directory import check_apart, new_directory
+from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.scan import Scan
+from quant.export.checkpoint.write import SECOND_LEVEL, layer_weights, write_tensors
+from quant.models.files import copy_along
+from quant.plan.make import fusion_warnings
+from quant.recipes.plan import PLAN_FILE, Plan
+
+# Written anew, or said of the other files: a report has their hashes and sizes.
+_OF_THE_LAYOUT = (
+    "config.json",
+    "model.safetensors.index.json",
+    PLAN_FILE,
+    "receipt.json",
+    "report.html",
+    "report.json",
+    modelopt.CONFIG_FILE,
+)
+
+
+def convert(
+    directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False, model: nn.Module | None = None
+) -> dict[str, Any]:
+    """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
+
+    The tensors are mapped from the files, so that what is in memory is the shard that is being written.
+
+    Args:
+        directory: a checkpoint of either layout, with a config.json.
+        out: appears when everything in it is written, and not before.
+        to: "modelopt" or "compressed-tensors".
+        overwrite: replaces what is in `out`.
+        model: the checkpoint's `outline`, of a caller that has it.
+
+    Returns:
+        `files`, sizes by name; `rounded_scales`, how many second-level scales float32 does not hold in this layout.
+        What runs the files reads the nearest one, at most 6e-8 of it away; the files' metadata keeps the exact one,
+        which `load` and a conversion back take.
+
+    Raises:
+        UserError: an unknown layout.
+        FileExistsError: `out` is, holds or lies in `directory`.
+        ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
+    """
+    directory, out = Path(directory), Path(out)
+    if to not in LAYOUTS:
+        raise UserError(f"no layout {to!r}; known: {', '.join(LAYOUTS)}")
+    check_apart(out, directory)
+    opened = Checkpoint(directory, model or outline(directory))
+    plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
+    (modelopt if to == "modelopt" else layout).check_plan(plan)
+    tensors = dict(_converted(opened, dtype, to))
+    rounded = sum(t.dtype is torch.float64 and n.endswith(SECOND_LEVEL) for n, t in tensors.items())
+    told = modelopt.runtime_warnings(plan, names) if to == "modelopt" else _of_runtimes(plan, names, dtype, tensors)
+    for message in [*fusion_warnings(plan), *told]:
+        warnings.warn(message, stacklevel=2)
+    with new_directory(out, overwrite=overwrite) as temporary:
+        write_tensors(temporary, tensors)
+        for source in directory.iterdir():
+            if source.name.startswith(".") or source.suffix == ".safetensors" or source.name in _OF_THE_LAYOUT:
+                continue
+            copy_along(source, temporary / source.name, directory)
+        plan.save(temporary / PLAN_FILE)
+        # What other tools wrote as the bare word Infinity becomes what transformers writes and reads for it.
+        text = (directory / "config.json").read_text(encoding="utf-8")
+        fields = json.loads(text, parse_constant=lambda word: {"__float__": word})
+        if to == "modelopt":
+            fields["quantization_config"], whole = modelopt.configs(plan, names)
+            text = json.dumps(whole, indent=4, allow_nan=False)
+            (temporary / modelopt.CONFIG_FILE).write_text(text + "\n", encoding="utf-8")
+        else:
+            fields["quantization_config"] = layout.quantization_config(plan, names)
+        text = json.dumps(fields, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
+        sizes = {file.name: file.stat().st_size for file in sorted(temporary.iterdir()) if file.is_file()}
+    return {"files": sizes, "rounded_scales": rounded}
+
+
+def _of_runtimes(plan: Plan, names: StoredNames, dtype: torch.dtype, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What other runtimes do not do with these tensors in the compressed-tensors layout."""
+    messages = layout.runtime_warnings(plan, dtype, names)
+    wide = [n for n, t in tensors.items() if n.endswith(".weight_scale") and t.dtype is torch.float32]
+    if wide and dtype in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        messages.append(
+            f"{counted(len(wide), 'weight scale')}, {wide[0]} first, in float32, for {name} would round them: "
+            "transformers does that unless it loads the checkpoint with dtype=torch.float32; vLLM does not"
+        )
+    return messages
+
+
+def _converted(opened: Checkpoint, dtype: torch.dtype, to: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint by their names and in their form in the layout `to`."""
+    tensors, names = opened.tensors, opened.names
+    compress = modelopt.compress if to == "modelopt" else layout.compress
+    owned: set[str] = set()
+    for layer in opened.plan.quantized:
+        owned.update(layer_tensor_names(tensors, layer))
+        weight, input_scale = read_layer(tensors, layer)
+        read_parts(tensors, layer)
+        for part, matrix in layer_weights(layer.name, weight).items():
+            for suffix, tensor in compress(matrix, input_scale, dtype, layer.activation).items():
+                yield names.stored(f"{part}.{suffix}"), tensor.contiguous()
+    rest = {name: tensors[name] for name in tensors if name not in owned}
+    refuse(kv_scale_problems(tensors))
+    refuse(dtype_problems(opened.model, rest, tensors))
+    refuse(suspect_problems(opened.model, Scan(weight_files(opened.directory)), tensors))
+    for name in rest:
+        if name.endswith(KV_SCALES):
+            yield _kv_scale(name, tensors[name], names, dtype, to)
+        else:
+            yield names.stored(name), tensors[name]
+
+
+def _kv_scale(
+    name: str, scale: torch.Tensor, names: StoredNames, dtype: torch.dtype, to: str
+) -> tuple[str, torch.Tensor]:
+    if to != "modelopt":
+        return names.stored(name), layout.stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
+    if scale.numel() != 1:
+        raise UserError(
+            f"{name}: {scale.numel()} scales of the KV cache, one a head, and ModelOpt's layout has one a tensor; "
+            "quantize the model again with one"
+        )
+    return modelopt.kv_name(names.stored(name)), scale.float().reshape(())

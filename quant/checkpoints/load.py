@@ -1,0 +1,126 @@
+"""`load` reads a quantized checkpoint: ours, or one of compressed-tensors or ModelOpt that another tool wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.checkpoints.open import (
+    Checkpoint,
+    config_in,
+    fill,
+    outline,
+    quantization_config,
+    refuse,
+    suspect_problems,
+)
+from quant.checkpoints.pretrained import attach
+from quant.errors import UserError
+from quant.export.checkpoint import compressed_tensors as layout
+from quant.export.checkpoint import modelopt
+from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.read import weight_files
+from quant.export.checkpoint.scan import Scan
+from quant.models.files import find_checkpoint
+from quant.models.quantized_sources import AFTER_TRAINING, IN_TRAINING
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.report.saved_report import saved_report
+
+
+def is_checkpoint(path: str | Path) -> bool:
+    """Whether `path` is a directory that holds a quantized checkpoint of a known layout."""
+    return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+
+
+def can_run(path: str | Path) -> bool:
+    """Whether `load` knows the formats of a quantized checkpoint, as far as its config tells."""
+    config = quantization_config(Path(path))
+    if config is None or (Path(path) / PLAN_FILE).is_file():
+        return is_checkpoint(path)
+    try:
+        if config.get("quant_method") == "compressed-tensors":
+            layout.read_config(config, StoredNames())
+        else:
+            modelopt.read_config(config, StoredNames(), ())
+    except ValueError:
+        return False
+    return True
+
+
+def load(
+    directory: str | Path, model: nn.Module | None = None, *, device: torch.device | str | None = None
+) -> nn.Module:
+    """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
+
+    The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor
+    is checked as it is read: its dtype, its shape, and that it is finite. FP8 codes, which are most of a checkpoint,
+    are read when their layer first needs them, on a GPU or in its first forward, and that raises ValueError for NaN.
+
+    Args:
+        directory: the checkpoint, or its name on the Hugging Face hub: "org/name" or "org/name@revision".
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place.
+        device: where the model goes, such as "cuda"; None leaves it on the CPU. On a Hopper GPU weights take the
+            layout of its kernels, there as after `.to("cuda")`; `state_dict` has that of the checkpoint.
+
+    Raises:
+        UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
+            or do not fit the model; the message names them.
+    """
+    directory = find_checkpoint(directory)
+    if not is_checkpoint(directory):
+        raise no_checkpoint(directory)
+    scan = Scan(weight_files(directory), fp8=False)
+    opened = Checkpoint(directory, model or outline(directory))
+    loaded = fill(opened, built=model is None)
+    refuse(suspect_problems(loaded, scan, opened.tensors))
+    attach(loaded, opened.plan)
+    return loaded.eval().to(device)
+
+
+def no_checkpoint(directory: Path) -> UserError:
+    """What to say of a directory that `load` cannot read."""
+    if not directory.exists():
+        return UserError(f"{directory}: no such directory")
+    file = directory / "config.json"
+    found = config_in(file, "quantization_config") if file.is_file() else None
+    if found is None:
+        return UserError(
+            f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
+            "MODEL --format nvfp4 --out DIR`"
+        )
+    if found.get("quant_method") == IN_TRAINING:
+        return UserError(f"{directory}: {AFTER_TRAINING}")
+    return UserError(
+        f"{directory}: quantized by {found.get('quant_method')}; only {' and '.join(LAYOUTS)} run as they are, and "
+        "quant.open_model and `quantize` dequantize others"
+    )
+
+
+def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
+    """What each config file of a checkpoint says, by its name; None for a config.json that says nothing."""
+    found = {}
+    if (directory / "config.json").is_file():
+        found["config.json"] = config_in(directory / "config.json", "quantization_config")
+    if (directory / modelopt.CONFIG_FILE).is_file():
+        found[modelopt.CONFIG_FILE] = config_in(directory / modelopt.CONFIG_FILE, "quantization")
+    return found if any(found.values()) else dict.fromkeys(found)
+
+
+def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
+    """Plan and saved report (None without one) of a checkpoint, read without building the model.
+
+    Of another tool's checkpoint the plan is read off its config, and the model built on the meta device for that.
+
+    Raises:
+        UserError: `directory` holds no quantized checkpoint.
+    """
+    directory = find_checkpoint(directory)
+    if not (directory / PLAN_FILE).is_file():
+        if not is_checkpoint(directory):
+            raise no_checkpoint(directory)
+        return Checkpoint(directory, outline(directory)).plan, None
+    return Plan.load(directory / PLAN_FILE), saved_report(directory)

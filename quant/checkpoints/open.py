@@ -1,0 +1,258 @@
+"""`Checkpoint` opens a quantized checkpoint, and `fill` puts its tensors into a model. Every tensor is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.errors import UserError
+from quant.execution.install import install_kv_scales, install_weight, mark_quantized, use_expert_modules
+from quant.export.checkpoint import modelopt
+from quant.export.checkpoint.check import plan_problems, scale_problem, value_problem
+from quant.export.checkpoint.layouts import LAYOUTS
+from quant.export.checkpoint.names import StoredNames, expert_names, stored_names
+from quant.export.checkpoint.read import (
+    TensorFiles,
+    layer_tensor_names,
+    place,
+    plan_of_checkpoint,
+    read_layer,
+    read_parts,
+)
+from quant.export.checkpoint.scan import Scan
+from quant.extras import require
+from quant.models import huggingface
+from quant.models.configs import check_sizes, explained, read_fields, read_generation_config
+from quant.plan.check import check_plan_fits
+from quant.recipes.layers import find_layers, stacking_of
+from quant.recipes.plan import PLAN_FILE, Plan
+
+KV_SCALES = (".k_scale", ".v_scale")
+"""Suffixes of the scales of the KV cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of a checkpoint beside the model that they are for; each part is read once.
+
+    Attributes:
+        directory: with the files.
+        model: unquantized; its parameters may be on the meta device.
+        meta: gives tensors on the meta device, of which nothing but the shapes is read.
+    """
+
+    directory: Path
+    model: nn.Module
+    meta: bool = False
+
+    @cached_property
+    def names(self) -> StoredNames:
+        """The names that the model's tensors have on disk."""
+        return stored_names(self.model)
+
+    @cached_property
+    def tensors(self) -> TensorFiles:
+        """The tensors, read when asked for, under the names that the model's modules have."""
+        names = replace(self.names, back=(modelopt.kv_name_of_module, *self.names.back))
+        return TensorFiles(self.directory, names.of_model, meta=self.meta)
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan that the checkpoint came with, or else the one that its config describes."""
+        layers, config = find_layers(self.model), quantization_config(self.directory)
+        file = self.directory / PLAN_FILE
+        if file.is_file():
+            plan = Plan.load(file)
+            check_plan_fits(plan, layers)
+            if (self.directory / "config.json").is_file():
+                for problem in plan_problems(plan, config, self.names, self.tensors):
+                    raise UserError(
+                        f"{file}: {problem}; both are written together, so restore the one that was changed, or "
+                        "quantize the model again"
+                    )
+            return plan
+        assert config is not None
+        return plan_of_checkpoint(self.directory, layers, config, self.tensors, self.names)
+
+
+def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
+    """The model of a checkpoint with the tensors of its files.
+
+    Args:
+        opened: the files and the model, which is changed in place.
+        built: whether the model's own tensors are on the meta device, and are replaced.
+    """
+    model, tensors, plan = opened.model, opened.tensors, opened.plan
+    owned: set[str] = set()
+    for layer in plan.quantized:
+        if layer.kind == "experts" and layer.name in tensors and tensors[layer.name].numel():
+            raise UserError(
+                f"{place(tensors, layer.name)} is left over, for its experts are quantized one by one; quantize the "
+                "model again, or download it again"
+            )
+        weight, input_scale = read_layer(tensors, layer)
+        install_weight(model, layer, weight, input_scale, read_parts(tensors, layer))
+        owned.update((layer.name, *layer_tensor_names(tensors, layer)))
+    if plan.kv_cache is not None:
+        refuse(kv_scale_problems(tensors))
+        install_kv_scales(model, {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)})
+    rest = {name: tensors[name] for name in tensors if name not in owned}
+    refuse(dtype_problems(model, rest, tensors))
+    _assign(model, rest, opened.directory, assign=built)
+    use_expert_modules(model, plan)
+    mark_quantized(model)
+    for layer in plan.quantized:
+        model.get_submodule(layer.name).check_at_first_use(place(tensors, f"{layer.name}.weight"))  # type: ignore[operator]
+    return model
+
+
+def outline(directory: Path) -> nn.Module:
+    """The model that config.json describes: parameters on the meta device, computed buffers real."""
+    initialization = require("transformers.initialization", "hf")
+    accelerate = require("accelerate", "hf")
+    if not (directory / "config.json").is_file():
+        raise UserError(f"{directory}: no config.json; build the module and pass it: quant.load(directory, model)")
+    with huggingface.quiet():
+        config = huggingface.read_config(directory)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        check_sizes(config, directory.glob("*.safetensors"), directory / "config.json")
+        cls = huggingface.model_class(config, str(directory))
+        empty = accelerate.init_empty_weights(include_buffers=False)
+        with explained(directory / "config.json"), empty, initialization.no_init_weights():
+            model: Any = cls._from_config(config, dtype=config.dtype)
+        for module in model.modules():
+            # Drawing weights on the meta device takes longer than reading a checkpoint.
+            module._is_hf_initialized = not module._buffers
+        with explained(directory / "config.json"):
+            model.init_weights()
+        read_generation_config(model, directory)
+    return model  # type: ignore[no-any-return]
+
+
+def config_in(file: Path, key: str) -> dict[str, Any] | None:
+    """A table in a config file, or None."""
+    found = read_fields(file).get(key)
+    return found if isinstance(found, dict) else None
+
+
+def quantization_config(directory: Path) -> dict[str, Any] | None:
+    """What config.json says of a known layout. ModelOpt's older exports say it in `hf_quant_config.json` alone."""
+    for name, key in (("config.json", "quantization_config"), (modelopt.CONFIG_FILE, "quantization")):
+        file = directory / name
+        if file.is_file() and (found := config_in(file, key)) is not None:
+            known = key == "quantization" or found.get("quant_method") in LAYOUTS
+            return _with_group_size(found, directory) if known else None
+    return None
+
+
+def _with_group_size(found: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """A config with the group size of INT4, which ModelOpt writes into its own file alone."""
+    file = directory / modelopt.CONFIG_FILE
+    if found.get("quant_method") != "modelopt" or "config_groups" in found or not file.is_file():
+        return found
+    size = (config_in(file, "quantization") or {}).get("group_size")
+    return found if size is None else {**found, "group_size": size}
+
+
+def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+    """The scales of a KV cache that are not positive and finite, or that K has and V has not."""
+    found = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
+    for name, scale in found.items():
+        if problem := scale_problem(scale):
+            yield f"{place(tensors, name)} {problem}; calibrate the KV cache again"
+        attention, _, operand = name.rpartition(".")
+        other = f"{attention}.{'v' if operand == 'k_scale' else 'k'}_scale"
+        if other not in found:
+            yield f"{place(tensors, other)} is missing beside {name}; calibrate the KV cache again"
+
+
+def suspect_problems(model: nn.Module, scan: Scan, tensors: TensorFiles) -> Iterator[str]:
+    """The tensors that hold NaN or infinity.
+
+    Args:
+        model: the checkpoint's.
+        scan: of its files.
+        tensors: in them.
+    """
+    suspects = scan.suspects()
+    if not suspects:
+        return
+    buffers = {name for name, _ in model.named_buffers()}
+    for name in tensors:
+        if tensors.stored_name(name) in suspects and (
+            problem := value_problem(tensors[name], is_buffer=name in buffers)
+        ):
+            yield f"{place(tensors, name)} {problem}; repair the model, or download it again"
+
+
+def dtype_problems(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
+) -> Iterator[str]:
+    """The tensors that hold integers where the model has floats, or the other way round.
+
+    Args:
+        model: that they are for.
+        tensors: by name, of parameters and buffers.
+        source: what they were read from.
+    """
+    held = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        there = held.get(name)
+        if there is not None and there.dtype.is_floating_point != _is_wide_float(tensor):
+            yield (
+                f"{place(source, name)} is {str(tensor.dtype).removeprefix('torch.')}, and the model holds "
+                f"{str(there.dtype).removeprefix('torch.')}; quantize the model again, or download it again"
+            )
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises UserError with the first of `problems`."""
+    for problem in problems:
+        raise UserError(problem)
+
+
+def _is_wide_float(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+    tensors = with_fused_experts(model, tensors)
+    there = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        if name in there and tensor.shape != there[name].shape:
+            raise UserError(f"{directory}: {name} is {list(tensor.shape)}, and {list(there[name].shape)} in the model")
+    missing, unexpected = model.load_state_dict(tensors, strict=False, assign=assign)
+    for target, source in getattr(model, "all_tied_weights_keys", {}).items():
+        if source in missing and target in tensors:  # transformers ties the one to the other, which here has no value
+            owner, _, last = source.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(target))
+    if callable(tie := getattr(model, "tie_weights", None)):
+        tie()
+    quantized = {f"{name}." for name, module in model.named_modules() if hasattr(module, "quantized_weight")}
+    held = {id(p) for n, p in model.named_parameters(remove_duplicate=False) if n in tensors}
+    lost = [n for n in missing if not n.startswith(tuple(quantized)) and id(attrgetter(n)(model)) not in held]
+    if lost or unexpected:
+        what, names = ("lacks", lost) if lost else ("has, and the model has no use for,", unexpected)
+        raise UserError(f"{directory}: the checkpoint {what} {', '.join(names[:3])} ({len(names)} tensors)")
+
+
+def with_fused_experts(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """`tensors` with the experts that stayed in 16 bit, which files hold one by one, as the model has them."""
+    found = dict(tensors)
+    for path, module in model.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{last}"
+            stacking = stacking_of(module, last) if parameter.dim() == 3 and name not in found else None
+            one_by_one = [] if stacking is None else expert_names(name, stacking.experts)
+            if stacking is not None and all(each in found for each in one_by_one):
+                matrices = torch.cat([found.pop(each) for each in one_by_one])
+                found[name] = stacking.parameter(matrices.view(stacking.weight_shape))
+    return found

@@ -1,0 +1,190 @@
+"""A checkpoint is loaded before it appears, on the meta device: here (`check_read_back`) and in transformers (`trial`).
+
+transformers fills what it does not find with random numbers and drops what it has no place for; its log says so, and
+the model runs. The names of a checkpoint's tensors are therefore checked by loading it: missing or unexpected ones are
+an error while the checkpoint is still a temporary directory. Where transformers stops with an error of its own, the
+user is told, and told what works. Nothing is read but the headers of the files and single numbers.
+
+transformers quantizes linear layers alone. Convolutions and GPT-2's `Conv1D` are stored as matrices `[out, in]`. It
+stops at codes under the name of a weight that do not fit its parameters. Packed codes have another name: the weight is
+missing then, and becomes random numbers. Codes that fit, of a square matrix, it takes for the weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import logging
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quant.checkpoints.open import KV_SCALES, Checkpoint, fill, outline
+from quant.errors import UserError, counted, listed
+from quant.export.checkpoint.names import StoredNames
+from quant.export.checkpoint.read import BESIDE
+from quant.export.checkpoint.tensor_file import Made
+from quant.extras import require
+from quant.models import huggingface
+from quant.models.configs import one_line
+from quant.recipes.plan import LayerPlan, Plan
+
+_DROPPED = (*(f".{part}" for part in BESIDE), ".input_scale", ".input_global_scale")
+"""Suffixes of what transformers leaves out where it stands beside a weight; `runtime_warnings` speaks of it."""
+
+
+def check_experts(plan: Plan, names: StoredNames) -> None:
+    """Refuses a plan whose experts transformers would miss, before anything is quantized.
+
+    Raises:
+        UserError: the message names them.
+    """
+    unread = [layer.name for layer in plan.quantized if layer.name in names.unread]
+    if unread:
+        version = require("transformers", "hf").__version__
+        raise UserError(
+            f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
+            "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
+            "them in 16 bit with --exclude '*.experts.*', or pass --allow-missing to write a checkpoint for quant.load "
+            "and servers alone"
+        )
+
+
+def trial(
+    directory: Path,
+    model: Any,
+    plan: Plan,
+    tensors: Mapping[str, torch.Tensor | Made],
+    *,
+    allow_missing: bool = False,
+) -> list[str]:
+    """What a user has to know before loading a checkpoint with transformers: sentences, or nothing.
+
+    Inside a process group of a training script it is not tried: compressed-tensors would wait for all of its ranks.
+
+    Args:
+        directory: with config.json.
+        model: of transformers, quantized; its class is the one that is tried.
+        plan: of the checkpoint.
+        tensors: of the checkpoint, which may be still to be written; names, shapes and dtypes alone are looked at.
+        allow_missing: missing and unexpected tensors are a warning, and no error.
+
+    Raises:
+        UserError: tensors would be missing, or some would have no place; the message names them.
+    """
+    unknown = {layer.name: layer for layer in plan.quantized if layer.kind == "conv" or layer.transposed}
+    known = hasattr(type(model), "from_pretrained") and importlib.util.find_spec("compressed_tensors") is not None
+    if not known or (dist.is_available() and dist.is_initialized()):
+        return []
+    version = require("transformers", "hf").__version__
+    names = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    try:
+        info = _load(directory, type(model), names)
+    except Exception as error:  # transformers' own code, which may fail in any way
+        if unknown:
+            return [_unknown_layers(unknown.values(), version, "does not load this checkpoint")]
+        if any(not tensor.numel() for tensor in names.values()):
+            return []  # as it should; `runtime_warnings` says so
+        if not _loads_dequantized(directory, type(model), names):
+            way_out = "load it with quant.load"
+        else:
+            way_out = "pass it quantization_config=CompressedTensorsConfig(dequantize=True), or load it with quant.load"
+        return [f"transformers {version} does not load this checkpoint ({one_line(error)}): {way_out}"]
+    unexpected = [name for name in info["unexpected_keys"] if not name.endswith((*_DROPPED, *KV_SCALES))]
+    others = [[n for n in keys if n.rpartition(".")[0] not in unknown] for keys in (info["missing_keys"], unexpected)]
+    problems = [
+        f"{what} {listed(sorted(names), 3)}"
+        for names, what in zip(others, ("finds no tensor for", "has no use for"), strict=True)
+        if names
+    ]
+    notes = []
+    if any(name.endswith(KV_SCALES) for name in info["unexpected_keys"]):
+        # compressed-tensors 0.20 knows attention by its argument `past_key_values`, which transformers 5.24 renamed.
+        peer = importlib.metadata.version("compressed-tensors")
+        notes.append(
+            f"transformers {version} keeps the KV cache of this checkpoint in 16 bit, for compressed-tensors {peer} "
+            "does not find its attention; quant.load and servers use the scales of the cache"
+        )
+    if not problems:
+        missing = any(name.rpartition(".")[0] in unknown for name in info["missing_keys"])
+        loads = f"loads this checkpoint with {'random numbers' if missing else 'codes'} in the place of their weights"
+        return [*notes, *([_unknown_layers(unknown.values(), version, loads)] if unknown else [])]
+    what = f"transformers {version} {' and '.join(problems)}, and would run with random numbers"
+    if allow_missing:
+        return [*notes, f"{what}: load this checkpoint with quant.load, or a server that knows the layers"]
+    raise UserError(
+        f"{what}; keep those layers in 16 bit with --exclude, or pass --allow-missing to write a checkpoint for "
+        "quant.load and servers alone"
+    )
+
+
+def _unknown_layers(layers: Collection[LayerPlan], version: str, outcome: str) -> str:
+    """What a user has to know of layers that transformers takes in 16 bit alone; `outcome` is what it does."""
+    first = next(iter(layers))
+    what = "convolution" if first.kind == "conv" else "Conv1D"
+    need = f"{first.name} needs" if len(layers) == 1 else f"{len(layers)} layers, {first.name} first, need"
+    return f"{need} quant.load: transformers {version} takes a {what} in 16 bit only, and {outcome}"
+
+
+def check_read_back(directory: Path, cls: Any) -> None:
+    """Reads a checkpoint's names and single numbers as `quant.load` does.
+
+    Args:
+        directory: with config.json, the plan and the weight files.
+        cls: of the model.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        opened = Checkpoint(directory, outline(directory), meta=True)
+        fill(opened, built=True)
+    except ValueError as error:
+        raise UserError(
+            f"{cls.__name__}: the checkpoint could not be read back, for transformers names or joins its tensors in a "
+            f"way that is not known here ({one_line(error)}); keep those layers in 16 bit with --exclude"
+        ) from error
+
+
+def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+    with huggingface.quiet(), _silence():
+        config = cls.config_class.from_pretrained(directory, local_files_only=True)
+        _, info = cls.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(tensors),
+            device_map="meta",
+            dtype=config.dtype,
+            output_loading_info=True,
+            **options,
+        )
+    return info  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keeps the progress bars, warnings and log lines of a trial from the user's terminal."""
+    logger = logging.getLogger("compressed_tensors")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _loads_dequantized(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor]) -> bool:
+    """Whether transformers loads the checkpoint when it dequantizes the weights on the way."""
+    try:
+        config = require("transformers", "hf").CompressedTensorsConfig(dequantize=True)
+        info = _load(directory, cls, tensors, quantization_config=config)
+    except Exception:  # as above
+        return False
+    return not info["missing_keys"] and not info["unexpected_keys"]

@@ -1,0 +1,247 @@
+"""`verify` looks for everything in a checkpoint that is not as it was written, or does not fit together.
+
+    files       SHA-256 of each weight file                    against report.json
+    plan        the plan's digest, and what the config says    against report.json, config.json, hf_quant_config.json
+    tensors     presence, dtypes, shapes, scales, NaN          against the plan
+    groups      tensor scales of layers that runtimes merge    against each other
+    forward     logits of a few tokens are finite              against the fingerprint in report.json, if it holds one
+
+`load` makes those of these checks that cost little, and stops at the first finding; here all are reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.checkpoints.load import is_checkpoint, load, no_checkpoint, quantization_configs
+from quant.checkpoints.open import Checkpoint, dtype_problems, kv_scale_problems, outline, suspect_problems
+from quant.evaluation.evaluate import Fingerprint, fingerprint_problem
+from quant.export.checkpoint.check import plan_problems
+from quant.export.checkpoint.read import layer_tensor_names, read_layer, read_parts, weight_files
+from quant.export.checkpoint.scan import Scan
+from quant.export.checkpoint.write import sha256_of
+from quant.formats.json_files import read_json
+from quant.models.files import find_checkpoint
+from quant.plan.check import check_plan_fits
+from quant.recipes.json_data import JsonData, typed
+from quant.recipes.layers import find_layers
+from quant.recipes.plan import PLAN_FILE, LayerPlan, Plan
+from quant.recipes.targets import get_target
+from quant.runtime.attention import quantized_attention
+
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class Finding(JsonData):
+    """One thing that is wrong.
+
+    Attributes:
+        check: the check that found it.
+        what: one line, which names the file or tensor.
+    """
+
+    check: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Verification(JsonData):
+    """What was looked at.
+
+    Attributes:
+        findings: all that is wrong.
+        checked: names of the checks that were made.
+        skipped: why others could not be made, by name.
+    """
+
+    findings: tuple[Finding, ...]
+    checked: tuple[str, ...]
+    skipped: dict[str, str]
+
+
+def verify(directory: str | Path, model: nn.Module | None = None) -> Verification:
+    """Checks a quantized checkpoint, of either layout.
+
+    Args:
+        directory: the checkpoint, or its name on the Hugging Face hub.
+        model: the unquantized module, for a checkpoint without config.json; it is changed in place. Where neither is
+            there, the files and the plan alone are checked.
+
+    Raises:
+        UserError: not a quantized checkpoint.
+    """
+    directory = find_checkpoint(directory)
+    if not is_checkpoint(directory):
+        raise no_checkpoint(directory)
+    subject = _Subject(directory, model)
+    findings: list[Finding] = []
+    checked, skipped = [], {}
+    for name, check in CHECKS.items():
+        try:
+            findings += [Finding(name, what) for what in check(subject, bool(findings))]
+            checked.append(name)
+        except _NotCheckedError as why:
+            skipped[name] = str(why)
+        except (ValueError, OSError) as error:
+            findings.append(Finding(name, " ".join(str(error).split())))
+    return Verification(tuple(dict.fromkeys(findings)), tuple(checked), skipped)
+
+
+class _NotCheckedError(Exception):
+    """A check cannot be made; the message says why."""
+
+
+@dataclass(eq=False)
+class _Subject:
+    """A checkpoint under test, and what one check leaves to the next."""
+
+    directory: Path
+    given: nn.Module | None
+    scales: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+
+    @cached_property
+    def report(self) -> Mapping[str, Any]:
+        file = self.directory / REPORT_FILE
+        if not file.is_file():
+            raise _NotCheckedError(f"there is no {REPORT_FILE}")
+        return read_json(file, "a valid report", _report)
+
+    @cached_property
+    def opened(self) -> Checkpoint:
+        if not self.is_described:
+            raise _NotCheckedError(
+                "there is no config.json that says how to build the model: name its module with --model-factory, or "
+                "pass it in Python"
+            )
+        return Checkpoint(self.directory, self.given or outline(self.directory))
+
+    @property
+    def is_described(self) -> bool:
+        """Whether there is a module, or a config that says how to build it."""
+        return self.given is not None or (self.directory / "config.json").is_file()
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan as its file has it, though it may not agree with the config."""
+        file = self.directory / PLAN_FILE
+        if not file.is_file():
+            return self.opened.plan
+        plan = Plan.load(file)
+        if self.is_described:
+            check_plan_fits(plan, find_layers(self.opened.model))
+        return plan
+
+
+def _report(document: Any) -> Mapping[str, Any]:
+    """A report, as far as it is compared with."""
+    fields = typed(dict[str, Any], document, "report")
+    return {**fields, "files": typed(dict[str, str], fields.get("files"), "files")}
+
+
+def _files(subject: _Subject, failed: bool) -> Iterator[str]:
+    hashes = subject.report["files"]
+    for name, expected in hashes.items():
+        file = subject.directory / name
+        if Path(name).name != name or not file.is_file():
+            yield f"{file}: is missing, and {REPORT_FILE} lists it"
+        elif sha256_of(file) != expected:
+            yield f"{file}: is not what was written: its SHA-256 is not that in {REPORT_FILE}"
+    for file in weight_files(subject.directory):
+        if file.name not in hashes:
+            yield f"{file}: is not in {REPORT_FILE}"
+
+
+def _plan(subject: _Subject, failed: bool) -> Iterator[str]:
+    plan, file = subject.plan, subject.directory / PLAN_FILE
+    if not file.is_file():
+        raise _NotCheckedError(f"there is no {PLAN_FILE}; the plan is what the config says")
+    try:
+        digest = subject.report.get("plan_digest")
+    except (_NotCheckedError, ValueError):
+        digest = None
+    if digest and digest != plan.digest():
+        yield f"{file}: is not the plan that was executed: its digest is not that in {REPORT_FILE}"
+    for source, config in quantization_configs(subject.directory).items():
+        for problem in plan_problems(plan, config, subject.opened.names, subject.opened.tensors):
+            yield f"{file}: {problem} ({source})"
+
+
+def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
+    opened, owned = subject.opened, set()
+    scan = Scan(weight_files(subject.directory))
+    for layer in subject.plan.quantized:
+        owned.update(layer_tensor_names(opened.tensors, layer))
+        try:
+            weight, input_scale = read_layer(opened.tensors, layer)
+            read_parts(opened.tensors, layer)
+        except ValueError as error:
+            yield str(error)
+        else:
+            shared = weight.scale if weight.format.per_tensor else weight.global_scale
+            subject.scales[layer.name] = {"weight": shared, "input": input_scale}
+    yield from kv_scale_problems(opened.tensors)
+    rest = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
+    yield from dtype_problems(opened.model, rest, opened.tensors)
+    yield from suspect_problems(opened.model, scan, opened.tensors)
+
+
+def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
+    """vLLM requantizes siblings in FP8 that differ, so only where our plan made them one group is that a finding."""
+    _ = subject.opened  # what `_tensors` has read of it is compared
+    groups = {name: members for name, members in subject.plan.groups().items() if members[0].kind != "experts"}
+    for members in groups.values() or _siblings(subject.plan.quantized):
+        for part in ("weight", "input"):
+            found = {m.name: subject.scales.get(m.name, {}).get(part) for m in members}
+            known = {name: scale for name, scale in found.items() if scale is not None}
+            first = next(iter(known), None)
+            for name, scale in known.items():
+                if first is not None and not torch.equal(scale.double(), known[first].double()):
+                    yield (
+                        f"{name}: the tensor scale of its {part} is {float(scale):g}, and that of {first} is "
+                        f"{float(known[first]):g}; runtimes merge them and take one"
+                    )
+
+
+def _siblings(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Layers with a global scale that vLLM merges, for a checkpoint of another tool."""
+    found: dict[tuple[str, tuple[str, ...]], list[LayerPlan]] = {}
+    for layer in layers:
+        parent, _, last = layer.name.rpartition(".")
+        for names in get_target("vllm").fused:
+            if last in names and layer.weight is not None and layer.weight.global_scale:
+                found.setdefault((parent, names), []).append(layer)
+    return list(found.values())
+
+
+def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
+    if failed:
+        raise _NotCheckedError("the findings above come first")
+    _ = subject.opened  # or why it cannot be
+    model = load(subject.directory, subject.given)
+    held = subject.report.get("fingerprint") if (subject.directory / REPORT_FILE).is_file() else None
+    expected = None if held is None else Fingerprint.from_dict(held)
+    with quantized_attention(model, **subject.plan.run_time):
+        try:
+            problem = fingerprint_problem(model, expected)
+        except TypeError as error:
+            raise _NotCheckedError(f"{type(model).__name__} {error}") from None
+    if problem:
+        yield f"{subject.directory}: {problem}"
+
+
+CHECKS: dict[str, Callable[[_Subject, bool], Iterator[str]]] = {
+    "files": _files,
+    "plan": _plan,
+    "tensors": _tensors,
+    "fusion groups": _groups,
+    "forward pass": _forward,
+}
+"""Each gives its findings; the flag says whether a check before it had any."""

@@ -1,0 +1,180 @@
+"""A plan may need data: this file says which layers do and why, finds text where none is given, and measures scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.blocks import stored_dtype
+from quant.calibration.observers import get_observer
+from quant.calibration.placement import Device, find_device, is_visited, placed
+from quant.calibration.progress import Progress, reporter
+from quant.calibration.ranks import from_first
+from quant.calibration.solvers.solver import get_pipeline
+from quant.calibration.statistics import static_input_scale
+from quant.calibration.texts.mixture import Record, Writer, mixture_rows
+from quant.calibration.walk.collect import collect_input_amax
+from quant.errors import UserError, megabytes
+from quant.evaluation.evaluate import run_probe
+from quant.kernels.processor import memory_left
+from quant.recipes.plan import LayerPlan, Plan, groups_of
+
+_DYNAMIC = "a format whose inputs are scaled as they come, such as fp8_channel or mxfp8"
+
+
+class NoTextError(UserError):
+    """There is no calibration text for a plan that needs some.
+
+    Args:
+        plan: whose layer the message names.
+        why: no text could be found.
+    """
+
+    def __init__(self, plan: Plan, why: str) -> None:
+        super().__init__(f"{lacks_data(plan)} ({why})")
+        self.why = why
+
+
+def solver_needs_data(layer: LayerPlan) -> bool:
+    """Whether the layer's solver looks at its inputs."""
+    return get_pipeline(layer.solver).needs_data
+
+
+def lacks_data(plan: Plan) -> str | None:
+    """What to tell a user who gave no calibration text for a plan that needs one; None where it needs none."""
+    way_out = "pass calibration data: --calib SOURCE, or data= in Python"
+    for layer in plan.quantized:
+        if solver_needs_data(layer):
+            return f"{layer.name}: solver {layer.solver} looks at inputs; {way_out}"
+        if layer.has_static_scale:
+            return f"{layer.name}: {layer.activation} inputs have a static scale; {way_out}, or choose {_DYNAMIC}"
+    if plan.provenance.get("guard"):
+        return f"a guard compares layers on held-out text; {way_out}"
+    return f"a KV cache in {plan.kv_cache} has static scales; {way_out}" if plan.kv_cache else None
+
+
+def mixed_text(
+    model: nn.Module,
+    plan: Plan,
+    tokenizer: Any = None,
+    *,
+    samples: int = 32,
+    seqlen: int = 512,
+    seed: int = 0,
+    own_only: bool = False,
+    device: Device = None,
+    progress: Progress | None = None,
+) -> tuple[torch.Tensor, Record]:
+    """Calibration rows for a plan that needs data and has none: see `quant.calibration.texts.mixture`.
+
+    Args:
+        model: a causal language model, which writes half of it; for other models of text, the samples alone.
+        plan: for the error message.
+        tokenizer: without one, all text is the model's own.
+        samples: rows.
+        seqlen: tokens a row; cut to the model's context.
+        seed: of what is chosen and drawn.
+        own_only: leaves out the samples.
+        device: where the model runs; by default where it is. A model that does not fit there writes nothing, for every
+            token would read every weight from elsewhere.
+        progress: called as `progress("generate", tokens done, tokens in all)`.
+
+    Returns:
+        int64 `[samples, seqlen]`, and what they were made of.
+
+    Raises:
+        NoTextError: there is no text for this model; the message names the layer that needs some.
+    """
+    context = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
+    report = reporter(progress, "generate")
+    there = find_device(device)
+
+    def write() -> tuple[torch.Tensor, Record]:
+        why_not = _too_large(model, there)
+        how: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "seed": seed, "own_only": own_only}
+        if why_not is not None and tokenizer is not None and not own_only:
+            return mixture_rows(Writer(model, why_not=why_not), tokenizer, **how)
+        with placed(model, there):
+            rows, record = mixture_rows(Writer(model, report), tokenizer, **how)
+            if "no_own_text" in record:
+                run_probe(model, rows[:1, :2])
+        return rows, record
+
+    try:
+        return from_first(write)
+    except torch.OutOfMemoryError:
+        raise
+    except (ValueError, TypeError, RuntimeError, IndexError) as error:
+        raise NoTextError(plan, str(error)) from error
+
+
+def _too_large(model: nn.Module, device: torch.device | None) -> str | None:
+    """The reason why `model` should not write text on `device`, where it would be read anew for each token."""
+    if is_visited(model, device):
+        return f"the model does not fit on {device}"
+    size, free = sum(parameter.nbytes for parameter in model.parameters()), memory_left()
+    if (device is None or device.type == "cpu") and free is not None and 2 * size > free:
+        return f"the model takes {megabytes(size)} of memory, and {megabytes(free)} are free"
+    return None
+
+
+def calibrate(
+    model: nn.Module,
+    plan: Plan,
+    data: torch.Tensor | None,
+    *,
+    device: Device = None,
+    progress: Progress | None = None,
+) -> dict[str, torch.Tensor]:
+    """Static activation scales by layer name, float32 scalars; one for all members of a fusion group.
+
+    The model runs on `device`, one block at a time if it does not fit there; by default where it is.
+
+    Raises:
+        UserError: the plan needs data and there is none.
+    """
+    static = [layer for layer in plan.quantized if layer.has_static_scale]
+    if not static:
+        return {}
+    if data is None:
+        raise UserError(lacks_data(plan) or "no calibration data")
+    observers = None
+    if (observer := observer_of(plan)) != "absmax":
+        watch = get_observer(observer)
+        observers = {layer.name: watch(layer.activation, name=layer.name) for layer in static if layer.activation}
+    names, report = [layer.name for layer in static], reporter(progress, "calibrate")
+    amax = collect_input_amax(model, names, data, report, observers, find_device(device))
+    scales = {}
+    for members in by_input(static):
+        shared = torch.stack([amax[member.name] for member in members]).amax()
+        for member in members:
+            assert member.activation is not None
+            warned = member.name if member is members[0] else None
+            scale = static_input_scale(shared, member.activation, stored_dtype(model), warned)
+            assert scale is not None
+            scales[member.name] = scale
+    return scales
+
+
+def observer_of(plan: Plan) -> str:
+    """Key of `OBSERVERS` that the plan names: how its static activation scales are chosen.
+
+    Raises:
+        ValueError: there is no such observer.
+    """
+    name = str(plan.provenance.get("observer", "absmax"))
+    get_observer(name)
+    return name
+
+
+def by_input(layers: Iterable[LayerPlan]) -> list[list[LayerPlan]]:
+    """Layers gathered by the input they read: fusion groups, but each fused-expert projection apart."""
+    return [
+        part
+        for members in groups_of(list(layers)).values()
+        for part in ([[m] for m in members] if members[0].kind == "experts" else [members])
+    ]

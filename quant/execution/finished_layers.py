@@ -1,0 +1,247 @@
+"""Finished layers are kept in a run's partial directory, their memory given to its files, and put back from there.
+
+A solved layer is its codes, its scales and what it does at run time. What else a solver changed in its block (norms
+that took up an input scale, biases) is kept too; what it left alone points to the model's files again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from quant.calibration.placement import home_of_states
+from quant.calibration.ranks import from_first, gathered, in_order, number_of, own_batches, rank_and_world, wait_for_all
+from quant.calibration.walk.sequential import Keeper, States
+from quant.execution.install import install_weight
+from quant.execution.layer_result import LayerResult
+from quant.execution.store import Partial, Step
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.modules import RunTimeParts
+from quant.recipes.plan import LayerPlan
+
+_BUFFERS = ("codes", "scale", "global_scale", "input_scale", "pre_scale", "lowrank_down", "lowrank_up")
+_STATES_SHARE = 0.2  # of the memory, which hidden states may take
+_SHARE = 10  # hidden states are written when that takes less than one part in so many of the time since
+
+
+def keep_layers(
+    partial: Partial,
+    step: str,
+    model: nn.Module,
+    layers: Sequence[LayerPlan],
+    results: Mapping[str, LayerResult],
+    changed: Mapping[str, torch.Tensor] | None = None,
+    *,
+    alone: bool = False,
+) -> None:
+    """Keeps installed layers as one step; their buffers become maps of its file.
+
+    Args:
+        partial: the run's.
+        step: its name.
+        model: holds the layers.
+        layers: as they were solved; those in 16 bit have a result alone.
+        results: by name, of at least these layers.
+        changed: other tensors of the model that are not what its files hold.
+        alone: this rank alone has solved them; by default all ranks have.
+    """
+    tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
+    modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}
+    for name, module in modules.items():
+        for buffer in _BUFFERS:
+            if (tensor := getattr(module, buffer, None)) is not None:
+                tensors[f"{buffer}:{name}"] = tensor
+    record = [
+        {
+            "layer": layer.to_dict(),
+            "hadamard": getattr(modules.get(layer.name), "hadamard", 0),
+            "result": results[layer.name].to_dict(),
+        }
+        for layer in layers
+    ]
+
+    def give_back(mapped: Mapping[str, torch.Tensor]) -> None:
+        for key, tensor in mapped.items():
+            kind, _, name = key.partition(":")
+            if kind == "model":
+                attrgetter(name)(model).data = tensor
+            else:
+                setattr(modules[name], kind, tensor)
+
+    partial.put(step, tensors, record, give_back, alone=alone)
+
+
+def put_back(partial: Partial, step: str, model: nn.Module) -> tuple[list[LayerPlan], dict[str, LayerResult]] | None:
+    """Installs the layers of a finished step.
+
+    Returns:
+        The layers as they were solved, and their results by name; None where the step is not finished.
+    """
+    found = partial.get(step)
+    if found is None:
+        return None
+    layers: list[LayerPlan] = []
+    results: dict[str, LayerResult] = {}
+    with partial.forged():
+        _install(found, model, layers, results)
+    return layers, results
+
+
+def _install(found: Step, model: nn.Module, layers: list[LayerPlan], results: dict[str, LayerResult]) -> None:
+    for key, tensor in found.tensors.items():
+        kind, _, name = key.partition(":")
+        if kind == "model":
+            attrgetter(name)(model).data = tensor
+    for entry in found.record:
+        layer = LayerPlan.from_dict(entry["layer"])
+        layers.append(layer)
+        results[layer.name] = LayerResult.from_dict(entry["result"])
+        if layer.weight is None:
+            continue
+        codes, scale, second, input_scale, pre_scale, down, up = (
+            found.tensors.get(f"{buffer}:{layer.name}") for buffer in _BUFFERS
+        )
+        assert codes is not None and scale is not None
+        weight = BlockScaledTensor(codes, scale, layer.weight, layer.shape, second)
+        lowrank = None if down is None or up is None else (down, up)
+        install_weight(model, layer, weight, input_scale, RunTimeParts(pre_scale, entry["hadamard"], lowrank))
+
+
+class BlockKeeper(Keeper):
+    """Keeps the blocks of the sequential walk, and now and then the hidden states behind one.
+
+    A walk goes on behind the last block whose hidden states were kept. They are kept after each block where that costs
+    little, and less often where there are many calibration rows. Where they would take much of the memory, they are
+    always kept, and the walk goes on with maps of the file.
+
+    Args:
+        partial: the run's.
+        model: is walked through.
+        results: by name; those of finished blocks are added.
+        noted: layers as they were solved; those of finished blocks are added.
+        memory: bytes that the run may use; None for no limit.
+    """
+
+    def __init__(
+        self,
+        partial: Partial,
+        model: nn.Module,
+        results: dict[str, LayerResult],
+        noted: list[LayerPlan],
+        memory: int | None = None,
+    ) -> None:
+        self.partial, self.model, self.results, self.noted, self.memory = partial, model, results, noted, memory
+        self.before: dict[str, torch.Tensor] = {}
+        self.kept_layers = 0
+        self.kept_states = time.perf_counter()
+
+    def resume(self, chain: Sequence[str]) -> tuple[int, States | None]:
+        finished = from_first(
+            lambda: next((i for i, name in enumerate(chain) if self.partial.get(_step(name)) is None), len(chain))
+        )
+        states = None
+        if finished < len(chain):
+            found = self.partial.get("states")
+            with self.partial.forged():
+                block = None if found is None else found.record["block"]
+                finished = chain.index(block) + 1 if block in chain[:finished] else 0
+                states = _states(found.tensors) if found is not None and finished else None
+        for name in chain[:finished]:
+            layers, results = put_back(self.partial, _step(name), self.model) or ([], {})
+            self.noted += layers
+            self.results |= results
+        self.kept_layers = len(self.noted)
+        return finished, states
+
+    def begin(self, block: str) -> None:
+        self.before = {}
+        for name, tensor in _stored(self.model.get_submodule(block)).items():
+            # Vectors may be changed in place; matrices never are.
+            self.before[name] = tensor.detach().clone() if tensor.dim() < 2 else tensor.detach()
+
+    def end(self, block: str, states: States | None) -> States | None:
+        changed = self._changed(block)
+        layers = self.noted[self.kept_layers :]
+        self.kept_layers = len(self.noted)
+        keep_layers(self.partial, _step(block), self.model, layers, self.results, changed)
+        if states is None:
+            return states
+        kinds = {"quantized": states.quantized}
+        if states.original is not states.quantized:
+            kinds["original"] = states.original
+        nbytes = sum(gathered(sum(state.nbytes for kind in kinds.values() for state in kind)))
+        device = states.few.device
+        large, due, fit = from_first(lambda: (*self._is_due(nbytes), home_of_states(nbytes, device) == device))
+        if large or due:
+            tensors = _of_all_ranks(kinds, device if fit else torch.device("cpu"))
+            self.partial.put("states", {**tensors, "few": states.few}, {"block": block})
+            self.kept_states = time.perf_counter()
+        if not large:
+            return states
+        kinds.clear()
+        self.partial.flush()
+        wait_for_all()
+        self.partial.refresh()
+        found = self.partial.get("states")
+        return states if found is None else _states(found.tensors)
+
+    def _is_due(self, nbytes: int) -> tuple[bool, bool]:
+        """Whether hidden states of so many bytes take much of the memory, and whether it is time to write them."""
+        large = self.memory is not None and nbytes > self.memory * _STATES_SHARE
+        return large, time.perf_counter() - self.kept_states > _SHARE * self.partial.seconds_to_write(nbytes)
+
+    def _changed(self, block: str) -> dict[str, torch.Tensor]:
+        """Tensors of the finished block that are not what they were; those that are get their first memory back."""
+        found = {}
+        for name, tensor in _stored(self.model.get_submodule(block)).items():
+            if name not in self.before:
+                continue
+            value = self.before[name]
+            if tensor.data_ptr() == value.data_ptr():
+                continue
+            if tensor.dtype != value.dtype or not torch.equal(tensor, value):
+                found[f"{block}.{name}".lstrip(".")] = tensor.detach()
+            elif value.dim() > 1:
+                tensor.data = value
+        self.before = {}
+        return found
+
+
+def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a block, but for those of quantized weights."""
+    quantized = tuple(f"{name}." for name, module in block.named_modules() if hasattr(module, "quantized_weight"))
+    tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
+    return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
+
+
+def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], device: torch.device) -> dict[str, torch.Tensor]:
+    """The hidden states of all batches by name, on the first rank; nothing on the others.
+
+    Those of several ranks meet on `device`; those of one rank stay where they are.
+    """
+    rank, world = rank_and_world()
+    found = {}
+    for kind, states in kinds.items():
+        own = [(number_of(i), [state if world == 1 else state.to(device)]) for i, state in enumerate(states)]
+        for number, (state,) in in_order(own, device):
+            if rank == 0:
+                assert state is not None
+                found[f"{kind}:{number}"] = state
+    return found
+
+
+def _states(tensors: Mapping[str, torch.Tensor]) -> States:
+    def of(kind: str) -> list[torch.Tensor]:
+        numbers = sorted(int(name.removeprefix(f"{kind}:")) for name in tensors if name.startswith(f"{kind}:"))
+        return [tensors[f"{kind}:{numbers[batch]}"] for batch in own_batches(len(numbers))]
+
+    quantized = of("quantized")
+    return States(quantized, of("original") or quantized, tensors["few"])
+
+
+def _step(block: str) -> str:
+    return f"block {block}"

@@ -1,0 +1,150 @@
+"""A model that another toolkit has quantized gets a plan and our modules; codes and scales are taken as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.checkpoints.pretrained import attach
+from quant.errors import UserError, listed
+from quant.execution.install import install_weight, mark_quantized, use_expert_modules
+from quant.export.checkpoint.write import plan_of_model
+from quant.formats.format import Format
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.modules import RunTimeParts
+from quant.plan.check import check_plan_fits
+from quant.plan.make import grouped_layers
+from quant.recipes.layers import group_name
+from quant.recipes.plan import LayerPlan, Plan
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What another toolkit made of a layer.
+
+    Attributes:
+        weight, activation: formats; the input stays in 16 bit where there is none.
+        reason: for the plan.
+    """
+
+    weight: Format
+    activation: Format | None
+    reason: str
+
+
+Solved = tuple[BlockScaledTensor, torch.Tensor | None, RunTimeParts]
+"""A quantized weight, its static input scale, and what is done at run time."""
+
+
+def stand_in(
+    model: nn.Module,
+    name: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    stack: ExitStack,
+    plain: nn.Parameter | None = None,
+) -> nn.Parameter:
+    """Puts a plain parameter, which takes no memory, in the place of a toolkit's; `stack` puts that back.
+
+    Args:
+        model: holds it.
+        name: of the parameter.
+        shape, dtype: of the matrix that it stands for.
+        stack: undoes the exchange.
+        plain: what to put there; by default a new one.
+    """
+    path, _, last = name.rpartition(".")
+    module = model.get_submodule(path)
+    held: dict[str, Any] = module._parameters
+    if plain is None:
+        zero = torch.zeros((), dtype=dtype, device=held[last].device)
+        plain = nn.Parameter(zero.expand(tuple(shape)), requires_grad=False)
+    # Another dict: that of a weight that ModelOpt has compressed packs what is put into it.
+    stack.callback(setattr, module, "_parameters", held)
+    module._parameters = {**held, last: plain}
+    return plain
+
+
+def plan_taken(
+    model: nn.Module,
+    taken: Mapping[str, Taken],
+    *,
+    toolkit: str,
+    solver: str,
+    run: Callable[[nn.Module], Any] | None,
+) -> Plan:
+    """The plan of a model whose original modules are in their places, and the layers it quantizes.
+
+    Args:
+        model: reads no weight of it, but for fusion groups where it does not run on the meta device.
+        taken: by layer.
+        toolkit: name and version, for reasons and provenance.
+        solver: with which layers would be solved again.
+        run: as in `quant.make_plan`.
+
+    Raises:
+        UserError: a layer is none that can be quantized here, or not in its format.
+    """
+    layers, unknown = grouped_layers(model, run)
+    if strange := taken.keys() - {layer.name for layer in layers}:
+        raise UserError(f"{listed(sorted(strange), 3)}: quantized by {toolkit}, and no layer that is quantized here")
+    planned = []
+    for layer in layers:
+        found = taken.get(layer.name)
+        planned.append(
+            LayerPlan(
+                layer.name,
+                layer.kind,
+                layer.shape,
+                None if found is None else found.weight,
+                None if found is None else found.activation,
+                solver=solver,
+                reason=f"in 16 bit in the model of {toolkit}" if found is None else found.reason,
+                group=layer.group,
+                tied_to=layer.tied_to,
+                transposed=layer.transposed,
+            )
+        )
+    provenance = {"taken_from": toolkit, **({"fusion_groups": f"unknown: {unknown}"} if unknown else {})}
+    plan = _without_kept(Plan(tuple(planned), provenance=provenance))
+    check_plan_fits(plan, layers)
+    return plan
+
+
+def _without_kept(plan: Plan) -> Plan:
+    """Groups of those members alone that are quantized, and in one format; others are fused with nothing."""
+    regrouped = []
+    for members in plan.groups().values():
+        quantized = [member for member in members if member.weight is not None]
+        whole = len(quantized) > 1 and len({member.formats for member in quantized}) == 1
+        kept = len(quantized) == len(members) or members[0].kind == "experts"
+        name = None if not whole else members[0].group if kept else group_name([member.name for member in quantized])
+        regrouped += [replace(member, group=name if member.weight is not None else None) for member in members]
+    return plan.replace_layers(regrouped)
+
+
+def ungrouped(plan: Plan, differ: Callable[[list[LayerPlan]], bool]) -> Plan:
+    """`plan` without the groups of linear layers for whose members `differ` is true: their scales are not shared."""
+    groups = [members for members in plan.groups().values() if members[0].kind == "linear" and differ(members)]
+    return plan.replace_layers(replace(member, group=None) for members in groups for member in members)
+
+
+def install_taken(model: nn.Module, plan: Plan, solved: Callable[[LayerPlan], Solved]) -> Plan:
+    """Puts quantized modules in the place of the originals, one layer at a time; the plan with what they do."""
+    with torch.no_grad():
+        for layer in plan.quantized:
+            weight, input_scale, parts = solved(layer)
+            install_weight(model, layer, weight, input_scale, parts)
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False) and any(layer.kind == "head" for layer in plan.quantized):
+        config.tie_word_embeddings = False  # the toolkit gave the head a weight of its own
+    use_expert_modules(model, plan)
+    mark_quantized(model)
+    plan = plan_of_model(model, plan)
+    attach(model, plan)
+    return plan

@@ -1,0 +1,202 @@
+"""Weights that cannot be views of the mapped files are read when they are needed, and not when the model is opened.
+
+There are two kinds. transformers joins the matrices of all experts to one parameter `[experts, out, in]` where a
+checkpoint stores them one by one. And the weights of a checkpoint that is released quantized have to be dequantized.
+In memory as a whole, such a model would take its full size. Here these parameters stay on the meta device and have an
+attribute `stored`. Their module reads them for a forward pass and drops them behind, or, where `experts_forward` can
+run it, reads one expert after the other. A solver that looks at weights alone reads one weight, or one expert, at a
+time. Everything else of the model is mapped from the files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from quant.export.checkpoint.names import expert_names
+from quant.kernels.linear.modules import runs_experts_alone
+from quant.models.experts_forward import run_experts_alone
+
+
+class Files(Protocol):
+    """The tensors of a checkpoint, read when asked for, under the names that they have in the model."""
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def __iter__(self) -> Iterator[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, which is not read for that."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype of a tensor, which is not read for that."""
+
+    def is_mapped(self, name: str) -> bool:
+        """Whether reading a tensor takes no memory."""
+
+    def matrix(self, name: str, index: int) -> torch.Tensor:
+        """One matrix of a stack."""
+
+
+class StoredWeight:
+    """A parameter that is read when asked for.
+
+    Args:
+        files: of the checkpoint.
+        name: of the parameter.
+    """
+
+    is_meta = False
+    device = torch.device("cpu")
+    runs_alone = False
+    """Whether its module runs one expert at a time, and reads it for that."""
+
+    def __init__(self, files: Files, name: str) -> None:
+        self.files, self.name, self.shape = files, name, torch.Size(files.shape(name))
+        self.last: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def dim(self) -> int:
+        """As of a tensor."""
+        return len(self.shape)
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        """The matrix of one expert; the last one that was read is kept."""
+        if self.last is None or self.last[0] != expert:
+            self.last = (expert, self._matrix(expert))
+        return self.last[1]
+
+    def _matrix(self, expert: int) -> torch.Tensor:
+        return self.files.matrix(self.name, expert)
+
+    def tensor(self) -> torch.Tensor:
+        """The whole parameter."""
+        return self.files[self.name]
+
+
+class StoredExperts(StoredWeight):
+    """A parameter `[experts, out, in]` whose matrices are stored one by one.
+
+    Args:
+        files: of the checkpoint.
+        names: of the matrices, expert by expert, those of one expert in the order of its rows.
+        shape: of the parameter.
+    """
+
+    def __init__(self, files: Files, names: Sequence[str], shape: torch.Size) -> None:
+        super().__init__(files, names[0])
+        self.shape, self.parts, self.names = shape, len(names) // shape[0], names
+
+    def _matrix(self, expert: int) -> torch.Tensor:
+        names = self.names[expert * self.parts : (expert + 1) * self.parts]
+        return torch.cat([self.files[name] for name in names])
+
+    def tensor(self) -> torch.Tensor:
+        found = torch.empty(self.shape, dtype=self.files.dtype(self.name))
+        for expert in range(len(self)):
+            found[expert] = self._matrix(expert)
+        return found
+
+    def fits(self) -> bool:
+        """Whether the matrices have the shapes that the parameter needs, side by side."""
+        shapes = [self.files.shape(name) for name in self.names]
+        rows = sum(shape[0] for shape in shapes[: self.parts])
+        same = shapes == shapes[: self.parts] * len(self)
+        return same and rows == self.shape[1] and all(tuple(shape[1:]) == self.shape[2:] for shape in shapes)
+
+
+def open_stored(model: nn.Module, files: Files) -> bool:
+    """Fills a model that is on the meta device, its weights left where they are stored as far as they are not mapped.
+
+    Returns:
+        Whether that was possible: every tensor of the model must be in the files, in its dtype and shape, and nothing
+        else but what the model's class ignores, and some of them not as they are. If not, the model is of no use any
+        more.
+    """
+    expected = dict(model.state_dict(keep_vars=True))
+    mapped: dict[str, torch.Tensor] = {}
+    left: dict[str, StoredWeight] = {}
+    used = set()
+    # What transformers loads in float32, found in names as it finds it.
+    wide = [re.compile(p.replace("*", ".*")) for p in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
+    for name, tensor in expected.items():
+        matrices = expert_names(name, len(tensor)) if tensor.dim() == 3 and name not in files else []
+        if matrices and all(matrix in files for matrix in matrices):
+            left[name] = StoredExperts(files, matrices, tensor.shape)
+            used.update(matrices)
+        elif name in files:
+            if files.is_mapped(name) and any(pattern.search(name) for pattern in wide):
+                mapped[name] = files[name].float()
+                expected[name] = expected[name].float()
+            elif files.is_mapped(name):
+                mapped[name] = files[name]
+            else:
+                left[name] = StoredWeight(files, name)
+            used.add(name)
+    fits = all(t.shape == expected[n].shape and t.dtype == expected[n].dtype for n, t in mapped.items())
+    fits = fits and all(
+        stored.files.dtype(stored.name) == expected[n].dtype
+        and stored.shape == expected[n].shape
+        and (not isinstance(stored, StoredExperts) or stored.fits())
+        for n, stored in left.items()
+    )
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    extra = [name for name in files if name not in used and not any(re.search(p, name) for p in ignored)]
+    first = next(iter(model.named_parameters()))[0]  # says on which device and in which dtype the model is
+    if not left or not fits or extra or first in left:
+        return False
+    model.load_state_dict(mapped, strict=False, assign=True)
+    model.tie_weights()  # type: ignore[operator]
+    if any(t.is_meta and n not in left for n, t in model.state_dict(keep_vars=True).items()):
+        return False
+    for name, stored in left.items():
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        module.get_parameter(last).stored = stored  # type: ignore[attr-defined]
+        if len(stored.shape) > 2 and runs_experts_alone(module):
+            stored.runs_alone = True
+            run_experts_alone(model)
+            continue
+        module.register_forward_pre_hook(partial(_read, last), with_kwargs=True)
+        module.register_forward_hook(partial(_drop, last), always_call=True)
+    return True
+
+
+def stored_in(model: nn.Module) -> dict[str, StoredWeight]:
+    """The parameters of a model that are read when they are needed, by name."""
+    return {name: p.stored for name, p in model.named_parameters() if hasattr(p, "stored")}
+
+
+def read_stored(model: nn.Module, names: Iterable[str]) -> None:
+    """Puts parameters themselves in the place of those that are read when they are needed."""
+    for name in names:
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        stored: StoredWeight = module.get_parameter(last).stored  # type: ignore[attr-defined]
+        module._parameters[last] = nn.Parameter(stored.tensor(), requires_grad=False)
+
+
+def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a forward pass: the parameter itself in the place of the one without values."""
+    empty = module._parameters.get(name)
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if hasattr(empty, "stored") and not any(value.is_meta for value in values):
+        read = nn.Parameter(empty.stored.tensor(), requires_grad=False)  # type: ignore[union-attr]
+        read.empty = empty  # type: ignore[attr-defined]
+        module._parameters[name] = read
+
+
+def _drop(name: str, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+    """After a forward pass: the parameter without values again."""
+    read = module._parameters.get(name)
+    if hasattr(read, "empty"):
+        module._parameters[name] = read.empty  # type: ignore[union-attr]

@@ -1,0 +1,192 @@
+"""Plans are edited by settings `GLOB=FORMAT[:SOLVER][@INPUT]`; the last one that matches wins, as in a recipe.
+
+Members of a fusion group are merged into one matmul at run time, so they are given one format or none: an edit that
+would split a group is refused with the members it left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from functools import cache
+
+from quant.errors import UserError, counted, listed
+from quant.formats.format import Format, parse_format
+from quant.plan.check import check_solver, layer_problem, sharers_of
+from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.recipe import QUANTIZABLE, presets
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One `--set`.
+
+    Attributes:
+        text: as the user wrote it.
+        glob: over layer names, case-sensitive; `*` crosses dots.
+        weight: weight format; None for 16 bit.
+        solver: None leaves the layer's.
+        activation: input format; None for 16 bit.
+        input_given: whether `activation` was said; otherwise it follows from the layer and the plan.
+    """
+
+    text: str
+    glob: str
+    weight: Format | None
+    solver: str | None = None
+    activation: Format | None = None
+    input_given: bool = False
+
+
+def parse_setting(text: str) -> Setting:
+    """Reads `GLOB=FORMAT[:SOLVER][@INPUT]`; `keep` or `16bit` in place of a format is 16 bit.
+
+    Raises:
+        UserError: not of that form, or an unknown format or solver.
+    """
+    glob, equals, rest = text.rpartition("=")
+    if not equals or not glob or not rest:
+        raise UserError(f"--set {text!r}: expected GLOB=FORMAT[:SOLVER][@INPUT], such as '*.down_proj=fp8_channel'")
+    rest, at, given = rest.partition("@")
+    name, colon, solver = rest.partition(":")
+    try:
+        weight = parse_format(name)
+        activation = parse_format(given) if at else None
+        if colon:
+            check_solver(solver)
+    except ValueError as error:
+        raise UserError(f"--set {text!r}: {error}") from None
+    if weight is None and (activation is not None or solver):
+        raise UserError(f"--set {text!r}: a layer in 16 bit has neither a solver nor an input format")
+    return Setting(text, glob, weight, solver or None, activation, bool(at))
+
+
+def edit(plan: Plan, settings: Sequence[Setting], *, whole_groups: bool = False) -> Plan:
+    """The plan with `settings` applied in order.
+
+    Norms, embeddings and the like, and convolutions in 16 bit, are passed over where a glob also matches linear layers.
+    A layer that changes loses its score, which was another format's, and what its old solver would have put beside the
+    weight.
+
+    Args:
+        plan: not modified.
+        settings: last match wins.
+        whole_groups: extends each setting to the fusion groups of the layers it matches.
+
+    Raises:
+        UserError: a glob that matches nothing to quantize, a format that does not divide a layer, or a fusion group
+            that would be split; all layers concerned are named.
+    """
+    wanted: dict[str, Setting] = {}
+    for setting in settings:
+        matched = _matched(plan, setting)
+        if whole_groups:
+            names = {layer.name for layer in matched}
+            groups = {layer.group for layer in matched if layer.group is not None}
+            matched = [m for m in plan.layers if m.name in names or m.group in groups]
+        wanted.update(dict.fromkeys((layer.name for layer in matched), setting))
+    inputs_too = any(layer.activation is not None for layer in plan.quantized)
+    edited = plan.replace_layers(_set(plan.by_name[name], setting, inputs_too) for name, setting in wanted.items())
+    _refuse_obstacles(edited, wanted)
+    _refuse_split_groups(edited, wanted)
+    changed = [layer.name for layer in edited.layers if layer != plan.by_name[layer.name]]
+    edits = [*plan.provenance.get("edits", []), *(setting.text for setting in settings)]
+    return replace(edited, provenance={**plan.provenance, "edits": edits}) if changed else plan
+
+
+def _matched(plan: Plan, setting: Setting) -> list[LayerPlan]:
+    named = [layer for layer in plan.layers if fnmatchcase(layer.name, setting.glob)]
+    if not named:
+        names = ", ".join(layer.name for layer in plan.layers[:3])
+        raise UserError(f"--set {setting.text!r}: the glob matches no layer; this plan's are called {names}, …")
+    matched = [layer for layer in named if layer.kind in QUANTIZABLE]
+    if any(layer.kind != "conv" for layer in matched):
+        matched = [layer for layer in matched if layer.kind != "conv" or layer.weight is not None]
+    if not matched:
+        # A head or an embedding is quantized only by its own name, never as one of many that a glob happens to match.
+        matched = [layer for layer in named if layer.kind in ("head", "embedding") or setting.weight is None]
+    if not matched:
+        kinds = ", ".join(sorted({layer.kind for layer in named}))
+        raise UserError(
+            f"--set {setting.text!r}: matches only layers of kind {kinds} ({listed(layer.name for layer in named)}); "
+            "formats are for linear layers, fused experts, convolutions, output heads and embeddings"
+        )
+    return matched
+
+
+def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
+    activation = setting.activation
+    # The input of an embedding is the number of a row: it has no format unless one is asked for, and refused.
+    if not setting.input_given and setting.weight is not None and layer.kind != "embedding":
+        if setting.weight == layer.weight:
+            activation = layer.activation
+        elif layer.activation is not None or (layer.weight is None and inputs_too):
+            activation = input_of(setting.weight)
+    solver = setting.solver or layer.solver
+    if (layer.weight, layer.activation, layer.solver) == (setting.weight, activation, solver):
+        return layer
+    new = replace(
+        layer,
+        weight=setting.weight,
+        activation=activation,
+        solver=solver,
+        reason=f"set by hand: {setting.text}",
+        score=None,
+        cost=None,
+        parts=Parts(),
+    )
+    return new if layer.cost is None else replace(new, cost=new.nbytes)
+
+
+@cache
+def input_of(weight: Format) -> Format | None:
+    """The input format that belongs to a weight format: that of the preset with both; None where there is none."""
+    for recipe in presets().values():
+        if recipe.weight == weight.name and (activation := parse_format(recipe.activation)):
+            return activation
+    return None
+
+
+def set_kv_cache(plan: Plan, name: str) -> Plan:
+    """The plan with another format of the KV cache; `keep` or `16bit` for none.
+
+    Raises:
+        UserError: an unknown format.
+    """
+    try:
+        return replace(plan, kv_cache=parse_format(name))
+    except ValueError as error:
+        raise UserError(f"--kv-cache {name}: {error}") from None
+
+
+def _refuse_obstacles(plan: Plan, wanted: Mapping[str, Setting]) -> None:
+    found: dict[str, list[str]] = {}
+    sharers = sharers_of(plan)
+    for name in wanted:
+        if problem := layer_problem(plan.by_name[name], sharers.get(name)):
+            found.setdefault(problem, []).append(name)
+    if found:
+        problems = "; ".join(f"{listed(names)}: {problem}" for problem, names in found.items())
+        raise UserError(f"the edit does not fit {counted(sum(map(len, found.values())), 'layer')}: {problems}")
+
+
+def _refuse_split_groups(plan: Plan, wanted: Mapping[str, Setting]) -> None:
+    """Names what an edit that splits groups would have to take along."""
+    split, left = [], []
+    for name, members in plan.groups().items():
+        decided = {(m.weight, m.activation, m.solver if m.weight else "") for m in members}
+        if len(decided) > 1 and any(m.name in wanted for m in members):
+            split.append(name)
+            left += [m.name for m in members if m.name not in wanted] or [m.name for m in members]
+    if not split:
+        return
+    # Blocks of a model repeat: of many names, one for each place in a block is enough.
+    places = list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in left))
+    include = ", ".join(left if len(left) <= len(places) + 4 else places)
+    groups = f"fusion group {split[0]}" if len(split) == 1 else f"{len(split)} fusion groups, {split[0]} first"
+    raise UserError(
+        f"the edit splits {groups}: a runtime merges its members into one matmul. Include {include} too, or pass "
+        "--whole-groups"
+    )

@@ -1,0 +1,329 @@
+"""`make_plan` finds a model's layers, which of them are fused, and what the recipe says of each.
+
+No weight is read: a model on the meta device will do, or the shapes in the header of a state dict.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+
+from quant.calibration.solvers.solver import get_solver
+from quant.errors import UserError, counted
+from quant.formats.format import parse_format
+from quant.recipes.effort import solver_of
+from quant.recipes.fusion_groups import group_unseen, patterns, without_group
+from quant.recipes.layers import Layer, Watched, find_layers, group_experts, layers_of_state_dict, watching
+from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
+from quant.recipes.recipe import KEEP, Recipe, Rule, get_recipe, resolve
+
+NOT_RUN = "a bare state dict cannot be run"
+BY_NAME = "fusion_groups_by_name"
+"""Key of the provenance: fusion groups that come from names, for no run has called their layers; `*` is a number."""
+NOT_SEEN = "layers_not_called"
+"""Key of the provenance: layers that no run has called, and that are in no group though they might be merged."""
+
+
+def check_module(model: Any, taker: str) -> None:
+    """Raises UserError where `model` is no module: a path, or what holds one."""
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, str | os.PathLike):
+        raise UserError(f"{model}: {taker} takes a module; open it with quant.open_model({str(model)!r}).model")
+    hint = "pass its .model" if isinstance(getattr(model, "model", None), nn.Module) else "pass a torch.nn.Module"
+    raise UserError(f"{taker} takes a module, and this is a {type(model).__name__}: {hint}")
+
+
+def make_plan(
+    model: nn.Module | Mapping[str, Sequence[int]],
+    recipe: str | Recipe = "nvfp4",
+    *,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    solver: str | None = None,
+    effort: int = 0,
+    lm_head: str | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
+    provenance: dict[str, Any] | None = None,
+) -> Plan:
+    """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
+
+    Args:
+        model: a module, or the shapes of a bare state dict by tensor name.
+        recipe: a preset's name or a recipe.
+        include, exclude, solver, run: as in `quantize`.
+        effort: chooses the solver where neither `solver` nor the recipe names one; at most 1 for a bare state dict.
+        lm_head: format of the output head, whose inputs stay in 16 bit; None leaves it to the recipe.
+        provenance: recorded in the plan.
+
+    Raises:
+        ValueError: unknown format or solver, a glob that matches no layer, or a head that cannot take its format; a
+            model that is a path.
+    """
+    if not isinstance(model, Mapping):
+        check_module(model, "make_plan")
+    recipe = get_recipe(recipe) if isinstance(recipe, str) else recipe
+    # A string is a sequence of strings too, each a letter.
+    include, exclude = ([globs] if isinstance(globs, str) else globs for globs in (include, exclude))
+    if solver is not None:
+        recipe = replace(recipe, solver=solver, rules=tuple(replace(rule, solver=None) for rule in recipe.rules))
+    recipe = recipe.with_rules(*(Rule(glob, KEEP, reason=f"--exclude {glob}") for glob in exclude))
+    if isinstance(model, nn.Module):
+        layers, unknown = grouped_layers(model, run)
+    else:
+        layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
+    if recipe.solver is None:
+        level = effort if isinstance(model, nn.Module) else min(effort, 1)
+        experts = any(layer.kind == "experts" or ".experts." in layer.name for layer in layers)
+        chosen = solver_of(level, recipe.activation, experts=experts)
+        recipe = replace(recipe, solver=chosen)
+        record = {"level": level, "solver": chosen, **({"asked": effort, "why": NOT_RUN} if level < effort else {})}
+        provenance = {**(provenance or {}), **({"effort": record} if effort else {})}
+    for name in {recipe.solver, *(rule.solver for rule in recipe.rules)} - {None}:
+        get_solver(str(name))
+    if any(layer.name == "" for layer in layers):
+        raise UserError(f"the model is a single {type(model).__name__}: put it in a module, such as nn.Sequential")
+    if lm_head is not None:
+        recipe = recipe.with_rules(*_head_rules(layers, lm_head))
+        include = [*include, *(layer.name for layer in layers if include and layer.kind == "head")]
+    plan = resolve(layers, recipe, only=include, provenance=provenance)
+    for layer in plan.layers:
+        if lm_head is not None and layer.kind == "head" and layer.weight is None:
+            raise UserError(f"--lm-head {lm_head}: {layer.name} stays in 16 bit: {layer.reason}; leave the option out")
+    if odd := _odd_inputs(layers, plan):
+        plan = replace(plan, provenance={**plan.provenance, ODD_INPUTS: odd})
+    plan = replace(plan, provenance={**plan.provenance, **_fusion_record(layers, plan, unknown)})
+    if not plan.quantized:
+        if isinstance(model, nn.Module) and any(hasattr(type(each), "quantized_weight") for each in model.modules()):
+            raise UserError("the model is quantized already; start from the original one")
+        raise UserError(
+            f"recipe {recipe.name!r} quantizes none of this model's {len(layers)} layers: {_why_none(plan, include)}"
+        )
+    return plan
+
+
+def _head_rules(layers: Sequence[Layer], lm_head: str) -> list[Rule]:
+    """The rules that give output heads a format."""
+    try:
+        parse_format(lm_head)
+    except ValueError as error:
+        raise UserError(f"--lm-head: {error}") from None
+    heads = [layer.name for layer in layers if layer.kind == "head"]
+    if not heads:
+        raise UserError(f"--lm-head {lm_head}: this model has no output head; leave the option out")
+    return [Rule(name, lm_head, KEEP, reason=f"--lm-head {lm_head}") for name in heads]
+
+
+def without_data(plan: Plan, why: str) -> Plan | None:
+    """`plan` with the solver of effort 1 where its effort chose one that needs data; None where it chose none.
+
+    Args:
+        plan: as `make_plan` gives it.
+        why: there is no data.
+    """
+    chosen = plan.provenance.get("effort")
+    if not isinstance(chosen, dict) or chosen["level"] < 2:
+        return None
+    record = {"level": 1, "solver": solver_of(1, KEEP), "asked": chosen["level"], "why": why}
+    plan = replace(plan, provenance={**plan.provenance, "effort": record})
+    return plan.replace_layers(
+        replace(layer, solver=record["solver"]) for layer in plan.layers if layer.solver == chosen["solver"]
+    )
+
+
+def _odd_inputs(layers: Sequence[Layer], plan: Plan) -> list[str]:
+    """Layers whose inputs get a scale for each token and are no `[batch, tokens, in]`."""
+    seen = {layer.name: layer.input_dims for layer in layers if layer.input_dims not in (None, 3)}
+    return [
+        layer.name
+        for layer in plan.quantized
+        if layer.name in seen and layer.activation is not None and layer.activation.block == (1, 0)
+    ]
+
+
+def _why_none(plan: Plan, include: Sequence[str]) -> str:
+    """The reasons of layers that a recipe might have quantized: those that --include names first, most frequent first.
+
+    Args:
+        plan: that quantizes nothing.
+        include: globs of the layers that were asked for.
+    """
+    asked = [layer for layer in plan.layers if any(fnmatchcase(layer.name, glob) for glob in include)]
+    names = {layer.name for layer in asked}
+    others = [each for each in plan.layers if each.name not in names and each.kind not in ("norm", "embedding")]
+    reasons = [(reason, count, part) for part in (asked, others) for reason, count in _reasons(part)]
+    listed = "; ".join(
+        f"{counted(count, 'layer')}, {next(layer.name for layer in part if layer.reason == reason)} first: {reason}"
+        for reason, count, part in reasons[:4]
+    )
+    if not any("is not a multiple of" in reason for reason, _, _ in reasons):
+        return listed or "it has neither linear layers nor fused experts"
+    return f"{listed}. fp8_channel and int8 take any width, int4_g64 and int4_g32 multiples of 64 and 32"
+
+
+def _reasons(layers: Sequence[LayerPlan]) -> list[tuple[str, int]]:
+    return Counter(layer.reason for layer in layers).most_common()
+
+
+def grouped_layers(model: nn.Module, run: Callable[[nn.Module], Any] | None) -> tuple[list[Layer], str | None]:
+    """The layers of a model with their fusion groups, and why those are not known if so; `run` as in `make_plan`.
+
+    Layers that no run calls get the groups of their siblings, or those that their names suggest.
+    """
+    layers = group_experts(find_layers(model))
+    seen, why = Watched(), None
+    # Without values, some models cannot read what decides how they go on: a plan without weights tries all ways.
+    is_outline = any(parameter.is_meta for parameter in model.parameters())
+    stand_ins = [] if run and not is_outline else [_run_on_meta, _run_on_meta_in_bf16, _run_one_row, _run_stand_in]
+    for attempt in [run, *stand_ins] if run else stand_ins:
+        try:
+            with watching(model, layers) as watched:
+                attempt(model)
+            watched.add(seen)
+            seen, why = watched, None
+            break
+        except Exception as error:  # the model's own code, which may fail in any way on a stand-in input
+            if attempt is run and not is_outline:
+                raise UserError(f"the model failed on the given example input: {error}") from error
+            why = f"{type(model).__name__} does not run on token ids; in Python, pass run="
+            seen.add(watched)
+    layers = group_unseen(seen.of(layers), model)
+    return layers, why if without_group(layers) else None
+
+
+def _fusion_record(layers: Sequence[Layer], plan: Plan, unknown: str | None) -> dict[str, Any]:
+    """What a plan's provenance says of the fusion groups of quantized layers that no run has called.
+
+    Args:
+        layers: of the model.
+        plan: for it.
+        unknown: why nothing has run them to the end, if so.
+    """
+    quantized = {layer.name: layer.group for layer in plan.quantized}
+    named = [quantized[layer.name] for layer in layers if layer.is_named and layer.name in quantized]
+    alone = [layer.name for layer in without_group(layers) if layer.name in quantized]
+    return {
+        **({BY_NAME: patterns(group for group in named if group is not None)} if named else {}),
+        **({NOT_SEEN: patterns(alone)} if alone else {}),
+        **({"fusion_groups": f"unknown: {unknown}"} if alone and unknown else {}),
+    }
+
+
+def fusion_warnings(plan: Plan) -> list[str]:
+    """What follows from not knowing which layers a runtime fuses: one sentence, or nothing."""
+    static = [layer for layer in plan.quantized if layer.weight is not None and layer.weight.is_static]
+    unknown, unseen = plan.provenance.get("fusion_groups"), plan.provenance.get(NOT_SEEN)
+    if unseen is not None:
+        static = [layer for layer in static if layer.group is None and patterns([layer.name])[0] in unseen]
+    if not static or (unknown is None and unseen is None):
+        return []
+    known = f"fusion groups {unknown}" if unknown else "no run has called them, so their fusion groups are unknown"
+    return [
+        f"{counted(len(static), 'layer')}, {static[0].name} first: {known}. Each has a tensor scale of its own, and a "
+        "runtime that merges layers with one input (q/k/v, gate/up) expects them to share one"
+    ]
+
+
+def coverage_warnings(plan: Plan) -> list[str]:
+    """What stays in 16 bit and why: weights that are more than half of all, and inputs that nothing could measure."""
+    return [*_kept_weights(plan), *_kept_inputs(plan)]
+
+
+def _kept_weights(plan: Plan) -> list[str]:
+    own = [layer for layer in plan.layers if layer.tied_to is None]
+    kept: dict[str, list[LayerPlan]] = {}
+    for layer in own:
+        if layer.weight is None:
+            kept.setdefault(layer.reason, []).append(layer)
+    counts = {reason: sum(layer.numel for layer in layers) for reason, layers in kept.items()}
+    total, left = sum(layer.numel for layer in own), sum(counts.values())
+    if 2 * left <= total:
+        return []
+    most = sorted(kept, key=lambda reason: -counts[reason])[:3]
+    listed = "; ".join(
+        f"{counted(len(kept[reason]), 'layer')}, {kept[reason][0].name} first, {counts[reason] / total:.0%}: {reason}"
+        for reason in most
+    )
+    return [f"{left / total:.0%} of the weights stay in 16 bit ({listed})"]
+
+
+def _kept_inputs(plan: Plan) -> list[str]:
+    kept = [layer for layer in plan.quantized if layer.activation is None and layer.reason.endswith(NOT_RUN)]
+    if not kept:
+        return []
+    return [
+        f"the inputs of {counted(len(kept), 'layer')}, {kept[0].name} first, stay in 16 bit, and only weights are "
+        f"quantized: {NOT_RUN}; pass a model's directory or --model-factory to quantize inputs too"
+    ]
+
+
+def _run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """One forward pass over shapes alone: no weight is read and no arithmetic done.
+
+    Args:
+        model: stays as it is.
+        dtype: of the parameters; None leaves them their own.
+    """
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    on_meta = {name: tensor.to("meta") for name, tensor in state.items()}
+    if dtype is not None:
+        on_meta |= {n: on_meta[n].to(dtype) for n, p in model.named_parameters() if p.is_floating_point()}
+    ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+    torch.func.functional_call(model, on_meta, (ids,))
+
+
+def _run_on_meta_in_bf16(model: nn.Module) -> None:
+    """The same in BF16: torch's grouped matmul, by which transformers runs experts, takes only that on meta."""
+    _run_on_meta(model, torch.bfloat16)
+
+
+def _run_stand_in(model: nn.Module) -> None:
+    """One forward pass over zeros in the shape of images, sounds or two texts, as the model's config describes them."""
+    config: Any = model.config
+    seeing = getattr(config, "vision_config", None) or config
+    size = getattr(seeing, "image_size", None) or 32
+    sizes = {
+        "pixel_values": (1, getattr(seeing, "num_channels", 3), *([size] * 2 if isinstance(size, int) else size)),
+        "input_values": (1, 1600),
+        "input_features": (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 50)),
+    }
+    name: str = model.main_input_name  # type: ignore[assignment]
+    where = next(model.parameters())
+    ids = torch.zeros(1, 2, dtype=torch.long, device=where.device)
+    names = {name, *({"pixel_values"} & set(inspect.signature(model.forward).parameters))}  # both sides of CLIP
+    given = {
+        n: ids if n == "input_ids" else torch.zeros(sizes[n], dtype=where.dtype, device=where.device) for n in names
+    }
+    model(**given, **({"decoder_input_ids": ids} if config.is_encoder_decoder else {}))
+
+
+def _run_one_row(model: nn.Module) -> None:
+    """One forward pass over two tokens, for models that branch on their data (routers) or need real input."""
+    model(torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device))
+
+
+def kv_cache_name(given: str, option: str) -> str:
+    """A format of the KV cache as recipes spell it.
+
+    Args:
+        given: by the user, who may write 16bit.
+        option: that it was given with, for the error message.
+
+    Raises:
+        UserError: an unknown format.
+    """
+    try:
+        found = parse_format(given)
+    except ValueError:
+        raise UserError(
+            f"{option} {given}: unknown format of a KV cache; checkpoints hold it in fp8, or in 16bit"
+        ) from None
+    return found.name if found else KEEP

@@ -1,0 +1,184 @@
+"""The report becomes one HTML file here: no request leaves it, it reads in light and dark, on a desk and on a phone.
+
+`report.html.j2` is the page, `report.css` its looks and `report.js` its charts; Jinja2 escapes every text that comes
+from a model. d3 and Observable Plot draw the charts. They are in `vendor/` and go into the page whole, so that it works
+offline; without JavaScript the tables still say everything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quant.errors import UserError, counted, megabytes
+from quant.execution.layer_result import LayerResult
+from quant.formats.atomic import write_atomically
+from quant.recipes.json_text import finite, json_text
+from quant.recipes.plan import PLAN_FILE, Plan
+from quant.report.charts import budget_text, format_colours, number, sections
+from quant.report.report import Receipt, Report, interval_text
+
+_FOLDER = Path(__file__).parent
+_PARTS = ("report.css", "vendor/d3.min.js", "vendor/plot.umd.min.js", "report.js")
+
+
+def render_html(report: Report, plan: Plan) -> str:
+    """The whole page.
+
+    Args:
+        report: results.
+        plan: the plan that was executed; layers it lacks are shown with what the report knows.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
+
+    # Parts that are trusted; everything else that the template writes is escaped.
+    parts = {name: Markup((_FOLDER / name).read_text(encoding="utf-8")) for name in _PARTS}
+    environment = Environment(
+        loader=FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    environment.filters["breakable"] = lambda name: Markup(re.sub(r"([.|])", r"\1<wbr>", str(escape(name))))
+    # A point at "top" stands at the upper end of its axis.
+    environment.filters["finite"] = partial(finite, instead="top")
+    return environment.get_template("report.html.j2").render(
+        report=report,
+        plan=plan,
+        parts=parts,
+        tiles=_tiles(report),
+        sections=sections(report, plan),
+        groups=_layers(report, plan),
+        facts=_facts(report, plan),
+        formats=[name for name in format_colours(report) if name],
+        settings={k: v for k in ("kv_cache", "attention", "target") if (v := getattr(plan, k))},
+        files=[(f"F{i}", entry) for i, entry in enumerate(report.files.items())],
+    )
+
+
+def _tiles(report: Report) -> list[tuple[str, str, str]]:
+    """The headline figures: label, value and note."""
+    size = f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}"
+    tiles = [
+        ("Smaller by", f"{report.ratio:.2f}×", size),
+        ("Effective bits", f"{report.effective_bits:.3f}", "per quantized weight, scales and padding counted"),
+    ]
+    if (record := report.allocation) is not None:
+        predicted, measured = number(record.chosen.kl_predicted), number(record.chosen.kl_measured)
+        tiles.insert(0, ("Asked for", budget_text(record.budget), f"loss {predicted} predicted, {measured} measured"))
+    if (found := report.evaluation) is None:
+        return [*tiles, ("Quality", "not measured", "give a text to evaluate on")]
+    count, found = len(found.texts), found.worst
+    of = f"on {found.text}, the worst of {count} texts" if count > 1 else ""
+    interval = interval_text(found).removeprefix(" ")
+    if found.perplexity is not None:
+        base = found.baseline_perplexity
+        change = f"{base:.2f} before, {100 * (found.perplexity / base - 1):+.1f}%" if base else "no baseline measured"
+        tiles.append(("Perplexity", f"{found.perplexity:.2f}", _note(change, of)))
+    if found.cosine is not None:
+        tiles.append(("Embeddings", f"{found.cosine:.5f}", _note("1 − cosine to the model before", interval, of)))
+    if found.kl is not None:
+        note = _note("nats per prediction, from the model before", interval, of)
+        tiles.append(("KL divergence", f"{found.kl:.4f}", note))
+    if found.top1 is not None:
+        note = _note(f"same likeliest token, over {found.tokens:,} positions", of)
+        tiles.append(("Top-1 agreement", f"{100 * found.top1:.1f}%", note))
+    return tiles
+
+
+def _note(*parts: str) -> str:
+    return "; ".join(part for part in parts if part)
+
+
+def _layers(report: Report, plan: Plan) -> list[dict[str, Any]]:
+    """Tables of layers: every layer stands in one, with those that became the same for the same reason."""
+    colours = format_colours(report)
+    groups: dict[tuple[str | None, str | None, str | None, float | None], list[tuple[str, LayerResult]]] = {}
+    for i, layer in enumerate(report.layers):
+        planned = plan.by_name.get(layer.name)
+        # What an allocator scored has a sentence of its own for every layer: those stand in the rows.
+        reason = layer.reason if planned is None or planned.score is None else None
+        bits = None if layer.format else layer.bits
+        groups.setdefault((layer.format, layer.activation, reason, bits), []).append((f"L{i}", layer))
+    order = list(colours)
+    found = []
+    for format, activation, reason, bits in sorted(groups, key=lambda key: order.index(key[0])):
+        members = groups[format, activation, reason, bits]
+        head = ["layer", "shape", "bits", "bytes", *(("SNR", "error", "solver") if format else ())]
+        inputs = f", inputs {activation or '16 bit'}" if format or activation else ""
+        total = megabytes(sum(layer.nbytes for _, layer in members))
+        found.append(
+            {
+                "colour": colours[format],
+                "title": format or f"{bits:g} bit",
+                "facts": f"{inputs} · {counted(len(members), 'layer')} · {total}",
+                "reason": "each for a reason of its own" if reason is None else reason or "no reason given",
+                "head": head if reason is not None else [*head, "why"],
+                "rows": [(row, _cells(layer, plan, with_reason=reason is None)) for row, layer in members],
+            }
+        )
+    return found
+
+
+def _cells(layer: LayerResult, plan: Plan, *, with_reason: bool) -> list[str]:
+    planned = plan.by_name.get(layer.name)
+    tied = f" (tied to {planned.tied_to})" if planned and planned.tied_to else ""
+    cells = [layer.name, " × ".join(map(str, layer.shape)), f"{layer.bits:.3f}", megabytes(layer.nbytes) + tied]
+    if layer.format:
+        cells.append("exact" if layer.snr_db is None else f"{layer.snr_db:.2f} dB")
+        cells.append("–" if layer.relative_error is None else f"{layer.relative_error:.2%}")
+        cells.append(layer.solver or "–")
+    return [*cells, layer.reason or "–"] if with_reason else cells
+
+
+def _facts(report: Report, plan: Plan) -> dict[str, dict[str, str]]:
+    """What it takes to make the result again, as lists of label and value by title."""
+    seconds = {stage: f"{value:.1f} s" for stage, value in report.seconds.items()}
+    if report.peak_rss_bytes is not None:
+        seconds["peak memory"] = megabytes(report.peak_rss_bytes)
+    # The page shows the report's own command and versions.
+    provenance = {k: v for k, v in plan.provenance.items() if v is not None and k not in ("command", "versions")}
+    origin = {key: value if isinstance(value, str) else repr(value) for key, value in provenance.items()}
+    digest = {"SHA-256": report.plan_digest} if report.plan_digest else {}
+    return {"Time and memory": seconds, "Versions": report.versions, "Plan": {**origin, **digest}}
+
+
+def rewrite(
+    directory: Path, receipt: Mapping[str, Any] | None = None, *, out: Path | None = None, source: str = "the receipt"
+) -> Path:
+    """Writes the page of a checkpoint again; a receipt goes into its report first.
+
+    Args:
+        directory: with report.json and plan.json.
+        receipt: what `quant export` found.
+        out: the page; report.html in the directory by default.
+        source: what errors call the receipt.
+
+    Returns:
+        Where the page is.
+
+    Raises:
+        UserError: a file is missing, or the receipt is invalid or belongs to another plan.
+    """
+    for name in ("report.json", PLAN_FILE):
+        if not (directory / name).is_file():
+            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote")
+    report, plan = Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
+    if receipt is not None:
+        try:
+            report.receipt = Receipt.from_dict(receipt)
+        except ValueError as error:
+            raise UserError(f"{source}: not a receipt of `quant export`: {error}") from None
+        strangers = [layer.name for layer in report.receipt.layers if layer.name not in plan.by_name]
+        if receipt.get("plan") not in (None, plan.digest()) or strangers:
+            raise UserError(f"{source}: the receipt of another plan than {directory / PLAN_FILE}")
+        write_atomically(directory / "report.json", json_text(report.to_dict(), indent=1, ensure_ascii=False) + "\n")
+    page = out or directory / "report.html"
+    write_atomically(page, render_html(report, plan))
+    return page

@@ -1,0 +1,245 @@
+"""The graph that becomes an AOTInductor package equals the module to the bit, and the package computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from torch import nn
+
+from quant.calibration.kv_cache import collect_attention_scales
+from quant.export.packages.aoti import dequantize_in_graph, export_aoti, load_aoti, lowered
+from quant.formats.format import FORMATS
+from quant.formats.tensor import quantize
+from quant.kernels.attention.forward import fp8_attention
+from quant.kernels.linear import modules
+from quant.kernels.linear.conv import QuantConv, weight_of_conv
+from quant.kernels.linear.modules import QuantLinear
+
+# Weight format, activation format, and whether the input scale is static.
+CASES = [
+    ("fp8", "fp8", True),
+    ("fp8", "fp8", False),
+    ("fp8_channel", "fp8_token", False),
+    ("fp8_block", "fp8_group", False),
+    ("nvfp4", "nvfp4", True),
+    ("nvfp4", None, False),
+    ("mxfp8", "mxfp8", False),
+    ("mxfp6", None, False),
+    ("mxfp4", None, False),
+    ("int8", "int8_token", False),
+    ("int4", None, False),
+]
+DIMS = {"x": {0: "batch", 1: "sequence"}}
+
+
+class Gated(nn.Module):
+    """Two projections of one input with equal scales, attention on request, and one projection back."""
+
+    def __init__(self, weight: str, activation: str | None, static: bool, attends: bool = False) -> None:
+        super().__init__()
+        self.attends = attends
+
+        def linear(out: int, features: int) -> QuantLinear:
+            dense = torch.randn(out, features, dtype=torch.bfloat16) / features**0.5
+            scale = torch.tensor(0.01) if static else None
+            bias = torch.randn(out, dtype=torch.bfloat16)
+            given = FORMATS[activation] if activation else None
+            return QuantLinear(quantize(dense, FORMATS[weight]), bias, given, scale)
+
+        self.gate, self.up, self.down = linear(128, 64), linear(128, 64), linear(64, 128)
+        self.register_buffer("scales", torch.tensor([1.0, 1.0, 0.5]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = nn.functional.silu(self.gate(x)) * self.up(x)
+        if self.attends:
+            q = h.unflatten(-1, (2, 64)).transpose(1, 2).to(torch.float8_e4m3fn)
+            h = fp8_attention(q, q, q, self.scales, causal=True).transpose(1, 2).flatten(2)
+        return self.down(h)
+
+
+def count(program: torch.export.ExportedProgram, target: str) -> int:
+    return sum(target in str(node.target) for node in program.graph.nodes)
+
+
+@pytest.mark.parametrize(("weight", "activation", "static"), CASES)
+def test_graph_is_the_module(weight: str, activation: str | None, static: bool) -> None:
+    """Traced on one shape, run on another; the module itself goes through the op and its oracle."""
+    model = Gated(weight, activation, static)
+    program = lowered(model, {"x": torch.randn(2, 40, 64, dtype=torch.bfloat16)}, dims=DIMS)
+    assert count(program, "quant.") == 0
+    for shape in ((2, 40, 64), (3, 17, 64)):
+        x = torch.randn(shape, dtype=torch.bfloat16)
+        torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "static"),
+    [
+        ("int8", "int8_token", False),
+        ("int8", "int8_tensor", True),
+        ("fp8_channel", "fp8_token", False),
+        ("fp8", None, False),
+    ],
+)
+def test_graph_of_convolutions_is_the_module(weight: str, activation: str | None, static: bool) -> None:
+    torch.manual_seed(0)
+    convs = (nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 6, 3, stride=2, groups=2))
+    given, scale = FORMATS[activation] if activation else None, torch.tensor(0.01) if static else None
+    model = nn.Sequential(*(QuantConv(quantize(weight_of_conv(c), FORMATS[weight]), c, given, scale) for c in convs))
+    program = lowered(model, {"input": torch.randn(2, 4, 9, 9)}, dims={"input": {0: "batch"}})
+    assert count(program, "quant.") == 0
+    for x in (torch.randn(2, 4, 9, 9), torch.randn(3, 4, 9, 9)):
+        torch.testing.assert_close(program.module()(input=x), model(x), rtol=0, atol=0)
+
+
+def test_graph_is_the_module_with_attention() -> None:
+    model = Gated("fp8", "fp8", True, attends=True)
+    program = lowered(model, {"x": torch.randn(2, 40, 64, dtype=torch.bfloat16)}, dims=DIMS)
+    x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+def test_an_input_that_layers_share_is_rounded_once() -> None:
+    """gate and up have equal scales in tensors of their own; down has another."""
+    model = Gated("fp8", "fp8", True)
+    model.down.input_scale = torch.tensor(0.02)
+    program = lowered(model, {"x": torch.randn(2, 8, 64, dtype=torch.bfloat16)})
+    read = [n for n in program.graph.nodes if n.op == "placeholder" and "input_scale" in n.name and n.users]
+    assert [n.name for n in read] == ["b_gate_input_scale", "b_down_input_scale"]
+    x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    torch.testing.assert_close(program.module()(x=x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.endswith(("_token", "_group"))])
+def test_weights_are_decoded_to_the_bit(name: str) -> None:
+    weight = quantize(torch.randn(130, 256, dtype=torch.float32) * torch.logspace(-6, 3, 256), FORMATS[name])
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.testing.assert_close(dequantize_in_graph(weight, dtype), weight.dequantize(dtype), rtol=0, atol=0)
+
+
+@pytest.fixture
+def llama() -> nn.Module:
+    """Two blocks with grouped queries, every linear in the blocks FP8."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = tiny_models.llama(**sizes, vocab_size=96, head_dim=64, max_position_embeddings=2048, dtype=torch.bfloat16)
+    model.requires_grad_(False)
+    for name, module in list(model.model.layers.named_modules()):
+        if isinstance(module, nn.Linear):
+            weight = quantize(module.weight, FORMATS["fp8"])
+            new = QuantLinear(weight, None, FORMATS["fp8"], torch.tensor(0.02))
+            owner, _, last = name.rpartition(".")
+            setattr(model.model.layers.get_submodule(owner), last, new)
+    return model
+
+
+def test_graph_of_a_transformers_model(llama: nn.Module) -> None:
+    """Logits of any number of tokens, as the model itself gives them; then with attention in FP8."""
+    ids, dims = torch.randint(96, (2, 64)), {"input_ids": {0: "batch", 1: "sequence"}}
+    program = lowered(llama, {"input_ids": ids}, dims=dims, ranges={"sequence": (2, 128)})
+    assert count(program, "quant.") == 0
+    with torch.no_grad():
+        for shape in ((2, 64), (3, 17)):
+            ids = torch.randint(96, shape)
+            got, expected = program.module()(input_ids=ids).float(), llama(ids).logits.float()
+            assert float((got - expected).norm() / expected.norm()) < 5e-3
+    scales = collect_attention_scales(llama, ids, kv_format=FORMATS["fp8"], attention_format=FORMATS["fp8"])
+    program = lowered(llama, {"input_ids": ids}, dims=dims, ranges={"sequence": (2, 128)}, attention_scales=scales)
+    assert count(program, "quant.fp8_attention") == 2
+    with torch.no_grad():
+        got, expected = program.module()(input_ids=ids).float(), llama(ids).logits.float()
+    # q, k, v and P lose 2.6e-2 each in E4M3, in two blocks whose small random weights leave them half of the output.
+    assert 1e-4 < float((got - expected).norm() / expected.norm()) < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "activation", "attends"), [("fp8", "fp8", True), ("nvfp4", None, False)])
+def test_package_computes_the_module(
+    package: Callable[..., Path], tmp_path: Path, weight: str, activation: str | None, attends: bool
+) -> None:
+    """A compiler keeps more precision between ops, so inputs near a tie of E4M3 may round the other way."""
+    model = Gated(weight, activation, activation is not None, attends)
+    example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    ranges = {"sequence": (1, 512)}
+    path = package(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, ranges=ranges, device="cpu")
+    x = torch.randn(3, 17, 64, dtype=torch.bfloat16)
+    got, expected = load_aoti(path)(x=x).float(), model(x).float()
+    assert float((got - expected).norm() / expected.norm()) < (0.04 if activation else 0.01)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.pt2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "activation", "static"), CASES[:3])
+def test_package_with_scaled_mm(
+    package: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    weight: str,
+    activation: str,
+    static: bool,
+) -> None:
+    """What a GPU with FP8 tensor cores gets, through PyTorch's `_scaled_mm` for CPUs."""
+    monkeypatch.setattr("quant.export.packages.aoti.has_fp8_tensor_cores", lambda device: True)
+    model, x = Gated(weight, activation, static), torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    assert count(lowered(model, {"x": x}), "_scaled_mm") == 3
+    got = load_aoti(package(model, tmp_path / "model.pt2", {"x": x}, device="cpu"))(x=x).float()
+    expected = model(x).float()
+    assert float((got - expected).norm() / expected.norm()) < 0.04
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    model, x = Gated("fp8", "fp8", True), torch.randn(2, 8, 64, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"ends in \.pt2"):
+        export_aoti(model, tmp_path / "model.so", {"x": x})
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="no CUDA device here"):
+            export_aoti(model, tmp_path / "model.pt2", {"x": x}, device="cuda")
+
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if bool(x.sum() > 0) else -x
+
+    with pytest.raises(ValueError, match="Branches does not export"):
+        export_aoti(Branches(), tmp_path / "model.pt2", {"x": x})
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_compiler_with_a_static_cpp_library(tmp_path: Path) -> None:
+    """A package that this compiler makes would crash the process that loads it."""
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    (tmp_path / "out").mkdir()
+    options = {"cpp.cxx": (str(compiler),)}
+    with pytest.raises(ValueError, match=r"links libstdc\+\+ statically.*set CXX"):
+        export_aoti(
+            nn.Linear(8, 8), tmp_path / "out" / "m.pt2", {"input": torch.ones(1, 8)}, device="cpu", options=options
+        )
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.gpu
+def test_gpu_package_with_fp8_matmul_and_attention(package: Callable[..., Path], tmp_path: Path) -> None:
+    """On a GPU: `_scaled_mm` and our Triton kernel in the package, against the oracle on the CPU."""
+    model = Gated("fp8", "fp8", True, attends=True)
+    example = torch.randn(2, 40, 64, dtype=torch.bfloat16)
+    x = torch.randn(3, 33, 64, dtype=torch.bfloat16)
+    expected = model(x).float()
+    path = package(model, tmp_path / "model.pt2", {"x": example}, dims=DIMS, device="cuda")
+    got = load_aoti(path)(x=x.cuda()).float().cpu()
+    assert float((got - expected).norm() / expected.norm()) < 0.05
+
+
+def test_weights_in_a_kernels_layout_are_restored_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that ran on a Hopper GPU has them; this CPU is taken for one."""
+    monkeypatch.setattr(modules, "is_wanted", lambda device: True)
+    model, x = Gated("nvfp4", None, False), torch.randn(2, 3, 64, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = model(x)
+        assert model.up.codes.dtype is torch.int32
+        assert torch.equal(lowered(model, {"x": x}, dims=DIMS).module()(x=x), expected)
+        assert torch.equal(model(x), expected) and model.up.codes.dtype is torch.int32

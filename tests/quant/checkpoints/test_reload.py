@@ -1,0 +1,157 @@
+"""A checkpoint is loaded before it appears: what transformers would miss is an error, what it does not load is told."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from safetensors.torch import load_file, save_file
+
+import quant
+from quant.checkpoints.trial_load import check_read_back, trial
+from quant.errors import UserError
+from quant.run.request import Job
+from quant.run.run import run
+
+transformers = pytest.importorskip("transformers", reason="the extra hf")
+pytest.importorskip("compressed_tensors", reason="the extra test")
+
+from architectures import build  # noqa: E402 -- needs transformers
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[quant.Quantized, Path]:
+    done = quant.quantize(tiny_models.llama(dtype=torch.bfloat16), "nvfp4a16")
+    quant.save(done.model, done.plan, tmp_path / "out")
+    return done, tmp_path / "out"
+
+
+def rename(directory: Path, old: str, new: str) -> None:
+    file = directory / "model.safetensors"
+    save_file({name.replace(old, new): t for name, t in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Path]) -> None:
+    done, out = saved
+    check_read_back(out, type(done.model))
+    assert trial(out, done.model, done.plan, load_file(out / "model.safetensors")) == []
+
+
+def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, Path]) -> None:
+    done, out = saved
+    rename(out, "layers.1.mlp.up_proj", "layers.1.mlp.other_proj")
+    with pytest.raises(UserError, match=r"could not be read back.*layers\.1\.mlp\.up_proj"):
+        check_read_back(out, type(done.model))
+    with pytest.raises(UserError, match=r"finds no tensor for .*layers\.1\.mlp\.up_proj"):
+        trial(out, done.model, done.plan, load_file(out / "model.safetensors"))
+
+
+def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
+    saved: tuple[quant.Quantized, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """compressed-tensors 0.20 does not find the attention of transformers 5.24."""
+    done, out = saved
+    unexpected = ["model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale"]
+    info = {"missing_keys": [], "unexpected_keys": unexpected}
+    monkeypatch.setattr("quant.checkpoints.trial_load._load", lambda *args, **options: info)
+    tensors = load_file(out / "model.safetensors")
+    (note,) = trial(out, done.model, done.plan, tensors)
+    assert "keeps the KV cache of this checkpoint in 16 bit" in note and "quant.load and servers use" in note
+    info["missing_keys"] = ["model.norm.weight"]
+    with pytest.raises(UserError, match=r"finds no tensor for model\.norm\.weight, and would run with random numbers"):
+        trial(out, done.model, done.plan, tensors)
+
+
+def granite() -> torch.nn.Module:
+    sizes = {**tiny_models.DECODER, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return tiny_models.build("GraniteMoe", "ForCausalLM", sizes, dtype=torch.bfloat16)  # type: ignore[no-any-return]
+
+
+def test_transformers_stops_at_experts_that_it_would_draw_at_random(tmp_path: Path) -> None:
+    """Its experts are stored fused, no rule of transformers joins them, and servers read them one by one."""
+    done = quant.quantize(granite(), "nvfp4a16")
+    with pytest.warns(UserWarning, match=r"experts\.gate_up_proj first, need quant\.load or a server"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    with pytest.raises(RuntimeError, match=r"ignore_mismatched_sizes"):
+        transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "out")
+    names = load_file(tmp_path / "out" / "model.safetensors")
+    assert "model.layers.0.block_sparse_moe.experts.3.up_proj.weight_packed" in names  # as vLLM reads them
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
+
+
+def test_experts_that_transformers_would_draw_at_random_are_an_error(tmp_path: Path) -> None:
+    """Its experts have the names that servers read, one by one, and no rule of transformers joins them."""
+    done = quant.quantize(build("HYV4ForCausalLM", torch.bfloat16), "fp8_channel")
+    with pytest.raises(
+        UserError, match=r"experts\.gate_up_proj first: .*no rule of it joins.*--allow-missing"
+    ) as caught:
+        quant.save(done.model, done.plan, tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()
+    with pytest.warns(UserWarning, match="random numbers: load this checkpoint with quant.load"):
+        quant.save(done.model, done.plan, tmp_path / "out", allow_missing=True)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
+
+
+def test_experts_in_16_bit_have_the_names_of_the_original(tmp_path: Path) -> None:
+    done = quant.quantize(granite(), "fp8_channel", exclude=["*experts*"])
+    quant.save(done.model, done.plan, tmp_path / "out")
+    _, info = transformers.GraniteMoeForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_what_transformers_does_not_load_is_told_with_a_way_that_works(tmp_path: Path) -> None:
+    """Its weight initialisation reads `.weight` of layers that hold packed codes."""
+    sizes = {k: v for k, v in tiny_models.DECODER.items() if k != "intermediate_size"}
+    model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True}, gain=3)
+    done = quant.quantize(model.bfloat16(), "nvfp4a16")
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        quant.save(done.model, done.plan, tmp_path / "out")
+    (told,) = [str(each.message) for each in caught if "does not load" in str(each.message)]
+    assert "no attribute 'weight'" in told and "CompressedTensorsConfig(dequantize=True)" in told
+    with pytest.raises(AttributeError, match="weight"):
+        transformers.FalconForCausalLM.from_pretrained(tmp_path / "out")
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    theirs = transformers.FalconForCausalLM.from_pretrained(tmp_path / "out", quantization_config=config)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, quant.load(tmp_path / "out")(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("format", "include", "does"),
+    [
+        ("fp8_channel", (), "does not load this checkpoint"),
+        ("nvfp4a16", (), "loads this checkpoint with random numbers in the place of their weights"),
+        ("fp8_channel", ("*attn.c_proj",), "loads this checkpoint with codes in the place of their weights"),
+    ],
+)
+def test_what_transformers_does_with_conv1d_is_told_as_it_is(
+    format: str, include: tuple[str, ...], does: str, tmp_path: Path
+) -> None:
+    """Against what `from_pretrained` does with the checkpoint."""
+    done = quant.quantize(tiny_models.gpt2(dtype=torch.bfloat16), format, include=include, effort=0)
+    with pytest.warns(UserWarning, match=rf"layers, .* first, need quant.load: .* a Conv1D in 16 bit only, and {does}"):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    if does.startswith("does not"):
+        with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
+            transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+        return
+    theirs, info = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert bool(info["missing_keys"]) is ("random" in does)
+    layer = done.plan.quantized[0].name
+    ours = done.model.get_submodule(layer).dequantize().t().float()
+    found = theirs.get_submodule(layer).weight.detach().float()
+    assert float((found - ours).norm() / ours.norm()) > 0.5
+
+
+def test_the_command_refuses_such_experts_before_any_work(tmp_path: Path) -> None:
+    build("HYV4ForCausalLM", torch.bfloat16).save_pretrained(tmp_path / "model")
+    job = Job(str(tmp_path / "model"), "fp8_channel", solver="gptq", out=tmp_path / "out")  # which would need data
+    with pytest.raises(UserError, match="no rule of it joins quantized ones"):
+        run(job, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

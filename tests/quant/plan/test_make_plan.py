@@ -1,0 +1,61 @@
+"""What plans say of layers that stay in 16 bit though they were asked for, and of inputs that nothing measures."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+import quant
+from quant.cli.quantize import quantize_command
+from quant.errors import UserError
+from quant.execution.solve import solve_state_dict
+from quant.plan.make import NOT_RUN, coverage_warnings, make_plan
+
+
+def test_a_layer_asked_for_says_first_why_it_is_not_quantized() -> None:
+    model = tiny_models.llama(tie_word_embeddings=True)
+    with pytest.raises(
+        UserError, match=r"layers: 1 layer, model\.embed_tokens first: its weight is also that of lm_head;"
+    ):
+        make_plan(model, "fp8_channel", include=["*embed_tokens"])
+    with pytest.raises(UserError, match=r"layers: 2 layers, model\.layers\.0\.input_layernorm first: "):
+        make_plan(model, "fp8_channel", include=["*input_layernorm"])
+
+
+def test_inputs_that_nothing_can_measure_are_said() -> None:
+    plan = make_plan({"net.up.weight": (64, 32)}, "nvfp4")
+    assert coverage_warnings(plan) == []
+    layer = replace(plan.layers[0], activation=None, reason=f"recipe nvfp4; weight only: {NOT_RUN}")
+    (said,) = coverage_warnings(plan.replace_layers([layer]))
+    assert said.startswith("the inputs of 1 layer, net.up first, stay in 16 bit") and "--model-factory" in said
+
+
+def test_the_terminal_says_that_inputs_of_a_state_dict_stay_in_16_bit(tmp_path: Path) -> None:
+    weights = {name: tensor.contiguous() for name, tensor in tiny_models.llama().state_dict().items()}
+    save_file(weights, tmp_path / "bare.safetensors")
+    arguments = [str(tmp_path / "bare.safetensors"), "--out", str(tmp_path / "out"), "--format"]
+    said = CliRunner().invoke(quantize_command, [*arguments, "nvfp4"])
+    assert said.exit_code == 0 and "the inputs of 14 layers" in " ".join(said.output.split())
+    assert "fusion groups" not in said.output
+    weight_only = CliRunner().invoke(quantize_command, [*arguments, "nvfp4a16", "--overwrite"])
+    assert weight_only.exit_code == 0 and "the inputs of" not in " ".join(weight_only.output.split())
+
+
+def test_layers_of_a_state_dict_share_the_scale_of_the_run_model() -> None:
+    """Groups by name, solved together: the same global scales as from the module, whose run shows them."""
+    model = tiny_models.llama(gain=3.0)
+    tensors = model.state_dict()
+    plan = make_plan({name: tuple(tensor.shape) for name, tensor in tensors.items()}, "nvfp4a16")
+    solved, results = solve_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, plan)
+    assert (
+        len(plan.groups()) == 4
+        and len(results) == len(plan.layers)
+        and solved.keys() == {x.name for x in plan.quantized}
+    )
+    truth = quant.quantize(model, "nvfp4a16", solver="rtn").model
+    for name, weight in solved.items():
+        assert torch.equal(weight.dequantize(), truth.get_submodule(name).quantized_weight.dequantize())

@@ -1,0 +1,158 @@
+"""Settings that edit a plan are read, followed or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from plan_samples import ATTENTION, FP8C, NVFP4, block, plan_of
+
+from quant.errors import UserError
+from quant.formats.format import FORMATS, get_format
+from quant.plan.edit import edit, input_of, parse_setting, set_kv_cache
+from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.recipes.recipe import presets
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("*.down_proj=mxfp8", ("*.down_proj", "mxfp8", None, None, False)),
+        ("*=fp8_channel@fp8_token", ("*", "fp8_channel", None, "fp8_token", True)),
+        ("a.b=nvfp4:awq+gptq@keep", ("a.b", "nvfp4", "awq+gptq", None, True)),
+        ("a=nvfp4:rotation:64+gptq", ("a", "nvfp4", "rotation:64+gptq", None, False)),
+        ("[a=b].*=keep", ("[a=b].*", None, None, None, False)),
+        ("*=16bit", ("*", None, None, None, False)),
+    ],
+)
+def test_settings_are_read(text: str, expected: tuple[Any, ...]) -> None:
+    s = parse_setting(text)
+    names = (s.weight.name if s.weight else None, s.activation.name if s.activation else None)
+    assert (s.glob, names[0], s.solver, names[1], s.input_given) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("down_proj", "expected GLOB=FORMAT"),
+        ("=nvfp4", "expected GLOB=FORMAT"),
+        ("*=nvfp5", "unknown format 'nvfp5'; known formats: nvfp4"),
+        ("*=nvfp4@int3", "unknown format 'int3'"),
+        ("*=nvfp4:magic", "unknown solver 'magic'"),
+        ("*=keep:rtn", "neither a solver nor an input format"),
+        ("*=keep@fp8", "neither a solver nor an input format"),
+    ],
+)
+def test_bad_settings_quote_themselves(text: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_setting(text)
+    assert text in str(caught.value) and message in str(caught.value)
+
+
+def test_an_edit_changes_what_it_names_and_nothing_else() -> None:
+    old = plan_of(*block(0), *block(1), provenance={"seed": 3})
+    new = edit(old, [parse_setting("*.1.*.down_proj=fp8_channel:mse"), parse_setting("*.0.self_attn.*=keep")])
+    changed = {f"model.layers.0.self_attn.{p}_proj" for p in "qkv"} | {"model.layers.1.mlp.down_proj"}
+    assert {m.name for m in new.layers if m != old.by_name[m.name]} == changed
+    down = new.by_name["model.layers.1.mlp.down_proj"]
+    # Weight-only stays weight-only: no layer of this plan quantizes its inputs.
+    assert (down.weight, down.activation, down.solver) == (FP8C, None, "mse")
+    assert down.reason == "set by hand: *.1.*.down_proj=fp8_channel:mse"
+    assert down.nbytes == 128 * 256 + 4 * 128
+    assert old.by_name[down.name].nbytes == 128 * 256 // 2 + 128 * 256 // 16 + 4
+    assert new.provenance == {"seed": 3, "edits": ["*.1.*.down_proj=fp8_channel:mse", "*.0.self_attn.*=keep"]}
+    assert Plan.from_dict(json.loads(json.dumps(new.to_dict()))) == new
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"),
+    [
+        ("fp8_channel", "fp8_token"),
+        ("fp8_block", "fp8_group"),
+        ("mxfp8", "mxfp8"),
+        ("int8", "int8_token"),
+        ("int4", None),
+    ],
+)
+def test_inputs_follow_the_weight_where_the_plan_quantizes_inputs(weight: str, expected: str | None) -> None:
+    # The pairs that presets ship with, read from their files.
+    assert expected in {r.activation for r in presets().values() if r.weight == weight} | {None}
+    found = input_of(get_format(weight))
+    assert (found.name if found else None) == expected
+    old = plan_of(*block(0, "nvfp4", "nvfp4"), LayerPlan("kept", "linear", (128, 256)))
+    for name in ("model.layers.0.mlp.down_proj", "kept"):
+        layer = edit(old, [parse_setting(f"{name}={weight}")]).by_name[name]
+        assert (layer.activation.name if layer.activation else None) == expected
+    said = edit(old, [parse_setting(f"kept={weight}@keep")]).by_name["kept"]
+    assert said.activation is None
+
+
+def test_the_same_format_leaves_the_input_alone() -> None:
+    old = plan_of(*block(0, "fp8_channel", "fp8"))
+    new = edit(old, [parse_setting("*.down_proj=fp8_channel:gptq")]).by_name["model.layers.0.mlp.down_proj"]
+    assert (new.activation, new.solver) == (FORMATS["fp8"], "gptq")
+    assert edit(old, [parse_setting("*.down_proj=fp8_channel")]) is old
+
+
+def test_what_the_old_format_left_behind_goes() -> None:
+    layer = replace(block(0)[3], score=0.3, cost=10, parts=Parts(True, 32, 8))
+    new = edit(plan_of(layer), [parse_setting("*down_proj=mxfp8")]).by_name[layer.name]
+    assert (new.score, new.parts) == (None, Parts())
+    assert new.cost == new.nbytes == 128 * 256 * 33 // 32
+
+
+def test_a_split_group_is_refused_with_what_to_include() -> None:
+    old = plan_of(*block(0), *block(1))
+    with pytest.raises(UserError) as caught:
+        edit(old, [parse_setting("*.0.*q_proj=keep")])
+    message = str(caught.value)
+    assert "model.layers.0.self_attn.k_proj, model.layers.0.self_attn.v_proj" in message
+    assert "layers.1" not in message and "--whole-groups" in message
+    whole = edit(old, [parse_setting("*.0.*q_proj=keep")], whole_groups=True)
+    assert [m.name for m in whole.layers if m.weight is None and m.kind == "linear"] == [
+        ATTENTION.format(0, p) for p in "qkv"
+    ]
+    # Of many blocks, one name for each place in a block.
+    many = plan_of(*(layer for i in range(30) for layer in block(i)))
+    with pytest.raises(
+        UserError, match=r"30 fusion groups.*Include model\.layers\.\*\.self_attn\.k_proj, model"
+    ) as many_:
+        edit(many, [parse_setting("*q_proj=keep")])
+    assert len(str(many_.value)) < 400
+    # A group told two things.
+    with pytest.raises(UserError, match="splits fusion group"):
+        edit(old, [parse_setting("*.0.*[qk]_proj=keep"), parse_setting("*.0.*v_proj=mxfp8")])
+
+
+def test_solvers_of_a_group_must_agree_too() -> None:
+    with pytest.raises(UserError, match="splits fusion group"):
+        edit(plan_of(*block(0)), [parse_setting("*q_proj=nvfp4:mse")])
+
+
+def test_edits_that_do_not_fit_name_every_layer() -> None:
+    odd = [LayerPlan(f"odd.{i}", "linear", (64, 48)) for i in range(3)]
+    with pytest.raises(UserError) as caught:
+        edit(plan_of(*odd), [parse_setting("odd.*=mxfp8")])
+    assert "3 layers: odd.0, odd.1, odd.2: in = 48 is not a multiple of mxfp8's block of 32" in str(caught.value)
+    assert edit(plan_of(*odd), [parse_setting("odd.*=nvfp4")]).by_name["odd.0"].weight == NVFP4
+
+
+def test_globs_pass_over_norms_and_refuse_only_norms() -> None:
+    old = plan_of(*block(0))
+    new = edit(old, [parse_setting("*=mxfp8")])
+    assert new.by_name["model.norm"].weight is None and new.by_name["lm_head"].weight is None
+    with pytest.raises(UserError, match=r"only layers of kind norm \(model\.norm\)"):
+        edit(old, [parse_setting("*norm=mxfp8")])
+    with pytest.raises(UserError, match=r"matches no layer; this plan's are called model\.embed_tokens"):
+        edit(old, [parse_setting("blk.*=mxfp8")])
+    with pytest.raises(UserError, match=r"tied to model\.embed_tokens"):
+        edit(old, [parse_setting("lm_head=mxfp8")])
+
+
+def test_kv_cache() -> None:
+    assert set_kv_cache(plan_of(), "fp8").kv_cache == FORMATS["fp8"]
+    assert set_kv_cache(plan_of(kv_cache=FORMATS["fp8"]), "keep").kv_cache is None
+    with pytest.raises(UserError, match="--kv-cache fp9: unknown format 'fp9'"):
+        set_kv_cache(plan_of(), "fp9")

@@ -1,0 +1,278 @@
+"""The charts hand their script, and show in their tables, the records that they are made from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from quant.allocation.record import Budget
+from quant.calibration.sensitivity.table import GroupScores, Sensitivity
+from quant.formats.format import get_format
+from quant.recipes.plan import LayerPlan, Parts, Plan
+from quant.report import charts
+from quant.report.charts import Section
+from quant.report.report import Receipt, Report
+
+Rich = tuple[Report, Plan]
+Make = Callable[..., Rich]
+
+
+def chart(section: Section | None) -> Any:
+    assert section is not None and section.chart is not None
+    return section.chart
+
+
+def cells(section: Section | None, row: str) -> list[str]:
+    """Texts of the row of that id."""
+    assert section is not None
+    return list(dict(section.rows)[row])
+
+
+def points(section: Section | None) -> dict[tuple[str, str], tuple[float, float | None]]:
+    """(x, y) of every point by series and row; each series has a colour of its own and each row exists."""
+    drawn = chart(section)
+    assert section is not None
+    assert not section.rows or {row for *_, row in drawn["points"]} <= dict(section.rows).keys()
+    assert {series for *_, series, _ in drawn["points"]} <= dict(drawn["series"]).keys()
+    assert len(set(dict(drawn["series"]).values())) == len(drawn["series"])
+    return {(series, row): (x, y) for x, y, series, row in drawn["points"]}
+
+
+def test_the_pareto_curve_is_what_the_records_say(rich_report: Rich) -> None:
+    record = rich_report[0].allocation
+    assert record is not None
+    section = charts.pareto(record)
+    expected = {("predicted", f"P{i}"): (p.bits, p.kl_predicted) for i, p in enumerate(record.curve)}
+    expected |= {("measured", f"P{i}"): (p.bits, p.kl_measured) for i, p in enumerate(record.curve) if p.kl_measured}
+    expected |= {("one format for all, measured", f"U{i}"): (u.bits, u.kl) for i, u in enumerate(record.uniform)}
+    expected["chosen, measured", "PX"] = (record.chosen.bits, record.chosen.kl_measured)
+    assert points(section) == expected
+    assert chart(section)["curve"] == [(p.bits, p.kl_predicted) for p in record.curve]
+    assert [name for *_, name in chart(section)["labels"]] == ["nvfp4", "chosen", "fp8"]
+    assert float(cells(section, "PX")[3]) == pytest.approx(record.chosen.kl_measured, rel=1e-3)
+    ratio = record.chosen.kl_measured / record.uniform[0].kl
+    assert f"nvfp4, measures {record.uniform[0].kl:.4g}; the chosen allocation has {ratio:.2f} of that" in section.text
+    assert chart(section)["limit"] == {"x": 6.0}
+    assert chart(charts.pareto(replace(record, budget=Budget("kl", 0.1))))["limit"] == {"y": 0.1}
+    assert chart(charts.pareto(replace(record, budget=Budget("bytes", 1e9))))["limit"] is None
+    assert "No single format is as small." in charts.pareto(replace(record, uniform=record.uniform[1:])).text
+
+
+def test_a_loss_of_zero_is_in_the_table_and_not_on_the_curve(rich_report: Rich) -> None:
+    record = rich_report[0].allocation
+    assert record is not None
+    last = replace(record.curve[-1], bits=16.0, kl_predicted=0.0, kl_measured=None)
+    section = charts.pareto(replace(record, curve=(*record.curve, last)))
+    assert cells(section, f"P{len(record.curve)}") == ["allocated", "16.000", "0", "–"]
+    assert len(chart(section)["curve"]) == len(record.curve)
+
+
+def test_rounds_show_what_was_expected_and_found(rich_report: Rich) -> None:
+    record = rich_report[0].allocation
+    assert record is not None
+    section = charts.rounds(record)
+    seen = points(section)
+    for i, turn in enumerate(record.rounds):
+        best = turn.measured == record.chosen.kl_measured
+        assert seen["predicted", f"R{i}"] == (i, turn.predicted)
+        assert seen["measured, and chosen" if best else "measured", f"R{i}"] == (i, turn.measured)
+        assert cells(section, f"R{i}")[4] == f"{100 * (turn.measured / turn.predicted - 1):+.1f}%"
+        assert chart(section)["gaps"][i] == (i, turn.predicted, turn.measured)
+    assert section is not None and [cells(section, row)[0] for row in ("R0", "R1")] == ["round 1", "round 2, chosen"]
+    assert "round 2 of 2" in section.text
+    assert f"measured is {record.chosen.kl_measured:.4g}, +12.0% from it" in section.text
+    worse = replace(record.rounds[1], measured=9.0)  # tried after it, and turned down
+    longer = charts.rounds(replace(record, rounds=(*record.rounds, worse)))
+    assert longer is not None and "outcome of round 2 of 3" in longer.text
+    assert cells(section, "R1")[6] == "2: 3.mlp.down_proj, 9.mlp.down_proj"
+    names = [f"model.layers.{name}" for name in ("5.self_attn.q_proj", "5.self_attn.k_proj", "17.mlp.up_proj")]
+    several = replace(record, rounds=(replace(record.rounds[0], changed=tuple(names)),))
+    assert cells(charts.rounds(several), "R0")[6] == "3: 5.self_attn.(q_proj, k_proj), 17.mlp.up_proj"
+    assert charts.rounds(replace(record, rounds=())) is None
+
+
+def test_the_heat_map_holds_the_scores_and_the_plan(rich_report: Rich) -> None:
+    report, plan = rich_report
+    table = report.sensitivity
+    assert table is not None
+    section = charts.heat_map(table, plan)
+    drawn = chart(section)["cells"]
+    assert len(drawn) == 2 * len(table.groups)
+    for format, role, block, score, chosen, row in drawn:
+        group = table.groups[int(row[1:])]
+        planned = plan.by_name[group.layers[0]].weight
+        assert score == group.scores[format]
+        assert chosen is (planned is not None and planned.name == format)
+        assert group.name == role.replace("*", str(block))
+    assert [short for _, short in chart(section)["roles"]] == ["q/k/v", "o", "gate/up", "down"]
+    first = table.groups[0]
+    scores = [f"{first.scores[f]:.4g}" for f in ("nvfp4", "fp8")]
+    assert cells(section, "S0") == [first.name, f"{first.numel:,}", *scores, "keep"]
+    assert dict(chart(section)["panels"])["fp8"] == "fp8, chosen for 30 of 120 groups"
+
+
+def test_groups_without_a_block_and_negative_scores() -> None:
+    """KL of a tiny model can come out below zero by noise; a head has no block."""
+    groups = (
+        GroupScores("0.up", ("0.up",), 64, {"nvfp4": -1e-6, "keep": 0.0}, {}, {}),
+        GroupScores("head", ("head",), 64, {"nvfp4": 0.5, "keep": 0.0}, {}, {}),
+    )
+    table = Sensitivity("kl", ("nvfp4", "keep"), "nats", 1, 8, groups)
+    plan = Plan(tuple(LayerPlan(g.name, "linear", (8, 16), *2 * [get_format("nvfp4")]) for g in groups))
+    assert [cell[1:4] for cell in chart(charts.heat_map(table, plan))["cells"]] == [
+        ("*.up", 0, -1e-6),
+        ("head", None, 0.5),
+    ]
+    bars = charts.waterfall(table, plan, None, {"nvfp4": "c0"})
+    assert [cells(bars, row)[2] for row in ("W0", "W1", "WX0")] == ["-1e-06", "0.5", "0.5"]
+
+
+@pytest.mark.parametrize(
+    ("weight", "activation", "columns", "expected"),
+    [
+        ("nvfp4", None, ("nvfp4", "nvfp4a16", "keep"), "nvfp4a16"),
+        ("nvfp4", "nvfp4", ("nvfp4", "nvfp4a16", "keep"), "nvfp4"),
+        ("fp8_channel", "fp8_token", ("fp8_channel", "keep"), "fp8_channel"),
+        ("int4", None, ("int4a16", "keep"), "int4a16"),
+        (None, None, ("nvfp4", "keep"), "keep"),
+        ("fp8", "fp8_token", ("fp8", "fp8@fp8_token", "keep"), "fp8@fp8_token"),
+        ("mxfp6", None, ("nvfp4", "keep"), None),
+    ],
+)
+def test_the_chosen_column(weight: str | None, activation: str | None, columns: tuple[str, ...], expected: str) -> None:
+    formats = [get_format(name) if name else None for name in (weight, activation)]
+    plan = Plan((LayerPlan("a", "linear", (8, 32), *formats),))
+    assert charts.chosen_format(GroupScores("a", ("a",), 1, dict.fromkeys(columns, 0.1), {}, {}), plan) == expected
+
+
+def test_the_waterfall_adds_up(rich_report: Rich) -> None:
+    """Each step starts where the last one ended, and the last ends at the sum."""
+    report, plan = rich_report
+    table, record = report.sensitivity, report.allocation
+    assert table is not None and record is not None
+    section = charts.waterfall(table, plan, record, charts.format_colours(report))
+    steps = {row: (x1, x2, y1, y2, series) for x1, x2, y1, y2, series, row in chart(section)["steps"]}
+    total, right = 0.0, 0
+    for i, group in enumerate(table.groups):
+        weight = plan.by_name[group.layers[0]].weight
+        name = weight.name if weight else "keep"
+        x1, x2, y1, y2, series = steps.pop(f"W{i}")
+        assert (x1, x2, y1, series) == (right, right + 1, total, name)
+        total, right = total + group.scores[name], x2
+        assert y2 == pytest.approx(total, rel=1e-12)
+        assert float(cells(section, f"W{i}")[4]) == pytest.approx(total, rel=1e-3)
+        total = y2
+    assert steps.keys() == {"WX0", "WX1"}
+    assert steps["WX0"][2:4] == (0.0, total) and steps["WX1"][2:4] == (0.0, record.chosen.kl_measured)
+    assert right < steps["WX0"][0] < steps["WX0"][1] < steps["WX1"][0] < steps["WX1"][1]
+    assert dict(chart(section)["series"]) == {
+        **{"nvfp4": "c0", "fp8": "c1"},
+        **{"sum of the scores": "soft", "measured together": "ink"},
+    }
+
+
+def test_memory_adds_up_to_the_plan(rich_report: Rich) -> None:
+    report, plan = rich_report
+    branch = LayerPlan("x", "linear", (64, 128), get_format("nvfp4"), parts=Parts(pre_scale=True, rank=4))
+    plan = replace(plan, layers=(*plan.layers, branch))
+    section = charts.memory(plan, report.kv_cache)
+    sizes = {name: size for _, size, name, _ in chart(section)["parts"]}
+    for i, name in enumerate(sizes):
+        assert cells(section, f"M{i}")[0] == name and cells(section, f"M{i}")[2] == f"{sizes[name]:,}"
+    codes = sum(m.numel * m.weight.element.bits // 8 for m in plan.quantized if m.weight)
+    assert sizes["quantized codes"] == codes
+    assert sizes["scales"] == sum(m.nbytes for m in plan.quantized) - codes
+    assert sizes["embeddings and head"] == 2 * 49152 * 576  # the tied head is stored once
+    assert sizes["16-bit rest"] == sum(
+        2 * m.numel for m in plan.layers if not m.weight and m.kind in ("linear", "norm")
+    )
+    assert sizes["all weights"] == plan.nbytes
+    assert sizes["KV cache, 8 × 32,768 tokens"] == 30 * 2 * 192 * 262_144  # layers × (K and V) × bytes × tokens
+    assert [bar for bar, *_ in chart(section)["parts"]] == ["weights"] * 4 + ["both"] * 2
+    alone = charts.memory(plan, None)
+    assert alone is not None and "KV cache" in alone.text and charts.memory(Plan(()), None) is None
+
+
+@pytest.mark.parametrize("formats", [(), ("nvfp4",), ("nvfp4", "mxfp8")])
+def test_sizes_add_up(make_report: Make, formats: tuple[str, ...]) -> None:
+    report, plan = make_report(formats=formats)
+    section = charts.sizes(report, plan)
+    for bar, total in (("before", report.bytes_before), ("after", report.bytes_after)):
+        assert sum(size for when, size, *_ in chart(section)["parts"] if when == bar) == total
+    colours = dict(chart(section)["series"])
+    assert [colours[name] for name in formats] == [f"c{i}" for i in range(len(formats))]
+    assert colours["16 bit, embedding"] == colours["16 bit, norm"] == "kept"
+    assert sum(int(cells[1]) for _, cells in section.rows) == len(report.layers) - 1  # the tied head is no row's
+
+
+def test_errors_are_those_of_the_layers(make_report: Make) -> None:
+    report, _ = make_report()
+    exact = replace(report.layers[3], snr_db=None, relative_error=0.0)
+    report = replace(report, layers=[*report.layers[:3], exact, *report.layers[4:]])
+    section = charts.errors(report)
+    shown = {f"L{i}": layer for i, layer in enumerate(report.layers) if layer.format or len(layer.shape) > 1}
+    seen = {row: (y, series) for (series, row), (_, y) in points(section).items()}
+    assert list(seen) == list(shown)
+    for row, layer in shown.items():
+        assert seen[row][1] == (layer.format or "16 bit, no error")
+        # None stands at the bottom, infinity at the top.
+        assert seen[row][0] == ((layer.snr_db or math.inf) if layer.format else None)
+    assert dict(chart(section)["series"]) == {
+        **{"nvfp4": "c0", "mxfp8": "c1", "fp8_channel": "c2"},
+        "16 bit, no error": "kept",
+    }
+    worst = min((layer for layer in report.layers if layer.snr_db), key=lambda layer: layer.snr_db or 0)
+    assert section is not None and section.link == (f"L{report.layers.index(worst)}", worst.name)
+    assert charts.errors(make_report(formats=())[0]) is None
+
+
+def test_roles_have_colours_where_there_is_one_format(make_report: Make) -> None:
+    report, _ = make_report(names=30, formats=("nvfp4",))
+    names = [f"m.{i}.role{i % 9}" for i in range(len(report.layers))]
+    layers = [replace(layer, name=name) for layer, name in zip(report.layers, names, strict=True)]
+    series = {row: s for (s, row) in points(charts.errors(replace(report, layers=layers)))}
+    roles = list(dict.fromkeys(name[-5:] for name, layer in zip(names, layers, strict=True) if layer.format))
+    for i, layer in enumerate(layers):
+        if layer.format:
+            role = layer.name[-5:]
+            assert series[f"L{i}"] == (role if roles.index(role) < 6 else "other")  # nine roles share seven colours
+
+
+def test_the_receipt_puts_failures_first(rich_report: Rich) -> None:
+    record = rich_report[0].receipt
+    assert record is not None
+    section, audit = charts.receipt(record)
+    bad = record.layers[5]
+    assert section.verdict is False and f"These layers failed: {bad.name}. " in section.text
+    assert section.rows[0][0] == "E5" and len(dict(section.rows)) == len(record.layers)
+    deviations = [f"{v:.4g}" for v in (bad.fake_quant, bad.checkpoint, bad.onnx) if v is not None]
+    assert cells(section, "E5") == [bad.name, "✗ failed", *deviations]
+    assert cells(audit, "A5")[1:] == ["✗ failed", record.audit[5].planned, "half GEMM"] and audit.rows[0][0] == "A5"
+    assert audit.text == f"{len(record.audit) - 1} of {len(record.audit)} layers run in the engine as planned."
+    assert "Not run: engine." in section.text and audit.verdict is False
+    stages = {"PyTorch": "fake_quant", "checkpoint": "checkpoint", "ONNX": "onnx"}
+    assert points(section) == {
+        (name, f"E{i}"): (i, getattr(layer, key))
+        for i, layer in enumerate(record.layers)
+        for name, key in stages.items()
+    }
+    assert cells(section, "E0")[3] == "0"
+    assert f"0 of {len(record.layers)} layers agree exactly" in section.text
+    exact = replace(record.layers[0], fake_quant=0.0, onnx=0.0)
+    good = Receipt((exact, *(replace(m, passed=True) for m in record.layers[:2])), (), True)
+    (section,) = charts.receipt(good)
+    assert section.verdict is True and "failed" not in str(section) and "1 of 3 layers agree exactly" in section.text
+    (section,) = charts.receipt(Receipt((), (), False))
+    assert section.verdict is False and section.chart is None and not section.rows
+
+
+def test_blocks_begin_where_their_first_layer_is() -> None:
+    def starts(names: Iterable[str]) -> list[tuple[int, int]]:
+        return charts._block_starts(names)
+
+    assert starts(["embed", "layers.0.a", "layers.0.b", "layers.1.a.2", "head"]) == [(1, 0), (3, 1)]
+    assert starts(["0.weight", "conv2d", "1"]) == [(0, 0), (2, 1)]
